@@ -436,6 +436,9 @@ class Store:
     making and removing a file. Its blocks are missed then, and nothing is put there, until the device has answered; other
     directories work.
 
+    `adopt_empty`: an empty directory takes the place of one that the store has lost. Otherwise it counts as lost: it may be
+    the folder below a device that is not mounted. It counts for the first process that opens the store.
+
     `objects`: the URL of an object store, ``s3://bucket/prefix``, ``gs://…``, ``az://…`` or ``file:///directory``. Blocks that
     this process puts are uploaded to it in the background, and `Space.prefetch` brings blocks from it. `object_options`
     override the environment's AWS_*, GOOGLE_* and AZURE_* (such as ``aws_endpoint_url``), or say how it is used:
@@ -457,6 +460,7 @@ class Store:
         host_bytes: int = 0,
         put_wait: float = 0.0,
         hang_after: float = 10.0,
+        adopt_empty: bool = False,
         objects: str | None = None,
         object_options: Mapping[str, str | float] | None = None,
     ) -> Store: ...

@@ -63,6 +63,7 @@ def test_settings_are_taken_beside_those_that_vllm_reads() -> None:
         ({"share_tp": 0}, "share_tp must be a whole number from 1"),
         ({"lease": 0}, "lease must be a number from 1"),
         ({"direct": "yes"}, "direct must be one of auto, off, require"),
+        ({"adopt_empty": "yes"}, "adopt_empty must be true or false"),
         ({"object": 3}, "object must be a string"),
         ({"object_options": {"concurrency": 3}}, "object_options needs object"),
         ({"dsik": "/kv"}, "no setting 'dsik' in kv_connector_extra_config"),

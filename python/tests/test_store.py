@@ -7,6 +7,7 @@ import hashlib
 import os
 import pickle
 import select
+import shutil
 import signal
 import threading
 import time
@@ -679,3 +680,19 @@ def test_a_thread_that_gathers_ends_when_the_store_is_closed(agent: kvferry.Agen
     assert [type(error) for error in raised] == [kvferry.ShutdownError]
     with pytest.raises(kvferry.ShutdownError):
         watch.add(0, hashes(1))
+
+
+def test_an_empty_directory_takes_the_place_of_a_lost_one_where_that_is_asked_for(
+    agent: kvferry.Agent, tmp_path: Path
+) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    with kvferry.Store(agent, directories, CAPACITY):
+        pass
+    shutil.rmtree(directories[1])
+    directories[1].mkdir()
+    with kvferry.Store(agent, directories, CAPACITY) as store:
+        assert store.stats()["lost_directories"] == 1
+    assert not (directories[1] / "kvferry.store").exists()
+    with kvferry.Store(agent, directories, CAPACITY, adopt_empty=True) as store:
+        assert store.stats()["lost_directories"] == 0
+    assert (directories[1] / "kvferry.store").exists()

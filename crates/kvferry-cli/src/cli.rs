@@ -131,6 +131,7 @@ Examples:
   kvferry store ls /mnt/nvme/kv --blocks --namespace 8f3c21d07a5be946
   kvferry store verify /mnt/nvme/kv --json | jq '.bad'
   kvferry store gc /mnt/nvme/kv --capacity 100GiB --dry-run
+  kvferry store adopt /mnt/nvme0/kv /mnt/nvme1/kv --dry-run
   kvferry store export kv.blocks /mnt/nvme/kv
   kvferry store import kv.blocks /mnt/nvme/kv --capacity 500GiB
   kvferry store export - /mnt/nvme/kv | ssh other kvferry store import - /mnt/kv --capacity 500GiB
@@ -146,10 +147,10 @@ Exit codes:
   1  verify or export found a bad block, or a segment that can't be read; import found that the file is
      damaged or cut, and imported the rest
   2  the command line is wrong, or there is no store that can be read
-  4  gc: a process has the store open, or a file can't be changed; export: the file can't be written;
+  4  gc, adopt: a process has the store open, or a file can't be changed; export: the file can't be written;
      import: blocks could not be stored";
 
-/// Look at a store of blocks on disk, verify it, clean it, export and import blocks.
+/// Look at a store of blocks on disk, verify it, clean it, replace directories, export and import blocks.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = STORE_EXAMPLES)]
 pub(crate) struct StoreArgs {
@@ -167,6 +168,8 @@ pub(crate) enum StoreAction {
     Verify(StoreVerifyArgs),
     /// Remove files that no process needs, while no process has the store open
     Gc(StoreGcArgs),
+    /// Take empty directories in the place of lost ones, while no process has the store open
+    Adopt(StoreAdoptArgs),
     /// Write blocks to a file, to be imported into another store
     Export(StoreExportArgs),
     /// Put the blocks of an exported file into a store
@@ -258,6 +261,28 @@ pub(crate) struct StoreGcArgs {
     #[arg(long)]
     pub(crate) dry_run: bool,
     /// Print the result as JSON, schema kvferry.store-gc/1
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+const STORE_ADOPT_EXAMPLES: &str = "\
+An empty directory of a store counts as lost: it may be the folder below a device that is not mounted.
+If the device is gone for good, this command makes the directory the store's. The blocks of the lost
+device are missed. Look with --dry-run first: it says where no device is mounted.
+
+A device that comes back and is mounted over such a directory is used from the next start of all
+processes on, with its blocks. What was written below it stays there, hidden, until it is removed.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = STORE_ADOPT_EXAMPLES)]
+pub(crate) struct StoreAdoptArgs {
+    /// The store's directories: all of them, also those that are empty
+    #[arg(required = true, value_name = "DIR")]
+    pub(crate) directories: Vec<PathBuf>,
+    /// Only show what would be done
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+    /// Print the result as JSON, schema kvferry.store-adopt/1
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -153,7 +153,7 @@ fn stat_counts_segments_blocks_and_namespaces_of_a_store_that_is_open() {
     engine.put("llama", 2);
     engine.put("qwen", 3);
     let open = report(0, &["stat", folder.text()]);
-    assert_eq!((&open["schema"], &open["format"]), (&"kvferry.store-stat/1".into(), &2.into()));
+    assert_eq!((&open["schema"], &open["format"]), (&"kvferry.store-stat/1".into(), &3.into()));
     assert_eq!((&open["blocks"], &open["copies"]), (&24.into(), &0.into()), "{open}");
     assert_eq!((&open["bytes"], &open["segment_bytes"]), (&(24 * LEN).into(), &MIB.into()));
     // The first segment is full, and sealed in the background.
@@ -323,6 +323,50 @@ fn gc_leaves_a_store_alone_that_a_process_has_open() {
     assert_eq!(engine.get("llama", 1) + engine.get("llama", 2), 16);
     engine.store.close();
     report(0, &["gc", folder.text()]);
+}
+
+#[test]
+fn adopt_takes_empty_directories_once_no_process_has_the_store_open() {
+    let folder = Folder::new("adopt");
+    let [first, second] = ["a", "b"].map(|name| folder.0.join(name));
+    let with = StoreOptions::new(&first, 25 * MIB).segment_bytes(MIB).and_directory(&second);
+    let engine = Engine::open(&with);
+    engine.put("llama", 1);
+    engine.store.close();
+    std::fs::remove_dir_all(&second).expect("it was made");
+    let [first, second] = [&first, &second].map(|it| it.to_str().expect("plain letters"));
+    let output = store(&["adopt", first, second]);
+    assert_eq!(output.status.code(), Some(2), "a directory that does not exist");
+    assert!(errors(&output).contains(second), "{}", errors(&output));
+    std::fs::create_dir(second).expect("a folder");
+    let engine = Engine::open(&with);
+    assert_eq!(engine.store.stats().lost_directories, 1);
+    let output = store(&["adopt", first, second]);
+    assert_eq!(output.status.code(), Some(4));
+    assert!(errors(&output).contains("a process has the store open"), "{}", errors(&output));
+    engine.store.close();
+    let output = store(&["gc", first, second]);
+    assert!(errors(&output).contains("kvferry store adopt"), "{}", errors(&output));
+    let said = text(0, &["adopt", first, second, "--dry-run"]);
+    assert!(
+        said.starts_with(&format!("{second} would become directory 1 of 2 of store ")),
+        "{said}"
+    );
+    assert!(said.contains("no device is mounted there"), "{said}");
+    assert_eq!(std::fs::read_dir(second).expect("a folder").count(), 0, "nothing is written");
+    let adopted = report(0, &["adopt", second, first]);
+    assert_eq!(adopted["schema"], "kvferry.store-adopt/1");
+    assert_eq!((&adopted["directories"], &adopted["dry_run"]), (&2.into(), &false.into()));
+    let [one] = adopted["adopted"].as_array().expect("a list").as_slice() else {
+        panic!("{adopted}");
+    };
+    assert_eq!((&one["number"], &one["directory"]), (&1.into(), &second.into()));
+    assert_eq!(one["is_mounted"], false);
+    assert!(text(0, &["adopt", first, second]).contains("nothing to adopt"));
+    let engine = Engine::open(&with);
+    assert_eq!(engine.store.stats().lost_directories, 0);
+    engine.store.close();
+    assert_eq!(store(&["adopt", folder.text()]).status.code(), Some(2), "no store");
 }
 
 #[test]

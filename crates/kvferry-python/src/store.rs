@@ -100,7 +100,7 @@ fn text_items(mapping: &Bound<'_, PyMapping>) -> PyResult<Vec<(String, String)>>
 impl Store {
     #[new]
     #[pyo3(
-        signature = (agent, directory, capacity, *, segment_bytes = None, blocks_max = None, direct = "off", host_bytes = 0, put_wait = 0.0, hang_after = 10.0, objects = None, object_options = None)
+        signature = (agent, directory, capacity, *, segment_bytes = None, blocks_max = None, direct = "off", host_bytes = 0, put_wait = 0.0, hang_after = 10.0, adopt_empty = false, objects = None, object_options = None)
     )]
     #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
     fn new(
@@ -113,6 +113,7 @@ impl Store {
         host_bytes: u64,
         put_wait: f64,
         hang_after: f64,
+        adopt_empty: bool,
         objects: Option<String>,
         object_options: Option<&Bound<'_, PyMapping>>,
     ) -> PyResult<Self> {
@@ -127,7 +128,8 @@ impl Store {
             .direct(parse_direct(py, direct)?)
             .host_bytes(host_bytes)
             .put_wait(seconds(py, put_wait)?)
-            .hang_after(seconds(py, hang_after)?);
+            .hang_after(seconds(py, hang_after)?)
+            .adopt_empty(adopt_empty);
         if let Some(bytes) = segment_bytes {
             options = options.segment_bytes(bytes);
         }

@@ -6,10 +6,12 @@
 //!
 //! Directories may lack a superblock:
 //! - all of them, if there is no store yet;
+//! - some of them, if making the store was interrupted: no directory has an id then;
 //! - all but number 0 in a store of format 1, whose segments tell where they belong, by their numbers;
 //! - an empty one, in the place of one that was lost. It gets the number that no other has.
 //!
-//! A directory that can't be read is lost: the store goes on without its segments.
+//! A directory that can't be read is lost: the store goes on without its segments. So is an empty one, unless the caller
+//! asks for it to be adopted: a device may not be mounted, and its folder be on the system's disk.
 
 use crate::error::{Error, Result};
 use crate::gate::unanswered;
@@ -38,20 +40,30 @@ pub(crate) struct Arranged {
     pub(crate) format: u32,
     /// In the order of their numbers.
     pub(crate) directories: Vec<Directory>,
+    /// Whether making the store was interrupted.
+    pub(crate) is_being_made: bool,
+    /// Whether empty directories take the places of lost ones. False at first.
+    pub(crate) adopts: bool,
 }
 
 #[derive(Debug)]
 pub(crate) struct Directory {
     pub(crate) path: PathBuf,
     pub(crate) state: State,
+    /// The id that its superblock has; 0: none.
+    pub(crate) id: u64,
 }
 
 #[derive(Debug)]
 pub(crate) enum State {
     /// Its superblock says what it is.
     Marked,
-    /// It has no superblock of this release's format, and belongs to the store.
+    /// So it does, in the format of an earlier release, and without an id.
+    Old,
+    /// It has no superblock that says which directory it is, and belongs to the store.
     Unmarked,
+    /// It is empty. It may be the folder that a device was mounted at.
+    Empty,
     /// It can't be read.
     Lost(io::Error),
 }
@@ -120,64 +132,97 @@ fn arrange_without(
     let first = stores.iter().min_by_key(|(_, superblock, _)| superblock.directory);
     let (_, superblock, format) = *first.expect("there is a store");
     let numbers = number_all(paths, &found, reference, &known)?;
+    let is_being_made = stores.iter().all(|(_, it, version)| *version == VERSION && it.id == 0);
+    let has_unmarked = is_being_made || stores.iter().any(|(_, _, version)| *version == 1);
     let mut directories: Vec<_> = paths
         .iter()
         .zip(found)
         .zip(numbers)
         .map(|((path, found), number)| {
+            let id = if let Found::Store(it, _) = &found { it.id } else { 0 };
             let state = match found {
-                Found::Store(_, VERSION) => State::Marked,
-                Found::Store(..) | Found::Segments(_) => State::Unmarked,
+                Found::Store(_, VERSION) if id != 0 => State::Marked,
+                Found::Store(_, 1) => State::Unmarked,
+                Found::Store(..) => State::Old,
+                Found::Segments(it) if it.numbers.is_empty() && !has_unmarked => State::Empty,
+                Found::Segments(_) => State::Unmarked,
                 Found::Lost(error) => State::Lost(error),
             };
-            (number, Directory { path: path.clone(), state })
+            (number, Directory { path: path.clone(), state, id })
         })
         .collect();
     directories.sort_by_key(|(number, _)| *number);
     let directories = directories.into_iter().map(|(_, it)| it).collect();
-    Ok(Arranged { superblock: Some(superblock), format, directories })
+    let superblock = Some(superblock);
+    Ok(Arranged { superblock, format, directories, is_being_made, adopts: false })
 }
 
 impl Arranged {
     /// The directories whose files the processes lock: those that are not lost; the first one if all are.
     pub(crate) fn readable(&self) -> Vec<PathBuf> {
-        let is_there = |it: &&Directory| !matches!(it.state, State::Lost(_));
+        let is_there = |it: &&Directory| match it.state {
+            State::Lost(_) => false,
+            State::Empty => self.adopts,
+            _ => true,
+        };
         let there = self.directories.iter().filter(is_there).map(|it| it.path.clone());
         let there: Vec<_> = there.collect();
         if there.is_empty() { vec![self.directories[0].path.clone()] } else { there }
     }
 
-    /// Makes a store of directories that are none. The first superblock is written first: what an interrupted call
-    /// leaves is a store with directories that are not marked.
+    /// Makes a store of directories that are none. They get ids once all have a superblock: until the first has its id,
+    /// a later call goes on with directories that have no superblock.
     pub(crate) fn make(&mut self, new: Superblock) -> Result<Superblock> {
-        let superblock = Superblock { directories: self.count(), directory: 0, ..new };
+        let superblock = Superblock { directories: self.count(), directory: 0, id: 0, ..new };
+        self.mark_without_ids(superblock)?;
         for (number, directory) in (0..).zip(&mut self.directories) {
-            let written = Superblock { directory: number, ..superblock }.write(&directory.path);
-            written.map_err(|error| log_error(&directory.path, error))?;
-            directory.state = State::Marked;
+            directory.mark(Superblock { directory: number, ..superblock })?;
         }
         self.superblock = Some(superblock);
         Ok(superblock)
     }
 
-    /// Marks the directories of a store that are not: that upgrades a store of format 1, and adopts an empty
-    /// directory. The first one is marked last: until then, an older release opens the store.
+    /// The first step of making a store: each directory without a superblock gets one.
+    fn mark_without_ids(&mut self, superblock: Superblock) -> Result<()> {
+        for (number, directory) in (0..).zip(&mut self.directories) {
+            if matches!(directory.state, State::Unmarked) {
+                let new = Superblock { directory: number, id: 0, ..superblock };
+                let written = new.write(&directory.path);
+                written.map_err(|error| log_error(&directory.path, error))?;
+                directory.state = State::Old;
+            }
+        }
+        Ok(())
+    }
+
+    /// Marks the directories of a store that are not: that upgrades an earlier format, goes on with the making of a
+    /// store that was interrupted, and adopts empty directories, if that was asked for. The first one is marked last:
+    /// until then, a release that knows format 1 only opens a store of format 1.
     ///
     /// Where a directory can't be written to, its blocks are read as before.
     pub(crate) fn mark(&mut self) {
         let count = self.count();
         let Some(superblock) = self.superblock else { return };
+        if self.is_being_made
+            && let Err(error) = self.mark_without_ids(superblock)
+        {
+            tracing::warn!(%error, "the store can't be made completely");
+            return;
+        }
         for (number, directory) in (0..count).zip(&mut self.directories).rev() {
-            if !matches!(directory.state, State::Unmarked) {
+            let is_marked = match directory.state {
+                State::Marked | State::Lost(_) => true,
+                State::Empty => !self.adopts,
+                State::Old | State::Unmarked => false,
+            };
+            if is_marked {
                 continue;
             }
             let new = Superblock { directory: number, directories: count, ..superblock };
-            match new.write(&directory.path) {
-                Ok(()) => directory.state = State::Marked,
-                Err(error) => {
-                    let path = directory.path.display();
-                    let error = log_error(&directory.path, error);
-                    tracing::warn!(%error, "the store can't write what it is to {path}");
+            if let Err(error) = directory.mark(new) {
+                let path = directory.path.display();
+                tracing::warn!(%error, "the store can't write what it is to {path}");
+                if matches!(directory.state, State::Unmarked) {
                     // A later one would be a step of the upgrade that an older release does not expect.
                     return;
                 }
@@ -185,9 +230,38 @@ impl Arranged {
         }
     }
 
-    fn count(&self) -> u32 {
+    /// Directories that are empty, and were not adopted, are lost.
+    pub(crate) fn lose_empty(&mut self) {
+        for directory in &mut self.directories {
+            if matches!(directory.state, State::Empty) {
+                directory.state = State::Lost(is_empty());
+            }
+        }
+    }
+
+    pub(crate) fn count(&self) -> u32 {
         u32::try_from(self.directories.len()).expect("a caller names fewer directories")
     }
+}
+
+impl Directory {
+    /// Writes a superblock with a new id.
+    pub(crate) fn mark(&mut self, new: Superblock) -> Result<()> {
+        let failed = |source| Error::Directory { path: self.path.clone(), source };
+        let id = u64::from_le_bytes(kvferry_sys::random::bytes().map_err(failed)?).max(1);
+        let written = Superblock { id, ..new }.write(&self.path);
+        written.map_err(|error| log_error(&self.path, error))?;
+        (self.state, self.id) = (State::Marked, id);
+        Ok(())
+    }
+}
+
+/// What is wrong with an empty directory of a store.
+pub(crate) fn is_empty() -> io::Error {
+    let what = "it is empty: mount its device, or, if the device is gone, let the directory take \
+                its place by `kvferry store adopt` with all directories of the store, or by \
+                opening the store with `adopt_empty`";
+    io::Error::new(io::ErrorKind::NotFound, what)
 }
 
 /// Reads what a directory is.
@@ -244,8 +318,9 @@ fn refuse_mixed<'a>(
     stores: &[(&'a PathBuf, Superblock, u32)],
     given: usize,
 ) -> Result<Option<(&'a PathBuf, Superblock)>> {
-    let marked = stores.iter().find(|(.., version)| *version == VERSION);
-    let Some((reference, known, version)) = marked.or(stores.first()) else { return Ok(None) };
+    // Formats from version 2 on say how many directories there are.
+    let numbered = stores.iter().find(|(.., version)| *version > 1);
+    let Some((reference, known, version)) = numbered.or(stores.first()) else { return Ok(None) };
     for (path, superblock, _) in stores {
         if superblock.store != known.store {
             let what = format!(
@@ -267,7 +342,7 @@ fn refuse_mixed<'a>(
             return Err(format(path, what));
         }
     }
-    if *version == VERSION && known.directories as usize != given {
+    if *version > 1 && known.directories as usize != given {
         let what = format!(
             "the store has {} directories, {given} were given: give all of them, also one that is \
              lost",
@@ -292,10 +367,11 @@ fn none_yet(paths: &[PathBuf], found: Vec<Found>) -> Result<Arranged> {
                             remove the segments";
                 return Err(format(path, what));
             }
-            _ => directories.push(Directory { path: path.clone(), state: State::Unmarked }),
+            _ => directories.push(Directory { path: path.clone(), state: State::Unmarked, id: 0 }),
         }
     }
-    Ok(Arranged { superblock: None, format: VERSION, directories })
+    let (superblock, is_being_made) = (None, true);
+    Ok(Arranged { superblock, format: VERSION, directories, is_being_made, adopts: false })
 }
 
 /// The number of each directory.
@@ -521,19 +597,71 @@ mod tests {
     }
 
     #[test]
-    fn power_that_fails_at_each_step_of_making_a_store_leaves_one_that_opens() {
+    fn power_that_fails_twice_while_a_store_is_made_loses_no_directory() {
+        let geometry = log::Geometry::new(1 << 20).expect("in bounds");
+        let (store, created_ms, directory, directories, id) = ([7; 16], 1, 0, 1, 0);
+        let new = Superblock { store, geometry, created_ms, directory, directories, id };
+        for (first, second) in [5, 7, 10, 15, 18, 20].into_iter().flat_map(|it| {
+            let each = move |second| (it, second);
+            (0..=30).map(each)
+        }) {
+            let folder = Folder::new("make-twice");
+            folder.directories().iter().for_each(|it| fs::create_dir_all(it).expect("a folder"));
+            let mut arranged = arrange(&folder.directories(), Whose::Own).expect("no store yet");
+            cut::after(Some(first));
+            assert!(arranged.make(new).is_err());
+            cut::after(Some(second));
+            let mut arranged = arrange(&folder.directories(), Whose::Own).expect("a store");
+            arranged.mark();
+            cut::after(None);
+            let mut arranged = arrange(&folder.directories(), Whose::Own).expect("a store");
+            let is_empty = |it: &Directory| matches!(it.state, State::Empty);
+            assert!(!arranged.directories.iter().any(is_empty), "{first}, {second}");
+            arranged.mark();
+            let is_marked = |it: &Directory| matches!(it.state, State::Marked);
+            assert!(arranged.directories.iter().all(is_marked), "{first}, {second}");
+        }
+    }
+
+    #[test]
+    fn power_that_fails_at_each_step_of_an_upgrade_from_format_2_leaves_a_store_that_opens() {
+        let folder = Folder::new("upgrade-2");
+        assert_eq!(folder.with_store(true), BLOCKS as usize);
         for steps in 0..=15 {
+            for directory in folder.directories() {
+                let bytes = fs::read(directory.join(FILE)).expect("a superblock");
+                fs::write(directory.join(FILE), superblock::downgrade_to_2(&bytes))
+                    .expect("written");
+            }
+            let mut arranged = arrange(&folder.directories(), Whose::Own).expect("a store");
+            assert_eq!(arranged.format, 2);
+            assert!(arranged.directories.iter().all(|it| matches!(it.state, State::Old)));
+            cut::after(Some(steps));
+            arranged.mark();
+            cut::after(None);
+            assert_eq!(folder.with_store(false), BLOCKS as usize, "after {steps} steps");
+            let again = arrange(&folder.directories(), Whose::Own).expect("a store");
+            assert!(again.directories.iter().all(|it| matches!(it.state, State::Marked)));
+            let ids: BTreeSet<_> = again.directories.iter().map(|it| it.id).collect();
+            assert_eq!(ids.len(), 3, "each directory has an id of its own");
+        }
+    }
+
+    #[test]
+    fn power_that_fails_at_each_step_of_making_a_store_leaves_one_that_opens() {
+        for steps in 0..=30 {
             let folder = Folder::new("make");
             folder.directories().iter().for_each(|it| fs::create_dir_all(it).expect("a folder"));
             let mut arranged = arrange(&folder.directories(), Whose::Own).expect("no store yet");
             let geometry = log::Geometry::new(1 << 20).expect("in bounds");
             let (directory, directories) = (0, 1);
             let store = [7; 16];
-            let new = Superblock { store, geometry, created_ms: 1, directory, directories };
+            let id = 0;
+            let new = Superblock { store, geometry, created_ms: 1, directory, directories, id };
             cut::after(Some(steps));
             let made = arranged.make(new);
             cut::after(None);
-            assert_eq!(made.is_ok(), steps == 15);
+            assert_eq!(made.is_ok(), steps == 30);
             assert_eq!(folder.with_store(true), BLOCKS as usize, "after {steps} steps");
             assert_eq!(folder.with_store(false), BLOCKS as usize, "after {steps} steps");
         }

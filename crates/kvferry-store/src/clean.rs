@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::inspect::{Files, Segment, State, sync_directory};
 use crate::keeper::free_wanted;
 use crate::log::recover::{self, Fault, Scanned};
-use crate::log::{Disk, Record, superblock};
+use crate::log::{Disk, Record, Superblock, superblock};
 use crate::membership;
 use crate::options::StoreOptions;
 use kvferry_sys::lock::LockFile;
@@ -28,9 +28,41 @@ const LOCK_TIMEOUT: Duration = Duration::from_millis(200);
 pub struct Cleaner {
     files: Files,
     segments: Vec<Segment>,
+    _alone: Alone,
+}
+
+/// Locks that keep processes from opening a store.
+#[derive(Debug)]
+pub(crate) struct Alone {
     _locks: [Vec<LockFile>; 2],
     /// `None`: another user's program has it.
     _beacon: Option<Channel>,
+}
+
+/// Locks a store that no process has open. `directories` are those that can be read.
+pub(crate) fn alone(directories: &[PathBuf], superblock: &Superblock) -> Result<Alone> {
+    let first = &directories[0];
+    let in_use = || Error::InUse { path: first.clone() };
+    // As a process that joins: `join` first, so that none meets `members` locked by a process that
+    // is no member. In all directories: a process may have them open that could read only some of them.
+    let lock = |name: &str| {
+        let files = membership::lock_files(directories, name)?;
+        for file in &files {
+            membership::wait_until(LOCK_TIMEOUT, || file.try_exclusive())
+                .map_err(|source| Error::Directory { path: first.join(name), source })?
+                .ok_or_else(in_use)?;
+        }
+        Ok::<_, Error>(files)
+    };
+    let _locks = [lock(membership::JOIN)?, lock(membership::MEMBERS)?];
+    // A process may have opened the store while none of these directories could be read.
+    let taken = elect::take(&elect::beacon(superblock.store));
+    let _beacon = match taken.map_err(|_| in_use())? {
+        Taken::Now(beacon) => Some(beacon),
+        Taken::ByOwnUser => return Err(in_use()),
+        Taken::ByOther => None,
+    };
+    Ok(Alone { _locks, _beacon })
 }
 
 /// What is removed beside what the store does not need.
@@ -113,26 +145,7 @@ impl Cleaner {
         let files = Files::open_to_write(directories)?;
         let directories = files.directories();
         let first = &directories[0];
-        let in_use = || Error::InUse { path: first.clone() };
-        // As a process that joins: `join` first, so that none meets `members` locked by a process that
-        // is no member. In all directories: a process may have them open that could read only some of them.
-        let lock = |name: &str| {
-            let files = membership::lock_files(directories, name)?;
-            for file in &files {
-                membership::wait_until(LOCK_TIMEOUT, || file.try_exclusive())
-                    .map_err(|source| Error::Directory { path: first.join(name), source })?
-                    .ok_or_else(in_use)?;
-            }
-            Ok::<_, Error>(files)
-        };
-        let _locks = [lock(membership::JOIN)?, lock(membership::MEMBERS)?];
-        // A process may have opened the store while none of these directories could be read.
-        let taken = elect::take(&elect::beacon(files.superblock().store));
-        let _beacon = match taken.map_err(|_| in_use())? {
-            Taken::Now(beacon) => Some(beacon),
-            Taken::ByOwnUser => return Err(in_use()),
-            Taken::ByOther => None,
-        };
+        let _alone = alone(directories, files.superblock())?;
         let segments = files.segments()?;
         for segment in &segments {
             let place = segment.number as usize % directories.len();
@@ -144,7 +157,7 @@ impl Cleaner {
                 return Err(Error::Format { path: first.clone(), what });
             }
         }
-        Ok(Self { files, segments, _locks, _beacon })
+        Ok(Self { files, segments, _alone })
     }
 
     /// What to do.

@@ -9,6 +9,7 @@ use crate::arrange::{Directory, State};
 use crate::error::Result;
 use crate::gate::{Entered, Gate, Pace, is_hang};
 use crate::helpers::Helpers;
+use crate::index::Index;
 use crate::log::{self, Superblock};
 use crate::memory::{BlockMemory, PAGE, PAGE_OF_ZEROS, padding};
 use crate::own::{self, FileUser};
@@ -20,7 +21,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 /// Headers of extents that are written at once, beside their blocks.
@@ -185,7 +186,9 @@ impl Directories {
                 number,
                 directories: directories.len(),
                 is_lost: AtomicBool::new(matches!(it.state, State::Lost(_))),
-                is_marked: matches!(it.state, State::Marked),
+                is_marked: matches!(it.state, State::Marked | State::Old),
+                id: it.id,
+                index: OnceLock::new(),
                 user: FileUser::default(),
                 store: superblock.store,
                 segment_bytes: superblock.geometry.segment_bytes(),
@@ -203,6 +206,25 @@ impl Directories {
             headers: Arc::new(Headers::new(agent)?),
             helpers,
         })
+    }
+
+    /// Compares the directories with those of the processes that share the index. One in whose place this process found
+    /// another device is lost.
+    pub(crate) fn share(&self, index: &Arc<Index>) {
+        for device in &self.all {
+            if !device.is_lost.load(Relaxed)
+                && index.agree_on_directory(device.number, device.id) != device.id
+            {
+                device.is_lost.store(true, Relaxed);
+                tracing::warn!(
+                    "{} is not on the device that the other processes of the store found there; \
+                     its blocks are missed by this process: unmount what was mounted over it, or \
+                     open the store again in all processes",
+                    device.path.display()
+                );
+            }
+            let _ = device.index.set(Arc::clone(index));
+        }
     }
 
     /// Whether blocks go past the page cache, where the file system allows it.

@@ -103,11 +103,14 @@ impl Files {
             return Err(Error::InvalidArgument("no directory was given".into()));
         };
         let whose = if is_writable { Whose::Own } else { Whose::Any };
-        let Arranged { superblock, format, directories } = arrange(directories, whose)?;
+        let Arranged { superblock, format, directories, .. } = arrange(directories, whose)?;
         let mut paths = Vec::new();
-        for Directory { path, state } in directories {
+        for Directory { path, state, .. } in directories {
             match state {
                 arrange::State::Lost(source) => return Err(Error::Directory { path, source }),
+                arrange::State::Empty => {
+                    return Err(Error::Directory { path, source: arrange::is_empty() });
+                }
                 _ => paths.push(path),
             }
         }

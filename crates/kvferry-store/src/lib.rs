@@ -25,6 +25,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod adopt;
 pub mod archive;
 mod arrange;
 mod behind;

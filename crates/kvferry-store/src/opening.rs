@@ -31,7 +31,7 @@ pub(crate) struct Opening<'a> {
 impl<'a> Opening<'a> {
     /// Looks at the directories. Where there is no store yet, they are made if they do not exist.
     pub(crate) fn new(agent: &'a Agent, options: &'a StoreOptions) -> Result<Self> {
-        let arranged = arrange_within(&options.directories, options.hang_after)?;
+        let arranged = look(options)?;
         if arranged.superblock.is_none() {
             // Before anything is made.
             options.geometry(None)?;
@@ -65,7 +65,7 @@ impl<'a> Opening<'a> {
             None => lock_all(&self.options.directories)?,
             Some(_) => Vec::new(),
         };
-        let mut now = arrange_within(&self.options.directories, self.options.hang_after)?;
+        let mut now = look(self.options)?;
         let first = self.first();
         // Their order may be another one, as another process may have made the store.
         let sorted = |mut paths: Vec<PathBuf>| {
@@ -94,6 +94,7 @@ impl<'a> Opening<'a> {
             created_ms: Clock::unix_ms(),
             directory: 0,
             directories: 1,
+            id: 0,
         })
     }
 
@@ -103,6 +104,10 @@ impl<'a> Opening<'a> {
         let mut arranged = lock(&self.arranged);
         if is_first {
             arranged.mark();
+        }
+        // Also where another process has the store open and this one asks to adopt them: that process goes on without.
+        arranged.lose_empty();
+        if is_first {
             for directory in &arranged.directories {
                 let path = directory.path.display();
                 if let State::Lost(error) = &directory.state {
@@ -115,6 +120,11 @@ impl<'a> Opening<'a> {
         let StoreOptions { direct, hang_after, .. } = *self.options;
         Directories::new(self.agent, &arranged.directories, superblock, direct, hang_after)
     }
+}
+
+fn look(options: &StoreOptions) -> Result<Arranged> {
+    let arranged = arrange_within(&options.directories, options.hang_after)?;
+    Ok(Arranged { adopts: options.adopt_empty, ..arranged })
 }
 
 /// Makes a directory unless it exists. It survives a loss of power then: a store whose files were synced is gone if

@@ -38,6 +38,7 @@ pub struct StoreOptions {
     pub(crate) host_bytes: u64,
     pub(crate) put_wait: Duration,
     pub(crate) hang_after: Duration,
+    pub(crate) adopt_empty: bool,
     pub(crate) objects: Option<ObjectTier>,
 }
 
@@ -58,6 +59,7 @@ impl StoreOptions {
             host_bytes: 0,
             put_wait: Duration::ZERO,
             hang_after: HANG_AFTER,
+            adopt_empty: false,
             objects: None,
         }
     }
@@ -126,6 +128,16 @@ impl StoreOptions {
     #[must_use]
     pub fn hang_after(self, longest: Duration) -> Self {
         Self { hang_after: longest, ..self }
+    }
+
+    /// Whether an empty directory takes the place of one that the store has lost. By default it does not, and counts as
+    /// lost, too: it may be the folder below a device that is not mounted. What a process writes there would be on the
+    /// file system of the folder, and hidden once the device is mounted.
+    ///
+    /// It counts for the first process that opens the store. `kvferry store adopt` does the same once.
+    #[must_use]
+    pub fn adopt_empty(self, adopts: bool) -> Self {
+        Self { adopt_empty: adopts, ..self }
     }
 
     /// An object store, to which this process uploads the blocks that it puts, and from which

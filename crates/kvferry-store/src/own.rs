@@ -60,7 +60,8 @@ pub(crate) fn open(path: &Path, is_writable: bool, user: &FileUser) -> io::Resul
     let is_superusers = metadata.uid() == 0 && !is_writable;
     if !is_superusers && !user.is_owner(&metadata, directory) {
         let what = format!(
-            "this process runs as user {}: run it as the file's owner, or give all files of the store to its user",
+            "this process runs as user {}: run it as the file's owner, or give all files of the \
+             store to its user",
             self::user()
         );
         return Err(refused(path, &metadata, &what));
@@ -76,8 +77,8 @@ pub(crate) fn open(path: &Path, is_writable: bool, user: &FileUser) -> io::Resul
         // A file system that may only be read, or a file of the superuser.
         _ if !is_writable && metadata.mode() & OTHERS_WRITE == 0 => Ok(file),
         _ => {
-            let what = "other users have access to it, and that can't be changed: mount its file system so \
-                        that files have mode 0600";
+            let what = "other users have access to it, and that can't be changed: mount its file \
+                        system so that files have mode 0600";
             Err(refused(path, &metadata, what))
         }
     }
@@ -96,16 +97,16 @@ pub(crate) fn way_in(directory: &Path) -> Option<String> {
     let (owner, mode) = (metadata.uid(), metadata.mode() & 0o7777);
     if owner != 0 && !FileUser::default().is_owner(&metadata, directory) {
         return Some(format!(
-            "it belongs to user {owner}, who can replace its files; this process runs as user {}: give the \
-             directory to that user",
+            "it belongs to user {owner}, who can replace its files; this process runs as user {}: \
+             give the directory to that user",
             user()
         ));
     }
     let is_open = mode & OTHERS_WRITE != 0 && mode & STICKY == 0;
     is_open.then(|| {
         format!(
-            "its mode is {mode:04o}: other users can replace its files; take their write permission away \
-             (chmod go-w)"
+            "its mode is {mode:04o}: other users can replace its files; take their write \
+             permission away (chmod go-w)"
         )
     })
 }

@@ -27,6 +27,7 @@ pub(crate) fn fill(
         pages_per_segment: superblock.geometry.pages(),
     });
     let index = Arc::new(index.map_err(failed)?);
+    disk.share(&index);
     let member = index.join().map_err(failed)?;
     for segment in (0..geometry.segments).filter(|it| disk.is_in_lost_directory(*it)) {
         index.withhold_segment(segment);

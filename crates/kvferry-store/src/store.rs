@@ -165,6 +165,7 @@ impl Store {
         let (superblock, joined) = joined?;
         let segment_bytes = superblock.geometry.segment_bytes();
         let disk = opening.disk(&superblock, false)?;
+        disk.share(&joined.index);
         let failed = |source| Error::Directory { path: first.clone(), source };
         let host = match options.host_bytes {
             0 => None,

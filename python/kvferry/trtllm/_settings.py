@@ -31,9 +31,11 @@ _OF_STORE = (
     "blocks_max",
     "segment_mib",
     "direct",
+    "adopt_empty",
 )
 _HANDOFFS = ("off", "prefill", "decode", "both")
 _TEXTS = ("direct", "handoff", "listen", "load", "model", "object", "save", "secret_file")
+_SWITCHES = ("adopt_empty",)
 _OF_HANDOFF = ("handoff", "handoff_gib", "handoff_timeout", "listen", "prefill", "producers", "secret_file")
 _OWN = ("load", "load_wait", "save", "staging_gib", *_OF_HANDOFF)
 # Where a deployment may have put more into `KvCacheConnectorConfig`.
@@ -167,7 +169,7 @@ def _of_file(path: str) -> Mapping[str, Any]:
 
 
 def _of_environment(prefix: str, *, strict: bool) -> Mapping[str, Any]:
-    """Numbers, lists and objects are JSON."""
+    """Numbers, lists and objects are JSON; switches are true or false."""
     known = {name.upper(): name for name in (*_OF_STORE, *_OWN)}
     found = {}
     for variable, text in os.environ.items():
@@ -175,7 +177,10 @@ def _of_environment(prefix: str, *, strict: bool) -> Mapping[str, Any]:
             continue
         name = known.get(variable.removeprefix(prefix))
         if name is not None:
-            found[name] = text if name in _TEXTS else _value(text)
+            if name in _SWITCHES:
+                found[name] = {"true": True, "false": False}.get(text.lower(), text)
+            else:
+                found[name] = text if name in _TEXTS else _value(text)
         elif strict:
             raise ValueError(f"{variable} is no setting; there are {', '.join(prefix + it for it in sorted(known))}")
     return found

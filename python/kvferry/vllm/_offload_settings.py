@@ -58,6 +58,8 @@ class OffloadSettings:
     blocks_max: int | None = None
     segment_mib: int | None = None
     direct: Literal["auto", "off", "require"] = "off"
+    # Whether an empty directory takes the place of one that the store has lost.
+    adopt_empty: bool = False
 
     @property
     def limits(self) -> Limits:
@@ -81,6 +83,7 @@ class OffloadSettings:
             "blocks_max",
             "segment_mib",
             "direct",
+            "adopt_empty",
         }
         unknown = sorted(set(config) - known - _OF_VLLM)
         if unknown:
@@ -115,6 +118,7 @@ class OffloadSettings:
             blocks_max=blocks_max,
             segment_mib=segment_mib,
             direct=direct,
+            adopt_empty=read.switch("adopt_empty"),
         )
 
 
@@ -131,6 +135,12 @@ class _Reader:
             what = "a whole number" if whole else "a number"
             raise ValueError(f"{self._where}: {name} must be {what} from {least:g} to {most:g}, not {value!r}")
         return float(value)
+
+    def switch(self, name: str) -> bool:
+        value = self._config.get(name, False)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self._where}: {name} must be true or false, not {value!r}")
+        return value
 
     def text(self, name: str) -> str | None:
         value = self._config.get(name)
@@ -200,6 +210,7 @@ def _open(agent: kvferry.Agent, settings: OffloadSettings, host_bytes: int, logg
                 direct=settings.direct,
                 host_bytes=host_bytes,
                 put_wait=PUT_WAIT_S,
+                adopt_empty=settings.adopt_empty,
                 objects=settings.object,
                 object_options=dict(settings.object_options) if settings.object else None,
             )

@@ -1,9 +1,10 @@
-//! `kvferry store`: looks at a store on disk, verifies it, removes what it does not need, exports and imports
-//! blocks.
+//! `kvferry store`: looks at a store on disk, verifies it, removes what it does not need, has it take empty
+//! directories, exports and imports blocks.
 //!
-//! `kvferry_store::inspect`, `clean` and `archive` do the work. A file here is a subcommand: what it counts,
+//! `kvferry_store::inspect`, `clean`, `adopt` and `archive` do the work. A file here is a subcommand: what it counts,
 //! and how it shows it.
 
+mod adopt;
 mod export;
 mod gc;
 mod import;
@@ -26,6 +27,7 @@ pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
         StoreAction::Ls(args) => ls::run(args),
         StoreAction::Verify(args) => verify::run(args),
         StoreAction::Gc(args) => gc::run(args),
+        StoreAction::Adopt(args) => adopt::run(args),
         StoreAction::Export(args) => export::run(args),
         StoreAction::Import(args) => import::run(args),
     }

@@ -8,6 +8,7 @@
 use super::{EIO, is_gone, is_read_only, system_error};
 use crate::gate::{Entered, Gate, Pace};
 use crate::helpers::Helpers;
+use crate::index::Index;
 use crate::log::{self, Superblock};
 use crate::own::{self, FileUser};
 use crate::steps::{Op, step, sync_directory};
@@ -21,7 +22,7 @@ use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The part of the process's descriptors that the open segments of a store take, at most.
@@ -43,6 +44,10 @@ pub(super) struct Device {
     pub(super) is_lost: AtomicBool,
     /// It has a superblock, so that another file system in its place is noticed.
     pub(super) is_marked: bool,
+    /// The id that its superblock has; 0: none.
+    pub(super) id: u64,
+    /// Has the ids that the processes of the store agree on, once this one has joined them.
+    pub(super) index: OnceLock<Arc<Index>>,
     pub(super) user: FileUser,
     pub(super) store: [u8; 16],
     pub(super) segment_bytes: u64,
@@ -268,6 +273,8 @@ impl Device {
         let path = self.path_of(segment);
         step(|| Op::Open { path: path.clone(), to_write: is_writable }, || Ok(()))?;
         let file = own::open(&path, is_writable, &self.user)?;
+        // Behind it: a device that is mounted over the directory hides the file, and what is found is the device's.
+        self.check()?;
         let options =
             if is_writable { FileOptions::read_write() } else { FileOptions::read_only() };
         self.register(path, file, options, is_writable)
@@ -309,6 +316,7 @@ impl Device {
     }
 
     fn ensure_now(&self, segment: u32) -> io::Result<()> {
+        self.check()?;
         match std::fs::symlink_metadata(self.path_of(segment)) {
             Ok(file) if !file.is_symlink() && file.len() == self.segment_bytes => {
                 return self.opened(segment, true).map(|_| ());
@@ -317,20 +325,24 @@ impl Device {
             Err(e) if e.kind() == io::ErrorKind::NotFound => self.close(segment),
             Err(e) => return Err(e),
         }
-        self.check()?;
         self.create_now(segment).inspect_err(|_| {
             let _ = self.remove_now(segment);
         })
     }
 
-    /// Fails if the directory is not the store's any more, such as the empty folder that a device was mounted at.
+    /// Fails if the directory is not the store's any more, such as the empty folder that a device was mounted at, or
+    /// another device than when it was opened.
     fn check(&self) -> io::Result<()> {
         if !self.is_marked && !self.is_lost.load(Relaxed) {
             return Ok(());
         }
         let path = &self.path;
         match Superblock::read_own(path, &self.user) {
-            Ok(Some((it, _))) if it.store == self.store && it.directory as usize == self.number => {
+            Ok(Some((it, _)))
+                if it.store == self.store
+                    && it.directory as usize == self.number
+                    && self.is_same(it.id) =>
+            {
                 Ok(())
             }
             Err(log::Error::Directory { source, .. }) => Err(source),
@@ -341,6 +353,15 @@ impl Device {
                 let what = format!("{} is not a directory of the store any more", path.display());
                 Err(io::Error::new(io::ErrorKind::NotFound, what))
             }
+        }
+    }
+
+    /// Whether the directory with the id that was found is the one that all processes of the store use. One that was lost
+    /// gets the id that is found first.
+    fn is_same(&self, found: u64) -> bool {
+        match self.index.get() {
+            Some(index) => index.agree_on_directory(self.number, found) == found,
+            None => [0, found].contains(&self.id),
         }
     }
 
@@ -478,6 +499,8 @@ impl Device {
     /// As [`super::Directories::is_lost`].
     pub(super) fn is_lost(self: &Arc<Self>, segment: u32, offset: u64, len: u32) -> bool {
         let read = self.patiently(Pace::Quick, None, move |it| {
+            // The file that is found there may be another device's.
+            it.check()?;
             let mut bytes = vec![0; usize::try_from(len).expect("at most a segment")];
             let path = it.path_of(segment);
             let read = || {

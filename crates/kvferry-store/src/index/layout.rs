@@ -72,6 +72,7 @@ pub(super) struct Layout {
     pub(super) changes: usize,
     pub(super) pins: usize,
     pub(super) segments: usize,
+    pub(super) directories: usize,
     pub(super) taken_segments: Bitmap,
     pub(super) taken_slots: Bitmap,
     pub(super) buckets: usize,
@@ -104,6 +105,8 @@ impl Layout {
         let changes = reserve(MAX_MEMBERS * CHANGES_LEN);
         let pins = reserve(PINS_LEN);
         let segment_table = reserve(segments as usize * SEGMENT_LEN);
+        // A directory beyond them has no segment.
+        let directories = reserve(segments as usize * size_of::<u64>());
         let taken_segments = Bitmap::new(segments, &mut reserve);
         let taken_slots = Bitmap::new(slots, &mut reserve);
         let buckets = reserve(bucket_count as usize * size_of::<u32>());
@@ -117,6 +120,7 @@ impl Layout {
             changes,
             pins,
             segments: segment_table,
+            directories,
             taken_segments,
             taken_slots,
             buckets,

@@ -29,6 +29,7 @@
 //! | changes | 64 × 1 MiB | keys of blocks that came and went, for every subscriber: [`Changes`] |
 //! | pins | 4096 × 8 | leases: a slot, and until when |
 //! | segments | 32 each | state and owner, incarnation, live pages and blocks |
+//! | directories | 8 for a segment | which device each directory is on |
 //! | bitmaps | ⅛ for a slot or segment | which slots and segments are taken |
 //! | buckets | 13/16 × 4 for a slot | the first slot of a chain |
 //! | slots | 52 each | a block: see [`Entry`] |
@@ -70,7 +71,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
 /// A mapping of the index. Reading needs no more than this; for changes, see [`Index::join`].
 #[derive(Debug)]
@@ -126,6 +127,16 @@ impl Index {
     /// What [`Index::set_clock`] has set; 0 by default.
     pub fn clock(&self) -> u64 {
         self.shared.word(layout::CLOCK).load(Relaxed)
+    }
+
+    /// The id of the directory with this number, as all members see it: the first one that any of them found; 0 while all
+    /// have found 0, which is no id. `id` is what this process has found.
+    pub fn agree_on_directory(&self, number: usize, id: u64) -> u64 {
+        if number >= self.layout.geometry.segments as usize {
+            return id;
+        }
+        let word = self.shared.word(self.layout.directories + number * size_of::<u64>());
+        word.compare_exchange(0, id, AcqRel, Acquire).err().unwrap_or(id)
     }
 
     /// Blocks in the index. After the death of a member, right again after [`Member::recount`].

@@ -1,4 +1,4 @@
-//! The bytes of a store on disk, version 2.
+//! The bytes of a store on disk, version 3.
 //!
 //! Integers are little-endian. A *page* is 4096 bytes; a *sum* is a CRC-64/NVME. All times and the
 //! fields marked *opaque* are the writer's; a reader of the log does not interpret them.
@@ -27,9 +27,14 @@
 //! | 40..48 | creation time, Unix milliseconds                     |
 //! | 48..52 | number of this directory, from 0 on                  |
 //! | 52..56 | count of the store's directories                     |
-//! | 56..64 | sum of bytes 0..56                                   |
+//! | 56..64 | directory id, random; 0 while the store is being made |
+//! | 64..72 | sum of bytes 0..64                                   |
 //!
-//! The superblocks of a store differ only in the number of the directory.
+//! The superblocks of a store differ only in the number and the id of the directory. An empty directory that takes the
+//! place of a lost one gets an id of its own. When a store is made, all directories get a superblock without an id
+//! first: while no directory has an id, the store has no blocks, and one that has no superblock yet belongs to it.
+//!
+//! Version 2 had no directory id: bytes 56..64 were the sum of bytes 0..56, and the end.
 //!
 //! Version 1 had a superblock in directory 0 only. It did not say the number and the count: bytes 48..56 were the
 //! sum of bytes 0..48, and the end. The segments of version 1 are the same.
@@ -105,7 +110,7 @@ use crc_fast::{CrcAlgorithm, Digest};
 /// The unit of the log.
 pub const PAGE_BYTES: usize = 4096;
 /// The format that this release writes.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// The format of segments.
 const SEGMENT_VERSION: u32 = 1;
 /// Records of one extent at most: as many as fit into its header page.

@@ -20,7 +20,8 @@ pub const NEW_FILE: &str = "kvferry.store.new";
 const MAGIC: [u8; 8] = *b"kvfstore";
 /// The magic and the version, which each format has here.
 const PREFIX_BYTES: usize = 16;
-const BYTES: usize = 64;
+const BYTES: usize = 72;
+const BYTES_V2: usize = 64;
 /// More than any format has. What is longer is damaged.
 const BYTES_MAX: u64 = 1 << 16;
 
@@ -37,6 +38,9 @@ pub struct Superblock {
     pub directory: u32,
     /// How many directories the store has. 0 in format 1, which does not say.
     pub directories: u32,
+    /// Random; of this directory. It tells a device from another one that was in its place before. 0 in earlier
+    /// formats, and while the store is being made.
+    pub id: u64,
 }
 
 /// Reads the superblock of an older format.
@@ -46,7 +50,8 @@ struct Upgrade {
 }
 
 /// The older formats that this release reads.
-const UPGRADES: &[Upgrade] = &[Upgrade { from: 1, decode: decode_v1 }];
+const UPGRADES: &[Upgrade] =
+    &[Upgrade { from: 1, decode: decode_v1 }, Upgrade { from: 2, decode: decode_v2 }];
 
 impl Superblock {
     /// The superblock of a store's directory and the format that it has there, which may be older than
@@ -100,16 +105,21 @@ impl Superblock {
         bytes[40..48].copy_from_slice(&self.created_ms.to_le_bytes());
         bytes[48..52].copy_from_slice(&self.directory.to_le_bytes());
         bytes[52..56].copy_from_slice(&self.directories.to_le_bytes());
-        let crc = crc_fast::crc64_nvme(&bytes[..56]);
-        bytes[56..].copy_from_slice(&crc.to_le_bytes());
+        bytes[56..64].copy_from_slice(&self.id.to_le_bytes());
+        let crc = crc_fast::crc64_nvme(&bytes[..64]);
+        bytes[64..].copy_from_slice(&crc.to_le_bytes());
         bytes
     }
 
     fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; BYTES] = bytes.try_into().ok()?;
-        if crc_fast::crc64_nvme(&bytes[..56]) != u64_at(bytes, 56) {
-            return None;
-        }
+        let holds = crc_fast::crc64_nvme(&bytes[..64]) == u64_at(bytes, 64);
+        let id = u64_at(bytes, 56);
+        holds.then(|| Some(Self { id, ..Self::decode_numbered(bytes)? })).flatten()
+    }
+
+    /// The fields that formats from version 2 on have.
+    fn decode_numbered(bytes: &[u8]) -> Option<Self> {
         let (directory, directories) = (u32_at(bytes, 48), u32_at(bytes, 52));
         let superblock = Self { directory, directories, ..Self::decode_fields(bytes)? };
         (directory < directories).then_some(superblock)
@@ -123,6 +133,7 @@ impl Superblock {
             created_ms: u64_at(bytes, 40),
             directory: 0,
             directories: 0,
+            id: 0,
         })
     }
 }
@@ -131,6 +142,12 @@ fn decode_v1(bytes: &[u8]) -> Option<Superblock> {
     let bytes: &[u8; 56] = bytes.try_into().ok()?;
     let holds = crc_fast::crc64_nvme(&bytes[..48]) == u64_at(bytes, 48);
     holds.then(|| Superblock::decode_fields(bytes)).flatten()
+}
+
+fn decode_v2(bytes: &[u8]) -> Option<Superblock> {
+    let bytes: &[u8; BYTES_V2] = bytes.try_into().ok()?;
+    let holds = crc_fast::crc64_nvme(&bytes[..56]) == u64_at(bytes, 56);
+    holds.then(|| Superblock::decode_numbered(bytes)).flatten()
 }
 
 /// A point where tests let the power fail.
@@ -202,7 +219,17 @@ fn decode(bytes: &[u8], upgrades: &[Upgrade]) -> Result<(Superblock, u32)> {
     Ok((superblock.ok_or(damaged)?, version))
 }
 
-/// What the release before would have written for a superblock.
+/// What a release that wrote format 2 would have written for a superblock.
+#[cfg(test)]
+pub(crate) fn downgrade_to_2(bytes: &[u8]) -> Vec<u8> {
+    let mut bytes = bytes[..56].to_vec();
+    bytes[8..16].copy_from_slice(b"\x02\0\0\0\xfd\xff\xff\xff");
+    let sum = crc_fast::crc64_nvme(&bytes);
+    bytes.extend(sum.to_le_bytes());
+    bytes
+}
+
+/// What a release that wrote format 1 would have written for a superblock.
 #[cfg(test)]
 pub(crate) fn downgrade_bytes(bytes: &[u8]) -> Vec<u8> {
     let mut bytes = bytes[..48].to_vec();
@@ -231,10 +258,11 @@ mod tests {
         let geometry = Geometry::new(64 << 20).expect("the size is in bounds");
         let (directory, directories) = (1, 3);
         let store = *b"0123456789abcdef";
-        Superblock { store, geometry, created_ms: 1_763_900_000_000, directory, directories }
+        let id = 0x0123_4567_89ab_cdef;
+        Superblock { store, geometry, created_ms: 1_763_900_000_000, directory, directories, id }
     }
 
-    /// The bytes that the release before wrote for `store`.
+    /// The bytes that the first release wrote for `store`.
     fn bytes_of_version_1() -> Vec<u8> {
         downgrade_bytes(&store().encode())
     }
@@ -280,17 +308,29 @@ mod tests {
     }
 
     #[test]
-    fn the_bytes_of_version_2_do_not_change() {
+    fn the_bytes_of_version_3_do_not_change() {
         let bytes = store().encode();
-        assert_eq!(bytes[..32], *b"kvfstore\x02\0\0\0\xfd\xff\xff\xff0123456789abcdef");
+        assert_eq!(bytes[..32], *b"kvfstore\x03\0\0\0\xfc\xff\xff\xff0123456789abcdef");
+        assert_eq!(bytes[48..64], *b"\x01\0\0\0\x03\0\0\0\xef\xcd\xab\x89\x67\x45\x23\x01");
         assert_eq!(crc_fast::crc64_nvme(&bytes), 0x0cef_cfc4_d490_91bd);
+    }
+
+    #[test]
+    fn version_2_is_read_as_it_was_written() {
+        let bytes = downgrade_to_2(&store().encode());
+        assert_eq!(bytes[..32], *b"kvfstore\x02\0\0\0\xfd\xff\xff\xff0123456789abcdef");
+        assert_eq!((bytes.len(), crc_fast::crc64_nvme(&bytes)), (64, 0x0cef_cfc4_d490_91bd));
+        assert_eq!(decode(&bytes, UPGRADES).unwrap(), (Superblock { id: 0, ..store() }, 2));
+        for len in 16..bytes.len() {
+            assert!(matches!(decode(&bytes[..len], UPGRADES), Err(Error::Damaged(FILE))));
+        }
     }
 
     #[test]
     fn version_1_is_read_as_it_was_written() {
         let bytes = bytes_of_version_1();
         assert_eq!(crc_fast::crc64_nvme(&bytes), 0x0cef_cfc4_d490_91bd);
-        let old = Superblock { directory: 0, directories: 0, ..store() };
+        let old = Superblock { directory: 0, directories: 0, id: 0, ..store() };
         assert_eq!(decode(&bytes, UPGRADES).unwrap(), (old, 1));
         for len in 16..bytes.len() {
             assert!(matches!(decode(&bytes[..len], UPGRADES), Err(Error::Damaged(FILE))));

@@ -17,7 +17,7 @@ const EROFS: i32 = 30;
 
 fn superblock(pages: u32) -> Superblock {
     let geometry = Geometry::tiny(pages);
-    Superblock { store: STORE, geometry, created_ms: 0, directory: 0, directories: 1 }
+    Superblock { store: STORE, geometry, created_ms: 0, directory: 0, directories: 1, id: 1 }
 }
 
 fn segment_header(segment: u32, incarnation: u64) -> SegmentHeader {
@@ -636,7 +636,7 @@ fn the_largest_block_fits_into_an_empty_segment_and_one_byte_more_does_not() {
     let geometry = Geometry::new(Geometry::MIN_SEGMENT_BYTES).unwrap();
     let disk = SimDisk::new(geometry, 1);
     let (directory, directories) = (0, 1);
-    let store = Superblock { store: STORE, geometry, created_ms: 0, directory, directories };
+    let store = Superblock { store: STORE, geometry, created_ms: 0, directory, directories, id: 1 };
     let mut appender = Appender::begin(&disk, geometry, segment_header(0, 1)).unwrap();
     let mut data = random_data(1, geometry.max_block_bytes() as usize + 1);
     assert!(appender.plan(&[block(1, &data)]).is_none());
@@ -832,7 +832,7 @@ fn threads_that_write_extents_of_one_segment_in_files_find_all_of_them_again() {
     let geometry = Geometry::new(4 << 20).unwrap();
     let disk = FileDisk::new("threads", geometry);
     let (directory, directories) = (0, 1);
-    let store = Superblock { store: STORE, geometry, created_ms: 1, directory, directories };
+    let store = Superblock { store: STORE, geometry, created_ms: 1, directory, directories, id: 1 };
     store.write(&disk.directory).unwrap();
     disk.create(0).unwrap();
     disk.create(1).unwrap();
@@ -879,7 +879,7 @@ fn a_million_blocks_are_listed_in_well_under_a_second() {
     let geometry = Geometry::new(4 << 30).unwrap();
     let disk = FileDisk::new("million", geometry);
     let (directory, directories) = (0, 1);
-    let store = Superblock { store: STORE, geometry, created_ms: 1, directory, directories };
+    let store = Superblock { store: STORE, geometry, created_ms: 1, directory, directories, id: 1 };
     disk.create(0).unwrap();
     let mut appender = Appender::begin(&disk, geometry, segment_header(0, 1)).unwrap();
     let blocks: Vec<_> = (1..=EXTENT_RECORDS as u64).map(|key| block(key, &[0; 4096])).collect();

@@ -1,9 +1,10 @@
 //! Stores in several directories.
 
-use crate::faults::Warnings;
+use crate::faults::{Warnings, warned};
 use crate::{Engine, Folder, MIB, options, prompt};
 use kvferry_store::{Error, StoreOptions};
 use kvferry_testkit::PATIENCE;
+use kvferry_testkit::eventually;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -60,7 +61,20 @@ fn refused(folder: &Folder, names: &[&str]) -> (String, String) {
     }
 }
 
-/// Makes a store what the release before wrote: its first directory has a superblock of format 1, the others none.
+/// Makes a store what a release wrote that knew format 2.
+fn downgrade_to_2(folder: &Folder, names: &[&str]) {
+    for name in names {
+        let file = folder.path().join(name).join("kvferry.store");
+        let mut bytes = std::fs::read(&file).expect("a superblock");
+        bytes.truncate(56);
+        bytes[8..16].copy_from_slice(b"\x02\0\0\0\xfd\xff\xff\xff");
+        let sum = crc_fast::crc64_nvme(&bytes);
+        bytes.extend(sum.to_le_bytes());
+        std::fs::write(file, bytes).expect("written");
+    }
+}
+
+/// Makes a store what the first release wrote: its first directory has a superblock of format 1, the others none.
 fn downgrade(folder: &Folder, names: &[&str]) {
     for (number, name) in names.iter().enumerate() {
         let file = folder.path().join(name).join("kvferry.store");
@@ -191,7 +205,7 @@ fn a_store_of_format_1_is_upgraded_and_has_its_blocks() {
         for (number, name) in (0u32..).zip(names) {
             let file = folder.path().join(name).join("kvferry.store");
             let bytes = std::fs::read(file).expect("a superblock");
-            assert_eq!((bytes[8], bytes.len()), (2, 64));
+            assert_eq!((bytes[8], bytes.len()), (3, 72));
             assert_eq!(bytes[48..56], [number.to_le_bytes(), 3u32.to_le_bytes()].concat());
         }
         assert_eq!(found(&Engine::open(&directories(&folder, &given), LEN)), 144);
@@ -240,7 +254,8 @@ fn a_directory_that_is_lost_costs_its_own_blocks_and_an_empty_one_takes_its_plac
         assert_eq!(path.exists(), lost == "b", "no directory is made in its place");
         let _ = std::fs::remove_file(&path);
         std::fs::create_dir(&path).expect("a folder");
-        let engine = Engine::open(&with, LEN);
+        let engine = Engine::open(&with.clone().adopt_empty(true), LEN);
+        assert_eq!(engine.store.stats().lost_directories, 0);
         assert_eq!(found(&engine), PROMPTS as usize * BLOCKS);
         for seed in 100..130 {
             engine.put(&prompt(seed, BLOCKS), 0);
@@ -332,4 +347,126 @@ fn a_directory_that_the_store_makes_and_the_files_in_it_are_for_their_user_alone
             assert_eq!(mode(&file), 0o600, "{}", file.display());
         }
     }
+}
+
+#[test]
+fn a_store_of_format_2_is_upgraded_and_each_directory_gets_an_id() {
+    let names = ["a", "b", "c"];
+    let folder = Folder::new("format-2");
+    let with = directories(&folder, &names);
+    made(&with);
+    downgrade_to_2(&folder, &names);
+    assert_eq!(found(&Engine::open(&with, LEN)), PROMPTS as usize * BLOCKS);
+    let mut ids = std::collections::BTreeSet::new();
+    for name in names {
+        let bytes = std::fs::read(folder.path().join(name).join("kvferry.store")).expect("a file");
+        assert_eq!((bytes[8], bytes.len()), (3, 72));
+        ids.insert(bytes[56..64].to_vec());
+    }
+    assert!(ids.len() == 3 && !ids.contains(&vec![0; 8]), "{ids:?}");
+    // A device that is not mounted when the store is upgraded.
+    downgrade_to_2(&folder, &names);
+    let (path, away) = (folder.path().join("b"), folder.path().join("away"));
+    std::fs::rename(&path, &away).expect("it exists");
+    std::fs::create_dir(&path).expect("a folder");
+    let engine = Engine::open(&with, LEN);
+    assert_eq!(engine.store.stats().lost_directories, 1);
+    drop(engine);
+    std::fs::remove_dir(&path).expect("it is empty");
+    std::fs::rename(&away, &path).expect("it exists");
+    assert_eq!(found(&Engine::open(&with, LEN)), PROMPTS as usize * BLOCKS);
+}
+
+/// The segments in a directory, with their bytes.
+fn segments(directory: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut files = files(directory);
+    files.retain(|path, _| path.to_string_lossy().contains("segment-"));
+    files
+}
+
+#[test]
+fn the_folder_below_a_device_that_is_not_mounted_is_lost_and_the_device_is_used_once_it_is_there() {
+    let folder = Folder::new("unmounted");
+    let with = directories(&folder, &["a", "b", "c"]);
+    made(&with);
+    let (path, away) = (folder.path().join("b"), folder.path().join("away"));
+    std::fs::rename(&path, &away).expect("it exists");
+    std::fs::create_dir(&path).expect("a folder");
+    let (engine, warnings) = warned(|| Engine::open(&with, LEN));
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    let said = format!("the store has lost {}", path.display());
+    assert!(warnings[0].contains(&said), "{warnings:?}");
+    for what in ["it is empty: mount its device", "kvferry store adopt", "adopt_empty"] {
+        assert!(warnings[0].contains(what), "{warnings:?}");
+    }
+    // The one that comes second adopts nothing: the first one goes on without the directory.
+    let other = Engine::open(&with.clone().adopt_empty(true), LEN);
+    for engine in [&engine, &other] {
+        assert_eq!(engine.store.stats().lost_directories, 1);
+        put_until_found(engine);
+    }
+    for seed in 1000..1100 {
+        engine.put(&prompt(seed, BLOCKS), 0);
+        other.put(&prompt(seed + 100, BLOCKS), 0);
+    }
+    assert!(!has_segments(&path) && !path.join("kvferry.store").exists(), "nothing is adopted");
+    drop(other);
+    std::fs::remove_dir_all(&path).expect("it exists");
+    std::fs::rename(&away, &path).expect("it exists");
+    let other = Engine::open(&with, LEN);
+    assert_eq!(other.store.stats().lost_directories, 0);
+    let before = segments(&path);
+    let mut seed = 2000;
+    eventually("the device is written to", || {
+        seed += 1;
+        engine.put(&prompt(seed, BLOCKS), 0);
+        segments(&path) != before
+    });
+    put_until_found(&engine);
+    put_until_found(&other);
+    assert_eq!(engine.store.stats().corrupt + other.store.stats().corrupt, 0);
+    drop((engine, other));
+    assert_eq!(Engine::open(&with, LEN).store.stats().lost_directories, 0);
+}
+
+#[test]
+fn a_device_that_is_mounted_over_an_adopted_directory_is_told_apart() {
+    let folder = Folder::new("mounted-over");
+    let with = directories(&folder, &["a", "b", "c"]);
+    made(&with);
+    let path = folder.path().join("b");
+    let (device, below) = (folder.path().join("device"), folder.path().join("below"));
+    std::fs::rename(&path, &device).expect("it exists");
+    std::fs::create_dir(&path).expect("a folder");
+    let engine = Engine::open(&with.clone().adopt_empty(true), LEN);
+    put_until_found(&engine);
+    let mut seed = 1000;
+    eventually("the directory is used", || {
+        seed += 1;
+        engine.put(&prompt(seed, BLOCKS), 0);
+        has_segments(&path)
+    });
+    std::fs::rename(&path, &below).expect("it exists");
+    std::fs::rename(&device, &path).expect("it exists");
+    let before = segments(&path);
+    assert!(!before.is_empty());
+    let (other, warnings) = warned(|| Engine::open(&with, LEN));
+    assert_eq!(other.store.stats().lost_directories, 1, "{warnings:?}");
+    let said = "b is not on the device that the other processes of the store found there";
+    assert!(warnings.len() == 1 && warnings[0].contains(said), "{warnings:?}");
+    for seed in 3000..3100 {
+        engine.put(&prompt(seed, BLOCKS), 0);
+        other.put(&prompt(seed + 100, BLOCKS), 0);
+    }
+    for engine in [&engine, &other] {
+        put_until_found(engine);
+        assert_eq!(engine.store.stats().corrupt, 0);
+    }
+    drop((engine, other));
+    assert!(segments(&path) == before, "no file of the device was changed or read as another");
+    // From the next start on, the device is used.
+    let engine = Engine::open(&with, LEN);
+    assert_eq!((engine.store.stats().lost_directories, engine.store.stats().corrupt), (0, 0));
+    put_until_found(&engine);
+    assert_eq!(engine.store.stats().corrupt, 0);
 }

@@ -116,7 +116,7 @@ fn an_index_of_any_size_takes_at_most_56_bytes_per_slot_and_no_memory_at_first()
         let geometry = Geometry { slots, segments: 1 << 20, pages_per_segment: 4096 };
         let index = Index::create(geometry).expect("memory that is not taken");
         let memory = index.memory();
-        let segments = (1 << 20) * 33;
+        let segments = (1 << 20) * 41;
         let per_slot = (memory.len() - fixed - segments) as f64 / f64::from(slots);
         assert!(per_slot <= 56.0, "{per_slot} of {slots}");
         let taken = rustix::fs::fstat(memory).expect("open").st_blocks * 512;
