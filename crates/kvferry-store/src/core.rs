@@ -1,7 +1,7 @@
 //! What the parts of a store in one process share.
 
 use crate::clock::Clock;
-use crate::disk::Directories;
+use crate::disk::{Directories, is_of_device};
 use crate::gate::is_hang;
 use crate::index::{Entry, Member, MemberId, Segment, SegmentState};
 use crate::keeper::free_wanted;
@@ -91,7 +91,8 @@ impl Core {
     }
 
     /// The block that a put finds, under a name of this check. One that may be torn is compared with its sum, and
-    /// leaves if it is not whole: the put stores it again.
+    /// leaves if it is not whole: the put stores it again. One that can't be compared at the moment stays, and is not
+    /// taken for whole.
     pub(crate) fn find_whole(&self, key: &Key, check: impl Fn() -> u64) -> Option<Entry> {
         loop {
             let entry = self.member.find(key)?;
@@ -100,12 +101,16 @@ impl Core {
                 return Some(entry);
             }
             let sum = log::recover::sum_of(&self.disk, segment, page, entry.len);
-            if sum.as_ref().is_ok_and(|sum| sum ^ check() == entry.sum) {
-                return Some(entry);
-            }
-            if sum.as_ref().is_err_and(is_hang) {
+            match &sum {
+                Ok(sum) if sum ^ check() == entry.sum => return Some(entry),
                 // It is there, for all that is known.
-                return Some(entry);
+                Err(e) if is_hang(e) => return Some(entry),
+                // This process is short of descriptors or memory.
+                Err(e) if !is_of_device(e) => {
+                    self.fault("read a block of", segment, e);
+                    return None;
+                }
+                _ => {}
             }
             // Not, if the keeper has moved it meanwhile: then it was whole.
             if self.member.remove(&entry) {

@@ -408,6 +408,12 @@ impl Directories {
         self.of(segment).is_lost(segment, offset, len)
     }
 
+    /// Has later reads of a segment return what the device has, as far as it was written: after a sync that failed, the
+    /// page cache may have what the device has lost.
+    pub(crate) fn forget_cached(&self, segment: u32) {
+        self.of(segment).forget_cached(segment);
+    }
+
     /// Closes a segment's file once nothing reads it.
     pub(crate) fn close(&self, segment: u32) {
         self.of(segment).close(segment);

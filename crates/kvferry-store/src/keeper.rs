@@ -20,9 +20,10 @@
 //! that were copied lately. Where no other segment is free, and in a small store, one serves for both.
 
 mod condemned;
+mod copies;
 
 use crate::core::Core;
-use crate::disk::{EIO, is_of_device};
+use crate::disk::is_of_device;
 use crate::gate::is_hang;
 use crate::index::{Entry, Event, MemberId, Segment, SegmentState, SlotId};
 use crate::key::Key;
@@ -31,7 +32,7 @@ use crate::log::{self, Appender, Disk, Record};
 use crate::policy::{Kept, Policy, Retention, Then};
 use crate::replay::Press;
 use crate::stats::Counters;
-use crate::writer::{begin_segment, seal};
+use crate::writer::{begin_segment, note_failed_sync, seal};
 use crc_fast::CrcAlgorithm;
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::VecDeque;
@@ -41,6 +42,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use condemned::Condemned;
+use copies::Sources;
 
 /// The part of a segment's pages that may live when it is collected. The more, the more is kept, and the more
 /// is copied for each new block: at most four times as much.
@@ -112,9 +114,7 @@ pub(crate) struct Keeper {
     worths: Worths,
     /// Counts the segments that were begun for it.
     begun: u64,
-    /// By segment that is not free: the segments to which its blocks were copied. Until they are synced, the blocks may
-    /// be on the disk in it alone.
-    copied_to: FxHashMap<u32, FxHashSet<u32>>,
+    sources: Sources,
     /// Segments that could not be freed, and when. They are tried again after [`RETRY_EVERY`], and when a lease of a
     /// block in them has ended.
     kept: FxHashMap<u32, Instant>,
@@ -163,7 +163,7 @@ impl Keeper {
             is_for_more: false,
             worths: Worths::default(),
             begun: 0,
-            copied_to: FxHashMap::default(),
+            sources: Sources::default(),
             kept: FxHashMap::default(),
             unreadable: 0,
             retried_at: None,
@@ -202,43 +202,41 @@ impl Keeper {
 
     /// Gives back what processes have left that died.
     pub(crate) fn repair(&mut self) {
-        let member = &self.core.member;
-        let (dead, awaited): (Vec<_>, Vec<_>) = member
+        let core = Arc::clone(&self.core);
+        let (dead, awaited): (Vec<_>, Vec<_>) = core
+            .member
             .members()
-            .filter(|it| member.has_died(*it))
-            .partition(|it| self.core.has_ended(*it));
+            .filter(|it| core.member.has_died(*it))
+            .partition(|it| core.has_ended(*it));
         self.awaits_end = !awaited.is_empty();
         if dead.is_empty() {
             return;
         }
         self.left.next = 0;
-        // Before anything is freed: what a dead keeper had copied may live in its own segment only, and not be on the
-        // disk, while what it was copied from is.
+        // All of them, before anything is freed.
         let living = self.living();
         let is_kept = dead.iter().map(|it| self.keep_left(*it, &living)).collect::<Vec<_>>();
         for (dead, is_kept) in dead.into_iter().zip(is_kept) {
-            // Nothing of it is freed before, nor given to another one.
-            let Some(is_kept) = is_kept else {
+            if !is_kept {
+                // Nothing of it is given to another one before.
                 self.awaits_end = true;
                 continue;
-            };
+            }
             if self.drain(dead.number) {
                 self.begin_anew();
             }
-            for (number, segment) in self.core.member.held_by(dead) {
+            for (number, segment) in core.member.held_by(dead) {
                 // What it wrote is as good as before. Nothing may live where it was about to write.
-                let to = match segment.state {
-                    _ if living.contains(&number) => SegmentState::Sealed,
-                    // The copy of what was in it may not be on the disk: as where a keeper that lives can't sync it.
-                    SegmentState::Collecting(_) if !is_kept => SegmentState::Withheld,
-                    _ => self.core.freed(number),
+                let to = match living.contains(&number) {
+                    true => SegmentState::Sealed,
+                    false => self.free(number, Some(&living)),
                 };
-                self.core.settle(number, segment.state, to);
+                core.settle(number, segment.state, to);
             }
             // If it fails, the next process that leaves has it tried again.
-            self.core.member.sweep(dead);
+            core.member.sweep(dead);
         }
-        self.core.member.recount();
+        core.member.recount();
     }
 
     /// Whether, when this last looked, space was wanted and processes held all segments that have blocks.
@@ -262,24 +260,26 @@ impl Keeper {
         self.core.member.iter().map(segment).collect()
     }
 
-    /// Syncs what a dead process was writing. False if that failed, `None` if a device hangs.
-    fn keep_left(&self, dead: MemberId, living: &FxHashSet<u32>) -> Option<bool> {
-        let (core, mut is_kept) = (&self.core, true);
+    /// Syncs what a dead process was writing. False if a device hangs.
+    fn keep_left(&self, dead: MemberId, living: &FxHashSet<u32>) -> bool {
+        let core = &self.core;
         for (number, segment) in core.member.held_by(dead) {
             if !matches!(segment.state, SegmentState::Active(_)) || !living.contains(&number) {
                 continue;
             }
             core.member.note_open(number, true);
-            if let Err(e) = core.disk.sync(number) {
-                core.fault("sync", number, &e);
-                if is_hang(&e) {
-                    return None;
+            match core.disk.sync(number) {
+                Ok(()) => core.member.note_copies(number, false),
+                Err(e) => {
+                    core.fault("sync", number, &e);
+                    if is_hang(&e) {
+                        return false;
+                    }
+                    note_failed_sync(core, number, &e);
                 }
-                core.member.note_unsynced(number);
-                is_kept = false;
             }
         }
-        Some(is_kept)
+        true
     }
 
     /// Seals a segment that a dead process has not sealed. Returns whether there may be more: to read one takes its time.
@@ -466,6 +466,7 @@ impl Keeper {
             self.retry_withheld();
         }
         if self.core.free_segments() < wanted {
+            self.rescue();
             // A process that died while no keeper was there to see it may have left some.
             self.repair();
         }
@@ -585,28 +586,25 @@ impl Keeper {
             return;
         }
         self.retried_at = Some(Instant::now());
-        let core = &self.core;
+        let core = Arc::clone(&self.core);
         let mine = SegmentState::Collecting(core.member.id());
-        let mut failing = Vec::new();
+        let (mut failing, holding) = (Vec::new(), self.holding());
         for (number, segment) in core.member.segments() {
             let directory = core.disk.number_of(number);
-            // Its blocks are on the disk in it alone.
-            let is_needed =
-                |to: &u32| core.member.is_unsynced(*to) && core.member.segment(*to).live_blocks > 0;
             if segment.state != SegmentState::Withheld
                 || failing.contains(&directory)
-                || self.copied_to.get(&number).is_some_and(|it| it.iter().any(is_needed))
+                || self.is_held(number, &segment, &holding)
                 || !core.member.set_segment(number, SegmentState::Withheld, mine)
             {
                 continue;
             }
-            let free = || log::free(&core.disk, number).map_err(log::Error::into_io);
-            let to = match core.disk.ensure(number).and_then(|()| free()) {
-                Ok(()) => {
-                    self.copied_to.remove(&number);
-                    SegmentState::Free
-                }
-                Err(_) => {
+            let to = match core.disk.ensure(number) {
+                Ok(()) => self.free(number, None),
+                Err(_) => SegmentState::Withheld,
+            };
+            let to = match to {
+                SegmentState::Free => to,
+                _ => {
                     failing.push(directory);
                     SegmentState::Withheld
                 }
@@ -618,11 +616,12 @@ impl Keeper {
     /// The segment to collect, of those that can be used again then: where the most space is gained for what is copied,
     /// and for the longest time. What has lived for long goes on to live, and what is new may leave by itself soon.
     fn victim(&self, may_be: impl Fn(u32, &Segment) -> bool) -> Option<(u32, Segment)> {
-        let writable = self.core.disk.writable();
+        let (writable, holding) = (self.core.disk.writable(), self.holding());
         let is_usable = |(number, segment): &(u32, Segment)| {
             segment.state == SegmentState::Sealed
                 && writable[self.core.disk.number_of(*number)]
                 && !self.core.disk.is_held(*number)
+                && !self.is_held(*number, segment, &holding)
         };
         let pages = f64::from(self.core.member.geometry().pages_per_segment);
         let next = self.core.member.next_incarnation();
@@ -686,19 +685,7 @@ impl Keeper {
             }
         };
         let to = match to {
-            SegmentState::Free => match self.sync_copies(number) {
-                Ok(()) => {
-                    self.copied_to.remove(&number);
-                    self.core.freed(number)
-                }
-                Err(e) => {
-                    self.core.fault("keep the copies of", number, &e);
-                    match is_of_device(&e) && !is_hang(&e) {
-                        true => SegmentState::Withheld,
-                        false => SegmentState::Sealed,
-                    }
-                }
-            },
+            SegmentState::Free => self.free(number, None),
             to => to,
         };
         if to != SegmentState::Sealed {
@@ -707,38 +694,6 @@ impl Keeper {
         }
         self.collecting = None;
         self.core.settle(number, mine, to) && to != SegmentState::Sealed
-    }
-
-    /// Returns when all blocks that were copied from a segment are on the disk elsewhere.
-    fn sync_copies(&mut self, from: u32) -> io::Result<()> {
-        let (core, Some(copied_to)) = (&self.core, self.copied_to.get(&from)) else {
-            return Ok(());
-        };
-        for own in [&mut self.own, &mut self.other] {
-            let Some(segment) = own.as_ref().map(Appender::segment) else { continue };
-            if copied_to.contains(&segment)
-                && let Err(e) = sync(core, segment)
-            {
-                if core.member.is_unsynced(segment) {
-                    // No later sync of it counts: what is copied next goes to another one.
-                    seal_own(core, own);
-                }
-                return Err(e);
-            }
-        }
-        let is_own = |it: &u32| self.own.iter().chain(&self.other).any(|own| own.segment() == *it);
-        let mine = SegmentState::Active(core.member.id());
-        for kept in copied_to.iter().filter(|it| !is_own(it)) {
-            // It could not be sealed, as its directory hangs.
-            if core.member.segment(*kept).state == mine {
-                sync(core, *kept)?;
-            }
-        }
-        // The others were synced when they were sealed.
-        match copied_to.iter().any(|it| core.member.is_unsynced(*it)) {
-            true => Err(io::Error::from_raw_os_error(EIO)),
-            false => Ok(()),
-        }
     }
 
     /// Gives back the segments of a keeper that has panicked: the next one seals and collects them.
@@ -977,7 +932,9 @@ impl Keeper {
             };
             let (at, header) = extent.header();
             let to = extent.segment();
-            self.copied_to.entry(from).or_default().insert(to);
+            // First: whoever is the next keeper knows it.
+            core.member.note_copies(to, true);
+            self.sources.note_copied(&core.member, from, to);
             let some = &rest[..extent.records().len()];
             let bytes = some.iter().map(|(entry, _)| page_bytes(entry.len)).sum();
             let (now, behind) = data.split_at(bytes);
@@ -1021,9 +978,12 @@ impl Keeper {
             }
             std::thread::sleep(LAST_EVERY);
         }
-        self.begun += u64::from(self.own.is_some());
-        if self.own.is_none() {
-            self.own = self.other.take();
+        match &self.own {
+            Some(own) => {
+                self.begun += 1;
+                self.sources.begin(own.segment());
+            }
+            None => self.own = self.other.take(),
         }
         Ok(self.own.is_some())
     }
@@ -1071,15 +1031,6 @@ fn seal_own(core: &Core, own: &mut Option<Appender>) {
     {
         core.keep_unsealed(own);
     }
-}
-
-/// Syncs a segment of the keeper's own.
-fn sync(core: &Core, own: u32) -> io::Result<()> {
-    core.disk.sync(own).inspect_err(|e| {
-        if !is_hang(e) {
-            core.member.note_unsynced(own);
-        }
-    })
 }
 
 /// What blocks were worth that were copied lately.
@@ -1337,11 +1288,7 @@ fn seal_left(core: &Core, segment: u32, is_stopping: &AtomicBool) -> io::Result<
     }
     scanned.records = whole;
     let sealed = log::recover::seal(&core.disk, &core.superblock, &mut scanned);
-    sealed.map_err(log::Error::into_io).inspect_err(|e| {
-        if is_of_device(e) && !is_hang(e) {
-            core.member.note_unsynced(segment);
-        }
-    })?;
+    sealed.map_err(log::Error::into_io).inspect_err(|e| note_failed_sync(core, segment, e))?;
     Ok(true)
 }
 

@@ -73,6 +73,8 @@ pub(crate) fn fill(
         // The keeper seals it. Until then a put looks whether what it finds there is whole.
         if !it.is_sealed {
             member.note_unverified(it.header.segment);
+            // Its sync may have failed, which no process remembers.
+            disk.forget_cached(it.header.segment);
         }
     }
     let mut synced = BTreeMap::new();

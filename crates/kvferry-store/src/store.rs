@@ -811,7 +811,9 @@ impl Space {
                 }
                 Inserted::Exists(entry) => {
                     put.present += 1;
-                    self.store.worker.writer.note_present(core, std::iter::once(&entry));
+                    if !self.replace_unverified(&entry, segment, new) {
+                        self.store.worker.writer.note_present(core, std::iter::once(&entry));
+                    }
                     last = Some((Key(block.key), entry.slot));
                 }
                 Inserted::Full => {
@@ -822,6 +824,18 @@ impl Space {
             }
         }
         self.note_added(parent, &slots);
+    }
+
+    /// Has the index name the copy of a block that was just written, if the one before may be torn.
+    fn replace_unverified(&self, there: &Entry, segment: u32, new: New) -> bool {
+        let core = &self.store.core;
+        let (before, _) = core.superblock.geometry.locate(there.page);
+        if !core.member.is_unverified(before) || (there.sum, there.len) != (new.sum, new.len) {
+            return false;
+        }
+        // The one before may be the only one on the disk.
+        core.member.note_copies(segment, true);
+        core.member.relocate(there, new.page)
     }
 
     /// Tells the keeper of blocks that came, each behind the one before it.

@@ -149,8 +149,10 @@ impl Worker {
                 break;
             }
             is_keeper |= tasks.begin;
-            if tasks.begin {
-                keeper = None;
+            if tasks.begin
+                && let Some(mut keeper) = keeper.take()
+            {
+                keeper.abandon();
             }
             goes_on = false;
             let work = || {

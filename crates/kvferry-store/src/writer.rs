@@ -68,11 +68,18 @@ struct Beginning {
 struct State {
     active: Option<Arc<Mutex<Appender>>>,
     full: Vec<Arc<Mutex<Appender>>>,
-    /// Segments of other processes, with their incarnations, that have blocks which a put of this process found there.
-    /// They may not be on the disk.
+    /// Segments, with their incarnations, that this process does not write to and that may not be on the disk: those
+    /// where a put of this process found blocks, and those that it could not seal.
     present: FxHashMap<u32, Present>,
     /// Counts what was noted there.
     noted: u64,
+}
+
+impl State {
+    fn note_present(&mut self, segment: u32, incarnation: u64) {
+        self.noted += 1;
+        self.present.insert(segment, Present { incarnation, noted: self.noted });
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -289,9 +296,16 @@ impl Writer {
             if !seal(core, &mut locked) {
                 continue;
             }
+            let segment = locked.segment();
             drop(locked);
+            let mut state = lock(&self.state);
+            if core.member.is_open(segment) && !core.member.is_unsynced(segment) {
+                // A later call of `sync` covers it.
+                let incarnation = core.member.segment(segment).incarnation;
+                state.note_present(segment, incarnation);
+            }
             // Not before: a call of `sync` waits for it.
-            lock(&self.state).full.retain(|it| !Arc::ptr_eq(it, &appender));
+            state.full.retain(|it| !Arc::ptr_eq(it, &appender));
         }
     }
 
@@ -302,10 +316,7 @@ impl Writer {
             let (segment, _) = core.superblock.geometry.locate(entry.page);
             if last.replace(segment) != Some(segment) && core.member.needs_sync(segment) {
                 let incarnation = core.member.segment(segment).incarnation;
-                let mut state = lock(&self.state);
-                state.noted += 1;
-                let noted = state.noted;
-                state.present.insert(segment, Present { incarnation, noted });
+                lock(&self.state).note_present(segment, incarnation);
             }
         }
     }
@@ -356,9 +367,7 @@ impl Writer {
         let mut outcome = Ok(());
         for segment in own.chain(others) {
             if let Err(error) = core.disk.sync(segment) {
-                if !is_hang(&error) {
-                    core.member.note_unsynced(segment);
-                }
+                note_failed_sync(core, segment, &error);
                 outcome = outcome.and(Err((segment, error)));
             }
         }
@@ -423,16 +432,30 @@ fn begin(core: &Core, segment: u32) -> io::Result<Appender> {
 }
 
 /// Seals a segment. One that can't be sealed is as good while there is power, and slower to open after a restart.
-/// That is noted for all processes. False if its directory hangs: it is as it was, and to be sealed later.
+/// That is noted for all processes. A segment that could not be synced gets no footer: a device that has failed to write
+/// pages may report the next sync of them as done, and a restart takes what a footer lists for whole. False if its
+/// directory hangs: it is as it was, and to be sealed later.
 pub(crate) fn seal(core: &Core, appender: &mut Appender) -> bool {
-    if let Err(e) = appender.seal(&core.disk) {
-        core.fault("seal", appender.segment(), &e);
-        if matches!(&e, log::Error::Segment { source, .. } if is_hang(source)) {
+    let segment = appender.segment();
+    if core.member.is_unsynced(segment) {
+        core.member.note_open(segment, true);
+    } else if let Err(e) = appender.seal(&core.disk).map_err(log::Error::into_io) {
+        core.fault("seal", segment, &e);
+        if is_hang(&e) {
             return false;
         }
-        core.member.note_unsynced(appender.segment());
+        core.member.note_open(segment, true);
+        note_failed_sync(core, segment, &e);
     }
     let mine = SegmentState::Active(core.member.id());
-    core.member.set_segment(appender.segment(), mine, SegmentState::Sealed);
+    core.member.set_segment(segment, mine, SegmentState::Sealed);
     true
+}
+
+/// Notes for all processes that a segment could not be synced, unless this process was short of descriptors or memory,
+/// or the device hangs: then the next sync tells.
+pub(crate) fn note_failed_sync(core: &Core, segment: u32, error: &io::Error) {
+    if is_of_device(error) && !is_hang(error) {
+        core.member.note_unsynced(segment);
+    }
 }

@@ -56,6 +56,11 @@ pub struct Alignment {
     pub offset: u64,
 }
 
+/// As [`File::forget_cached`], of any file.
+pub fn forget_cached(file: &impl AsFd) {
+    let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
+}
+
 /// An open file. Closed in a forked child.
 #[derive(Debug)]
 pub struct File {
@@ -160,7 +165,7 @@ impl File {
 
     /// Drops what the page cache has of the file and needs not write. A hint.
     pub fn forget_cached(&self) {
-        let _ = rustix::fs::fadvise(&self.fd, 0, None, rustix::fs::Advice::DontNeed);
+        forget_cached(&self.fd);
     }
 
     /// Reads the first `len` bytes of the file into the page cache.

@@ -303,6 +303,14 @@ impl Device {
         }
     }
 
+    /// As [`super::Directories::forget_cached`].
+    pub(super) fn forget_cached(self: &Arc<Self>, segment: u32) {
+        let _ = self.patiently(Pace::Quick, None, move |it| {
+            kvferry_sys::file::forget_cached(&it.opened(segment, false)?.file);
+            Ok(())
+        });
+    }
+
     /// As [`super::Directories::ensure`].
     pub(super) fn ensure(self: &Arc<Self>, segment: u32) -> io::Result<()> {
         // It is used anew.

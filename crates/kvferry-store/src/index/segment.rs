@@ -12,7 +12,7 @@ const STATE: usize = 0;
 const INCARNATION: usize = 8;
 /// Pages in the low half, blocks in the high half.
 const LIVE: usize = 16;
-/// What is known of its way to the disk: [`LOST`], [`OPEN`] and [`UNVERIFIED`].
+/// What is known of its way to the disk: [`LOST`], [`OPEN`], [`UNVERIFIED`] and [`COPIES`].
 const DURABLE: usize = 24;
 pub(super) const SEGMENT_LEN: usize = 32;
 
@@ -25,6 +25,8 @@ const LOST: u64 = 1;
 const OPEN: u64 = 2;
 /// So it was when the store was opened: blocks that the index has there may be torn.
 const UNVERIFIED: u64 = 4;
+/// Blocks were copied to the segment, and may not be on the disk in it. They may be on the disk in older segments alone.
+const COPIES: u64 = 8;
 
 /// What may be done with a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -227,14 +229,31 @@ impl Index {
         let word = self.segment_word(segment, DURABLE);
         match is_open {
             true => word.fetch_or(OPEN, AcqRel),
-            false => word.fetch_and(!(OPEN | UNVERIFIED), AcqRel),
+            false => word.fetch_and(!(OPEN | UNVERIFIED | COPIES), AcqRel),
         };
     }
 
     /// Notes that a segment was not sealed when the index was filled from the disk: no process may be left that knows
-    /// which of its blocks were written whole. As [`Index::note_open`], which ends it.
+    /// which of its blocks were written whole, and which were copied to it. As [`Index::note_open`], which ends it.
     pub fn note_unverified(&self, segment: u32) {
-        self.segment_word(segment, DURABLE).fetch_or(OPEN | UNVERIFIED, AcqRel);
+        self.segment_word(segment, DURABLE).fetch_or(OPEN | UNVERIFIED | COPIES, AcqRel);
+    }
+
+    /// Notes whether blocks were copied to a segment since it was last synced. The index remembers it for the next
+    /// keeper, which frees no segment that may be the only place of these blocks on the disk.
+    pub fn note_copies(&self, segment: u32, has_copies: bool) {
+        let word = self.segment_word(segment, DURABLE);
+        match has_copies {
+            true => word.fetch_or(COPIES, AcqRel),
+            false => word.fetch_and(!COPIES, AcqRel),
+        };
+    }
+
+    /// Whether a segment has blocks that were copied to it and may not be on the disk in it.
+    pub fn has_copies(&self, segment: u32) -> bool {
+        let known = self.segment_word(segment, DURABLE).load(Acquire);
+        let is_written = matches!(self.segment(segment).state, SegmentState::Active(_));
+        known & COPIES != 0 && (is_written || known & (LOST | OPEN) != 0)
     }
 
     /// Whether [`Index::note_unverified`] was called for a segment.

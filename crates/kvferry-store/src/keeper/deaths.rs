@@ -157,6 +157,7 @@ fn where_the_copies_of_a_dead_keeper_can_not_be_synced_their_old_places_are_not_
     let own = bench.put(&dies, &writer, 2);
     assert_ne!(own, old);
     // As if the block had been moved.
+    dies.member.note_copies(own, true);
     let (from, to) = (find(&dies, 1).expect("put"), find(&dies, 2).expect("put"));
     assert!(dies.member.remove(&to) && dies.member.relocate(&from, to.page));
     // A file that is gone can't be synced.
@@ -368,4 +369,159 @@ fn what_an_earlier_try_has_copied_is_on_the_disk_before_its_segment_is_freed() {
     let path = core.disk.path_of(to);
     let is_sync = |it: &Recorded| matches!(it, Recorded::Begin(_, Op::Sync(of)) if *of == path);
     assert!(recording.take().iter().any(is_sync), "{} was not synced", path.display());
+}
+
+/// A keeper has copied blocks 1 and 2 of a segment to one of its own, and could not move the third, which has left since.
+/// No segment is free. Returns the segment, and where the copies are.
+fn copied_in_part(bench: &Bench, keeper: &mut Keeper, other: &Core, third: &Core) -> (u32, u32) {
+    let (old, _) = fill(bench, other, &Writer::default(), 1, 3);
+    let held = third.member.hold_stripe(&Key([3, 3]));
+    assert!(!keeper.collect_one(old, None));
+    drop(held);
+    let (own, _) = other.superblock.geometry.locate(find(other, 1).expect("put").page);
+    assert_ne!(own, old, "it was copied");
+    assert!(other.member.remove(&find(other, 3).expect("put")));
+    while other.member.claim().is_some() {}
+    (old, own)
+}
+
+#[test]
+fn a_full_store_frees_no_segment_that_alone_may_have_what_a_dead_keeper_has_copied() {
+    let bench = Bench::new("copies-unsynced");
+    let [dies, keeps, third] = bench.open();
+    let mut keeper = Keeper::new(Arc::clone(&dies));
+    let (old, own) = copied_in_part(&bench, &mut keeper, &keeps, &third);
+    drop(keeper);
+    // Where nothing can be copied to, they would be dropped.
+    let now = keeps.clock.now_s();
+    let slots = [1, 2].map(|key| find(&keeps, key).expect("put").slot);
+    let pins = slots.map(|slot| keeps.member.pin(slot, now, now + HOUR).expect("room"));
+    dies.member.die();
+    let recording = Recording::start(&bench.folder);
+    fail_syncs(&recording, true);
+    let mut keeper = Keeper::new(Arc::clone(&keeps));
+    let state = || keeps.member.segment(old).state;
+    let is_kept = || matches!(state(), SegmentState::Sealed | SegmentState::Withheld);
+    for _ in 0..2 {
+        keeper.look(&AtomicBool::new(false));
+        assert!(is_kept(), "{:?}", state());
+        assert_eq!(keeps.member.unsynced(), Some(own));
+        recording.fail(None);
+        (keeper.retried_at, keeper.kept) = (None, FxHashMap::default());
+    }
+    // Another keeper knows it, too.
+    keeper.abandon();
+    let mut keeper = Keeper::new(Arc::clone(&keeps));
+    keeper.look(&AtomicBool::new(false));
+    assert!(is_kept(), "{:?}", state());
+    for (key, pin) in [1, 2].into_iter().zip(&pins) {
+        keeps.member.unpin(pin);
+        assert!(keeps.member.remove(&find(&keeps, key).expect("it is kept")));
+    }
+    (keeper.retried_at, keeper.kept) = (None, FxHashMap::default());
+    keeper.look(&AtomicBool::new(false));
+    assert!(!is_kept(), "{:?}", state());
+}
+
+#[test]
+fn what_a_keeper_could_not_sync_is_moved_to_where_it_can_be() {
+    let bench = Bench::new("rescued");
+    let [dies, keeps, third] = bench.open();
+    let mut keeper = Keeper::new(Arc::clone(&dies));
+    let (old, own) = copied_in_part(&bench, &mut keeper, &keeps, &third);
+    drop(keeper);
+    dies.member.die();
+    let recording = Recording::start(&bench.folder);
+    fail_syncs(&recording, false);
+    let mut keeper = Keeper::new(Arc::clone(&keeps));
+    assert_eq!(keeps.member.unsynced(), Some(own));
+    let mine = SegmentState::Active(keeps.member.id());
+    let (free, _) = keeps.member.held_by(keeps.member.id()).next().expect("claimed above");
+    assert!(keeps.member.set_segment(free, mine, SegmentState::Free));
+    keeper.look(&AtomicBool::new(false));
+    assert_eq!(keeps.member.unsynced(), None, "a sync works again");
+    let of = |key| keeps.superblock.geometry.locate(find(&keeps, key).expect("kept").page).0;
+    assert!([1, 2].iter().all(|key| ![old, own].contains(&of(*key))));
+}
+
+#[test]
+fn what_a_keeper_has_copied_that_has_panicked_is_on_the_disk_before_the_old_place_is_free() {
+    let bench = Bench::new("panicked");
+    let [core, other, third] = bench.open();
+    let mut keeper = Keeper::new(Arc::clone(&core));
+    let (old, own) = copied_in_part(&bench, &mut keeper, &other, &third);
+    keeper.abandon();
+    let recording = Recording::start(&bench.folder);
+    let mut keeper = Keeper::new(Arc::clone(&core));
+    keeper.look(&AtomicBool::new(false));
+    let events = recording.take();
+    let (old, own) = (core.disk.path_of(old), core.disk.path_of(own));
+    let at = |is: &dyn Fn(&Op) -> bool| {
+        events.iter().position(|it| matches!(it, Recorded::Begin(_, op) if is(op)))
+    };
+    let synced = at(&|op| matches!(op, Op::Sync(path) if *path == own));
+    let freed = at(&|op| matches!(op, Op::Write { path, .. } if *path == old));
+    assert!(freed.is_some() && synced.is_some() && synced < freed, "{synced:?}, {freed:?}");
+}
+
+#[test]
+fn a_segment_whose_sync_has_failed_gets_no_footer_that_a_restart_would_believe() {
+    let bench = Bench::new("no-footer");
+    let [core] = bench.open();
+    let writer = Writer::default();
+    let segment = bench.put(&core, &writer, 1);
+    let recording = Recording::start(&bench.folder);
+    fail_syncs(&recording, false);
+    writer.sync(&core).expect_err("the device fails");
+    writer.seal(&core, Which::All);
+    assert_eq!(core.member.segment(segment).state, SegmentState::Sealed);
+    writer.sync(&core).expect_err("its block may be lost");
+    let scanned = log::recover::scan(&core.disk, &core.superblock, segment);
+    assert!(!scanned.expect("it can be read").expect("it is in use").is_sealed);
+    drop((writer, core));
+    let [core] = bench.open();
+    assert!(core.member.is_unverified(segment), "what is there is compared with its sums");
+}
+
+/// All operations fail for want of descriptors, or only syncs, until it is told otherwise.
+fn be_short_of_descriptors(recording: &Recording, is_of_syncs: bool) {
+    let (at, _) = recording.injected();
+    recording.fail(Some(Fault { at, stays: true, errno: 24, is_of_syncs }));
+}
+
+#[test]
+fn a_want_of_descriptors_fails_a_sync_once_and_marks_no_segment() {
+    let bench = Bench::new("descriptors");
+    let [core] = bench.open();
+    let writer = Writer::default();
+    let segment = bench.put(&core, &writer, 1);
+    let recording = Recording::start(&bench.folder);
+    be_short_of_descriptors(&recording, true);
+    writer.sync(&core).expect_err("it can't open a file");
+    writer.seal(&core, Which::All);
+    writer.sync(&core).expect_err("it is not sealed");
+    recording.fail(None);
+    assert_eq!(core.member.unsynced(), None);
+    recording.take();
+    writer.sync(&core).expect("the device works");
+    let path = core.disk.path_of(segment);
+    let is_sync = |it: &Recorded| matches!(it, Recorded::Begin(_, Op::Sync(of)) if *of == path);
+    assert!(recording.take().iter().any(is_sync));
+    let mut keeper = Keeper::new(Arc::clone(&core));
+    keeper.look(&AtomicBool::new(false));
+    assert!(!core.member.is_open(segment), "it is sealed");
+}
+
+#[test]
+fn a_block_that_can_not_be_compared_for_want_of_descriptors_stays() {
+    let bench = Bench::new("compared");
+    let [core] = bench.open();
+    bench.put(&core, &Writer::default(), 1);
+    drop(core);
+    let [core] = bench.open();
+    let recording = Recording::start(&bench.folder);
+    be_short_of_descriptors(&recording, false);
+    assert!(core.find_whole(&Key([1, 1]), || 0).is_none());
+    recording.fail(None);
+    assert!(core.find_whole(&Key([1, 1]), || 0).is_some());
 }

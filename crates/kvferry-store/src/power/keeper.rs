@@ -3,7 +3,7 @@
 
 use super::cuts::{Cut, Seen, judge};
 use super::oracle::Oracle;
-use super::recorder::{Event, Killed, Note, Recording};
+use super::recorder::{Event, Fault, Killed, Note, Recording};
 use super::world::World;
 use super::{Engine, Folder, content, hash, options};
 use crate::core::Core;
@@ -26,6 +26,14 @@ const BLOCKS: std::ops::Range<u64> = 1..70;
 const TIME: Duration = Duration::from_secs(8);
 /// Losses of power after each kill, beside the one at the end.
 const CUTS: usize = 3;
+
+/// What the device does while the first keeper works. It works after that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Syncs {
+    Work,
+    FailOnce,
+    Fail,
+}
 
 /// Two processes that share a store, without threads.
 struct Two {
@@ -75,13 +83,14 @@ fn collect_all(keeper: &mut Keeper, core: &Core) {
     }
 }
 
-/// What happens with a keeper that is killed after so many steps. `None` if it has fewer. Returns the events, and how
-/// many there were when it was killed.
+/// What happens with a keeper that is killed after so many steps, while syncs fail if so. `None` if it has fewer steps.
+/// Returns the events, and how many there were when it was killed.
 fn record(
     engine: &Engine,
     root: &Path,
     recording: &Recording,
     steps: usize,
+    syncs: Syncs,
 ) -> Option<(Vec<Event>, usize)> {
     let two = Two::open(engine, root);
     let (identity, writer) = (Namespace::new("model").identity(), Writer::default());
@@ -100,6 +109,11 @@ fn record(
         two.other.member.note_open(number, true);
         assert!(two.other.member.set_segment(number, segment.state, SegmentState::Sealed));
     }
+    if syncs != Syncs::Work {
+        let (at, _) = recording.injected();
+        let stays = syncs == Syncs::Fail;
+        recording.fail(Some(Fault { at, stays, errno: 5, is_of_syncs: true }));
+    }
     recording.kill_after(Some(steps));
     let collecting = || {
         let mut keeper = Keeper::new(Arc::clone(&two.keeper));
@@ -107,21 +121,25 @@ fn record(
     };
     let ended = catch_unwind(AssertUnwindSafe(collecting));
     recording.kill_after(None);
+    recording.fail(None);
     ended.err()?.downcast::<Killed>().expect("no other panic");
     two.keeper.member.die();
     let killed_at = recording.now();
     // The other one becomes the keeper, and then goes on.
     let mut keeper = Keeper::new(Arc::clone(&two.other));
     let began = recording.now();
-    writer.sync(&two.other).expect("no device fails");
-    recording.note(Note::Synced { process: 0, began });
+    if writer.sync(&two.other).is_ok() {
+        recording.note(Note::Synced { process: 0, began });
+    } else {
+        assert_ne!(syncs, Syncs::Work, "no device fails");
+    }
     collect_all(&mut keeper, &two.other);
     keeper.look_at_all();
     Some((recording.take(), killed_at))
 }
 
 /// Kills the keeper after each of these steps, and cuts the power at some of the events behind.
-fn kill_and_cut(steps: impl Iterator<Item = usize>, time: Duration) -> Seen {
+fn kill_and_cut(steps: impl Iterator<Item = usize>, syncs: Syncs, time: Duration) -> Seen {
     let (engine, mut seen, began) = (Engine::start(), Seen::default(), Instant::now());
     let mut rng = Rng::new();
     let seed = rng.get_seed();
@@ -132,7 +150,9 @@ fn kill_and_cut(steps: impl Iterator<Item = usize>, time: Duration) -> Seen {
         let root = Folder::new("keeper-killed");
         let before = World::of(&root.0).expect("an empty folder");
         let recording = Recording::start(&root.0);
-        let Some((events, killed_at)) = record(&engine, &root.0, &recording, steps) else { break };
+        let Some((events, killed_at)) = record(&engine, &root.0, &recording, steps, syncs) else {
+            break;
+        };
         drop(recording);
         let cuts = [(); CUTS].map(|()| rng.usize(killed_at..events.len()));
         let (mut world, mut oracle) = (before, Oracle::new(&events));
@@ -146,7 +166,7 @@ fn kill_and_cut(steps: impl Iterator<Item = usize>, time: Duration) -> Seen {
                     let near: Vec<_> = events[killed_at.saturating_sub(3)..=at].iter().collect();
                     let near: Vec<_> = near.iter().map(|it| it.in_short()).collect();
                     panic!(
-                        "keeper killed after {steps} steps, at event {killed_at}; power at {at} \
+                        "keeper killed after {steps} steps, syncs {syncs:?}, at event {killed_at}; power at {at} \
                          of {}, seed {seed}: {what}\n{near:#?}",
                         events.len()
                     );
@@ -164,12 +184,28 @@ fn kill_and_cut(steps: impl Iterator<Item = usize>, time: Duration) -> Seen {
 fn what_a_process_has_synced_survives_a_kill_of_the_keeper_and_a_loss_of_power() {
     // From another step on each time, as there may be no time for all of them.
     let first = fastrand::usize(0..20);
-    kill_and_cut((first..).step_by(2), TIME / 2);
-    kill_and_cut((0..first + 1).rev(), TIME / 2);
+    kill_and_cut((first..).step_by(2), Syncs::Work, TIME / 2);
+    kill_and_cut((0..first + 1).rev(), Syncs::Work, TIME / 2);
 }
 
 #[test]
 #[ignore = "slow: make test-slow"]
 fn what_a_process_has_synced_survives_a_kill_of_the_keeper_at_each_step_and_a_loss_of_power() {
-    kill_and_cut(0.., Duration::from_secs(110));
+    kill_and_cut(0.., Syncs::Work, Duration::from_secs(110));
+}
+
+#[test]
+fn what_a_process_has_synced_survives_failed_syncs_of_a_keeper_its_kill_and_a_loss_of_power() {
+    for syncs in [Syncs::FailOnce, Syncs::Fail] {
+        let first = fastrand::usize(0..20);
+        kill_and_cut((first..).step_by(3), syncs, TIME / 2);
+    }
+}
+
+#[test]
+#[ignore = "slow: make test-slow"]
+fn what_a_process_has_synced_survives_failed_syncs_of_a_keeper_and_its_kill_at_each_step() {
+    for syncs in [Syncs::FailOnce, Syncs::Fail] {
+        kill_and_cut(0.., syncs, Duration::from_secs(55));
+    }
 }

@@ -16,6 +16,8 @@ pub(super) struct Oracle {
     writing: FxHashMap<usize, Vec<Copy>>,
     /// Segments that are being synced, and since when.
     syncing: FxHashMap<usize, (PathBuf, usize)>,
+    /// Files that are being synced.
+    flushing: FxHashMap<usize, PathBuf>,
     /// Written blocks that no sync covers.
     written: Vec<Copy>,
     now: usize,
@@ -76,6 +78,9 @@ impl Oracle {
                 let copies = blocks.map(copy).collect();
                 self.writing.insert(*step, copies);
             }
+            Event::Begin(step, Op::Sync(path)) => {
+                self.flushing.insert(*step, path.clone());
+            }
             Event::Begin(step, Op::SyncSegment(path)) => {
                 self.syncing.insert(*step, (path.clone(), now));
             }
@@ -87,6 +92,12 @@ impl Oracle {
             Event::End(step, is_ok) => {
                 let copies = self.writing.remove(step).unwrap_or_default().into_iter();
                 self.written.extend(copies.filter(|_| *is_ok).map(|it| Copy { ended: now, ..it }));
+                if let Some(path) = self.flushing.remove(step)
+                    && !*is_ok
+                {
+                    // No later sync covers them.
+                    self.written.retain(|it| it.path != path);
+                }
                 if let Some((path, since)) = self.syncing.remove(step)
                     && *is_ok
                 {
@@ -118,6 +129,7 @@ impl Oracle {
     pub(super) fn end_processes(&mut self, copy: &Path) {
         self.writing.clear();
         self.syncing.clear();
+        self.flushing.clear();
         let above = |path: &Path| match path.components().rev().nth(2) {
             Some(it) if it.as_os_str() == "disk" => 3,
             _ => 2,

@@ -177,7 +177,9 @@ impl Op {
     fn can_fail_with(&self, errno: i32) -> bool {
         const EROFS: i32 = 30;
         const EIO: i32 = 5;
+        const EMFILE: i32 = 24;
         match self {
+            Self::Read(_) | Self::Sync(_) | Self::Open { .. } if errno == EMFILE => true,
             Self::SyncSegment(_) | Self::Evicted(..) => false,
             Self::Read(_) | Self::Sync(_) | Self::SyncDirectory(_) => errno == EIO,
             Self::Open { to_write, .. } => errno == EIO || errno == EROFS && *to_write,
@@ -205,6 +207,11 @@ impl State {
                 && (!fault.is_of_syncs || matches!(op, Op::Sync(_)))
             {
                 self.injected.push(op.name());
+                if matches!(op, Op::Sync(_)) && errno_loses(fault.errno) {
+                    let step = self.steps;
+                    self.steps += 1;
+                    self.events.extend([Event::Begin(step, op), Event::End(step, false)]);
+                }
                 return Err(io::Error::from_raw_os_error(fault.errno));
             }
         }
@@ -216,6 +223,11 @@ impl State {
         self.events.push(Event::Begin(step, op));
         Ok(Some(step))
     }
+}
+
+/// Whether what a sync should have written may be lost after it has failed so: the next sync may say nothing of it.
+fn errno_loses(errno: i32) -> bool {
+    errno != 24
 }
 
 /// A step that was begun. One that is dropped counts as failed.

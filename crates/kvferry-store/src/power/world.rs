@@ -2,7 +2,8 @@
 //!
 //! A file's bytes and length are durable once a sync of the file that began after they were written has ended. Its
 //! name is durable once a sync of its directory that began after it was made has ended; so is a directory's. All
-//! else is there or not, independently of each other; sectors of a write, too. Changes of one name have an order.
+//! else is there or not, independently of each other; sectors of a write, too. Changes of one name have an order. After
+//! a sync that failed, later ones do not cover what it should have covered.
 
 use super::recorder::Event;
 use crate::steps::Op;
@@ -50,6 +51,8 @@ struct File {
 struct Write {
     step: usize,
     has_ended: bool,
+    /// A sync has failed that should have written it: later ones do not.
+    is_lost: bool,
     pieces: Arc<Vec<(u64, Vec<u8>)>>,
 }
 
@@ -146,12 +149,17 @@ impl World {
             Op::Write { path, pieces } => {
                 let Some(file) = self.file(path) else { return };
                 let pieces = Arc::new(pieces.clone());
-                self.files[file].writes.push(Write { step, has_ended: false, pieces });
+                self.files[file].writes.push(Write {
+                    step,
+                    has_ended: false,
+                    is_lost: false,
+                    pieces,
+                });
                 UnderWay::Write(file)
             }
             Op::Sync(path) => {
                 let Some(file) = self.file(path) else { return };
-                let ended = self.files[file].writes.iter().filter(|it| it.has_ended);
+                let ended = self.files[file].writes.iter().filter(|it| it.has_ended && !it.is_lost);
                 UnderWay::Sync { file, covers: ended.map(|it| it.step).collect() }
             }
             Op::SyncDirectory(path) => {
@@ -196,6 +204,13 @@ impl World {
                 }
                 file.writes.retain(|it| !is_covered(it));
                 file.len = file.durable.len();
+            }
+            Some(UnderWay::Sync { file, covers }) => {
+                let writes = &mut self.files[file].writes;
+                writes
+                    .iter_mut()
+                    .filter(|it| covers.contains(&it.step))
+                    .for_each(|it| it.is_lost = true);
             }
             Some(UnderWay::SyncDirectory(covers)) if is_ok => {
                 for (_, change) in self.renamed.iter().filter(|(it, _)| covers.contains(it)) {
