@@ -16,8 +16,8 @@ use crate::index::{Changes, Polled};
 use crate::key::{Identity, Key, stem};
 use crate::store::{Inner, Space, Store};
 use crate::sync::lock;
-use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Bound::{Excluded, Unbounded};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -62,31 +62,101 @@ struct Reader {
 #[derive(Debug, Default)]
 struct Names {
     groups: Vec<Group>,
-    reports: VecDeque<(u32, bool, Box<[u8]>)>,
-    /// Names whose blocks have not come, by [`Name::number`].
+    reports: Reports,
+    /// Names whose blocks have not come, by [`Absent::number`].
     expected: BTreeMap<u64, (u32, Stem)>,
     added: u64,
-    /// Names that are to be looked up, as changes were lost.
-    unsure: VecDeque<(u32, Stem)>,
+    /// All names from here on are to be looked up, as changes were lost.
+    unsure: Option<Unsure>,
 }
 
+/// Watched blocks. The maps have an order, so that all of them can be looked at in batches.
 #[derive(Debug)]
 struct Group {
     /// Of the parts of a block.
     parts: Vec<Identity>,
-    names: FxHashMap<Stem, Name>,
+    /// The hashes of those that were reported as stored.
+    here: BTreeMap<Stem, Box<[u8]>>,
+    absent: BTreeMap<Stem, Absent>,
+}
+
+/// A place in the names of all groups: of each, first those that are absent.
+#[derive(Debug, Default)]
+struct Unsure {
+    group: u32,
+    is_here: bool,
+    /// The last name that was looked up. `None`: the first one is next.
+    last: Option<Stem>,
 }
 
 /// The part of a hash that is in the index.
 type Stem = [u64; 2];
 
+/// A block that has not come.
 #[derive(Debug)]
-struct Name {
+struct Absent {
     hash: Box<[u8]>,
-    /// It was reported as stored.
-    is_here: bool,
     /// Counts the names that were added: the same name may come, leave and be added again.
     number: u64,
+}
+
+/// What is to be reported, in its order.
+#[derive(Debug, Default)]
+struct Reports {
+    queue: VecDeque<Reported>,
+    len: usize,
+}
+
+#[derive(Debug)]
+enum Reported {
+    Block {
+        group: u32,
+        is_removed: bool,
+        hash: Box<[u8]>,
+    },
+    /// All of these were removed: their group is watched no more.
+    Group {
+        group: u32,
+        here: BTreeMap<Stem, Box<[u8]>>,
+    },
+}
+
+impl Reports {
+    fn push(&mut self, group: u32, is_removed: bool, hash: Box<[u8]>) {
+        self.queue.push_back(Reported::Block { group, is_removed, hash });
+        self.len += 1;
+    }
+
+    fn push_group(&mut self, group: u32, here: BTreeMap<Stem, Box<[u8]>>) {
+        if here.is_empty() {
+            return;
+        }
+        self.len += here.len();
+        self.queue.push_back(Reported::Group { group, here });
+    }
+
+    /// The oldest one, whose cost is taken from `budget`. `None` if it costs more.
+    fn pop(&mut self, budget: &mut usize) -> Option<(u32, bool, Box<[u8]>)> {
+        let popped = loop {
+            let is_removed = match self.queue.front()? {
+                Reported::Block { is_removed, .. } => *is_removed,
+                Reported::Group { .. } => true,
+            };
+            let left = budget.checked_sub(if is_removed { 1 } else { STORED_COST })?;
+            if let Some(Reported::Group { group, here }) = self.queue.front_mut()
+                && let Some((_, hash)) = here.pop_first()
+            {
+                *budget = left;
+                break (*group, true, hash);
+            }
+            if let Some(Reported::Block { group, is_removed, hash }) = self.queue.pop_front() {
+                *budget = left;
+                break (group, is_removed, hash);
+            }
+        };
+        self.len -= 1;
+        Some(popped)
+    }
 }
 
 impl Store {
@@ -111,7 +181,7 @@ fn groups_of(store: &Arc<Inner>, groups: &[Vec<Space>]) -> Result<Vec<Group>> {
             return Err(Error::InvalidArgument("a space is of another store".into()));
         }
         let parts = spaces.iter().map(|space| space.identity.clone()).collect();
-        Ok(Group { parts, names: FxHashMap::default() })
+        Ok(Group { parts, here: BTreeMap::new(), absent: BTreeMap::new() })
     };
     groups.iter().map(group).collect()
 }
@@ -134,22 +204,25 @@ impl Watch {
         let mut new = Vec::new();
         for hash in hashes {
             let stem = stem(hash.as_ref());
-            known.names.entry(stem).or_insert_with(|| {
+            if known.here.contains_key(&stem) {
+                continue;
+            }
+            known.absent.entry(stem).or_insert_with(|| {
                 names.added += 1;
                 new.push((stem, names.added));
-                Name { hash: hash.as_ref().into(), is_here: false, number: names.added }
+                Absent { hash: hash.as_ref().into(), number: names.added }
             });
         }
         for (stem, number) in new {
             names.judge(&self.store, group, stem);
-            if names.groups[group as usize].names.get(&stem).is_some_and(|name| !name.is_here) {
+            if names.groups[group as usize].absent.contains_key(&stem) {
                 names.expected.insert(number, (group, stem));
             }
         }
         while names.expected.len() > EXPECTED_MAX
             && let Some((_, (group, stem))) = names.expected.pop_first()
         {
-            names.groups[group as usize].names.remove(&stem);
+            names.groups[group as usize].absent.remove(&stem);
         }
         Ok(())
     }
@@ -188,13 +261,7 @@ impl Watch {
         }
         let names = &mut *lock(&self.names);
         let (mut taken, mut left): (Vec<Report>, _) = (Vec::new(), budget);
-        while let Some((_, is_removed, _)) = names.reports.front() {
-            let cost = if *is_removed { 1 } else { STORED_COST };
-            if cost > left {
-                break;
-            }
-            left -= cost;
-            let Some((group, is_removed, hash)) = names.reports.pop_front() else { break };
+        while let Some((group, is_removed, hash)) = names.reports.pop(&mut left) {
             match taken.last_mut() {
                 Some(last) if (last.group, last.is_removed) == (group, is_removed) => {
                     last.hashes.push(hash);
@@ -210,7 +277,7 @@ impl Watch {
         if self.store.is_forked() {
             return 0;
         }
-        lock(&self.names).reports.len()
+        lock(&self.names).reports.len
     }
 
     /// Watches other groups. All blocks that were reported as stored are reported as removed.
@@ -220,14 +287,18 @@ impl Watch {
     pub fn reset(&self, groups: &[Vec<Space>]) -> Result<()> {
         self.store.check()?;
         let groups = groups_of(&self.store, groups)?;
-        let names = &mut *lock(&self.names);
+        let mut forgotten = Vec::new();
+        let mut names = lock(&self.names);
         let before = std::mem::replace(&mut names.groups, groups);
         for (number, group) in (0..).zip(before) {
-            let here = group.names.into_values().filter(|name| name.is_here);
-            names.reports.extend(here.map(|name| (number, true, name.hash)));
+            names.reports.push_group(number, group.here);
+            forgotten.push(group.absent);
         }
-        names.expected.clear();
-        names.unsure.clear();
+        let expected = std::mem::take(&mut names.expected);
+        names.unsure = None;
+        // To drop many takes time: without the lock.
+        drop(names);
+        drop((forgotten, expected));
         Ok(())
     }
 
@@ -239,19 +310,18 @@ impl Watch {
             reader.keys.clear();
             let polled = self.store.core.member.poll(&mut reader.changes, BATCH, &mut reader.keys);
             let names = &mut *lock(&self.names);
-            let before = names.reports.len();
+            let before = names.reports.len;
             if polled == Polled::Lost {
-                names.doubt_all();
+                names.unsure = Some(Unsure::default());
             }
             for key in &reader.keys {
                 names.judge_key(&self.store, key);
             }
-            for _ in 0..BATCH {
-                let Some((group, stem)) = names.unsure.pop_front() else { break };
+            for (group, stem) in names.next_unsure() {
                 names.judge(&self.store, group, stem);
             }
-            made += names.reports.len() - before;
-            if polled == Polled::All && names.unsure.is_empty() {
+            made += names.reports.len - before;
+            if polled == Polled::All && names.unsure.is_none() {
                 return Ok((made, true));
             }
         }
@@ -263,16 +333,21 @@ impl Names {
     /// Looks a block up, and reports it if it has come or gone.
     fn judge(&mut self, store: &Inner, group: u32, stem: Stem) {
         let Some(known) = self.groups.get_mut(group as usize) else { return };
-        let Some(name) = known.names.get_mut(&stem) else { return };
+        let was_here = known.here.contains_key(&stem);
+        if !was_here && !known.absent.contains_key(&stem) {
+            return;
+        }
         let is_here = |part: &Identity| store.core.member.find(&part.key_of(stem)).is_some();
         let is_here = !known.parts.is_empty() && known.parts.iter().all(is_here);
-        if is_here && !name.is_here {
-            name.is_here = true;
-            self.expected.remove(&name.number);
-            self.reports.push_back((group, false, name.hash.clone()));
-        } else if !is_here && name.is_here {
-            let name = known.names.remove(&stem).expect("found above");
-            self.reports.push_back((group, true, name.hash));
+        if is_here
+            && !was_here
+            && let Some(Absent { hash, number }) = known.absent.remove(&stem)
+        {
+            known.here.insert(stem, hash.clone());
+            self.expected.remove(&number);
+            self.reports.push(group, false, hash);
+        } else if !is_here && let Some(hash) = known.here.remove(&stem) {
+            self.reports.push(group, true, hash);
         }
     }
 
@@ -281,18 +356,37 @@ impl Names {
         for group in 0..self.groups.len() {
             for part in 0..self.groups[group].parts.len() {
                 let stem = self.groups[group].parts[part].stem_of(key);
-                if self.groups[group].names.contains_key(&stem) {
-                    self.judge(store, u32::try_from(group).unwrap_or(u32::MAX), stem);
-                }
+                self.judge(store, u32::try_from(group).unwrap_or(u32::MAX), stem);
             }
         }
     }
 
-    fn doubt_all(&mut self) {
-        self.unsure.clear();
-        for (number, group) in (0..).zip(&self.groups) {
-            self.unsure.extend(group.names.keys().map(|stem| (number, *stem)));
+    /// The next names that are to be looked up, [`BATCH`] at most.
+    fn next_unsure(&mut self) -> Vec<(u32, Stem)> {
+        let mut next = Vec::new();
+        while next.len() < BATCH
+            && let Some(Unsure { group, is_here, last }) = &mut self.unsure
+        {
+            let Some(known) = self.groups.get(*group as usize) else {
+                self.unsure = None;
+                break;
+            };
+            let range = (last.map_or(Unbounded, Excluded), Unbounded);
+            let (number, room, before) = (*group, BATCH - next.len(), next.len());
+            let name = |stem: &Stem| (number, *stem);
+            match *is_here {
+                true => next.extend(known.here.range(range).take(room).map(|it| name(it.0))),
+                false => next.extend(known.absent.range(range).take(room).map(|it| name(it.0))),
+            }
+            if next.len() - before == room {
+                *last = next.last().map(|(_, stem)| *stem);
+                continue;
+            }
+            *last = None;
+            *group += u32::from(*is_here);
+            *is_here = !*is_here;
         }
+        next
     }
 }
 
@@ -302,5 +396,67 @@ impl Drop for Watch {
         if !self.store.is_forked() {
             self.store.core.member.unsubscribe(&lock(&self.reader).changes);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{BlockMemory, Namespace, Retain, StoreOptions};
+    use kvferry::{Access, Agent};
+
+    #[test]
+    fn after_changes_were_lost_all_names_are_looked_up() {
+        const LEN: usize = 100;
+        const BLOCKS: usize = 2 * BATCH + 10;
+        let folder = std::env::temp_dir().join(format!("kvferry-watch-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&folder);
+        let agent = Agent::builder().start().expect("an agent");
+        let pool = agent.allocate(LEN, Access::NONE).expect("memory");
+        let store = Store::open(&agent, &StoreOptions::new(&folder, 64 << 20)).expect("a store");
+        let spaces = ["one", "other"].map(|model| store.space(&Namespace::new(model)));
+        let watch = store.watch(&spaces.each_ref().map(|it| vec![it.clone()])).expect("open");
+        let memory: Vec<_> = (0..BLOCKS).map(|_| BlockMemory::new(&pool, 0, LEN as u64)).collect();
+        let hashes: Vec<[u8; 32]> =
+            (0..BLOCKS as u64).map(|it| *blake3::hash(&it.to_le_bytes()).as_bytes()).collect();
+        // Of one group half is there and will leave, of the other one nothing is there and half will come.
+        let half = BLOCKS / 2;
+        let put = |space: &Space| {
+            let put = space.put(&hashes[..half], 0, &memory[..half], Retain::default());
+            assert_eq!(put.expect("open").stored, half);
+        };
+        put(&spaces[0]);
+        for group in [0, 1] {
+            watch.add(group, &hashes).expect("open");
+        }
+        let count = |is_removed: bool, group: u32| {
+            let reports = watch.take(usize::MAX);
+            let of: Vec<_> =
+                reports.into_iter().map(|it| (it.group, it.is_removed, it.hashes.len())).collect();
+            assert_eq!(of, [(group, is_removed, half)]);
+        };
+        let lose = || {
+            let reader = &mut *lock(&watch.reader);
+            let member = &store.inner().core.member;
+            while member.poll(&mut reader.changes, BATCH, &mut reader.keys) != Polled::All {}
+            assert_eq!(watch.reports(), 0);
+            lock(&watch.names).unsure = Some(Unsure::default());
+        };
+        count(false, 0);
+        put(&spaces[1]);
+        lose();
+        watch.gather(Duration::ZERO).expect("open");
+        count(false, 1);
+        let member = &store.inner().core.member;
+        for key in spaces[0].keys(&hashes[..half]).expect("hashes") {
+            assert!(member.remove(&member.find(&key).expect("it was put")));
+        }
+        lose();
+        watch.gather(Duration::ZERO).expect("open");
+        count(true, 0);
+        assert!(lock(&watch.names).groups[0].here.is_empty());
+        store.close();
+        agent.shutdown();
+        let _ = std::fs::remove_dir_all(&folder);
     }
 }
