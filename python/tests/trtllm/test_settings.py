@@ -56,7 +56,7 @@ def test_later_sources_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("DSIK", "/kv", "TLLM_KVFERRY_DSIK is no setting; there are TLLM_KVFERRY_BLOCKS_MAX"),
+        ("DSIK", "/kv", "TLLM_KVFERRY_DSIK is no setting; there are TLLM_KVFERRY_ADOPT_EMPTY, TLLM_KVFERRY_BLOCKS_MAX"),
         ("DISK", "", "set disk, the directory of the store"),
         ("DISK_GIB", "much", "disk_gib must be a number from"),
         ("LOAD", "maybe", "load must be one of sync, async, off, not 'maybe'"),
@@ -78,7 +78,7 @@ def test_a_wrong_setting_ends_the_start_with_its_name(
 def test_a_setting_that_does_not_exist_in_a_file_or_the_configuration_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="no setting 'disc'; there are blocks_max"):
+    with pytest.raises(ValueError, match="no setting 'disc'; there are adopt_empty, blocks_max"):
         Settings.of(args(kv_connector_config=SimpleNamespace(extra_config={"disc": 1})))
     file = tmp_path / "settings.json"
     file.write_text("[]")
