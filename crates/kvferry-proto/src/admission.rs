@@ -260,8 +260,8 @@ impl<K: PartialEq> Handshakes<K> {
     }
 }
 
-/// The network that an address belongs to: the /24 of IPv4, the /64 of IPv6. Whoever has one address of it
-/// often has all.
+/// The network that an address belongs to: the /24 of IPv4, the /64 of IPv6. One user often has all
+/// addresses of a network.
 pub fn network_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V4(v4) => Ipv4Addr::from_bits(v4.to_bits() & !0xff).into(),

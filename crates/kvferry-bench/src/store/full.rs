@@ -35,7 +35,7 @@ enum How {
 /// Measures for `seconds` of puts into each full store; `bar` shows the progress.
 ///
 /// # Errors
-/// What the store failed with.
+/// The store's first failure.
 pub fn measure(options: &StoreSpeed, seconds: f64, bar: &ProgressBar) -> Result<Report, Failure> {
     let place = Place::new(options)?;
     let mut cases = Vec::new();

@@ -99,7 +99,7 @@ enum Event {
 #[derive(Default)]
 struct Inbox {
     events: VecDeque<Event>,
-    /// What sessions that have ended left among `events`.
+    /// Bytes of the messages among `events` whose sessions have ended.
     left_bytes: usize,
     /// Live sessions of which the endpoint's thread has taken an event.
     known: HashSet<Channel>,

@@ -5,9 +5,9 @@
 //!
 //! * A *supplier* is an address that is consumed from. It is spoken to over the session that was opened to that
 //!   address, and what arrives over another session is not the supplier's. Two lives at one address have two numbers.
-//! * A *reader* is a session that asks for what is produced here. If the session has named a [`ReaderKey`], the reader
-//!   is whoever knows the key: it may come back in another session. Each rank draws a key for each of its suppliers,
-//!   and tells that one alone.
+//! * A *reader* is a session that asks for what is produced here. All sessions that name one [`ReaderKey`] are one
+//!   reader, which may come back in another session. Each rank draws a key for each of its suppliers, and sends it to
+//!   that supplier alone.
 //!
 //! Clients name addresses, and any number of addresses may lead to one life. So addresses are bounded, in all and for
 //! each life.
@@ -39,7 +39,7 @@ pub(super) struct Place {
     /// The number of the life that was, or will be, met there.
     id: PeerId,
     life: Option<Incarnation>,
-    /// By what the life that it was drawn for knows this rank.
+    /// The key by which the supplier knows this rank as a reader, and the life of the supplier for which it was drawn.
     key: Option<(Incarnation, ReaderKey)>,
     opening: bool,
     /// Connect once, although no handoff needs it: a message is waiting.
@@ -87,7 +87,7 @@ pub(super) enum Met {
         gone: Option<PeerId>,
         /// The end of the session before this one has not been reported yet, and will not be.
         is_replaced: bool,
-        /// What the peer is told first.
+        /// The key that the first message of the session names.
         key: Option<ReaderKey>,
     },
     /// The life has too many addresses already. The number of this one.
@@ -97,7 +97,7 @@ pub(super) enum Met {
 /// A consumer of what is produced here.
 #[derive(Debug, Default)]
 struct Reader {
-    /// It is recognised in another session.
+    /// The reader has named a key, so another session can be recognised as its own.
     has_key: bool,
     channels: Vec<Channel>,
     watched: bool,
@@ -112,7 +112,7 @@ impl Reader {
     }
 }
 
-/// What a session was whose end was reported.
+/// The reader and the supplier of a session whose end was reported.
 #[derive(Debug, Default)]
 pub(super) struct Ended {
     pub(super) reader: Option<EndedReader>,
@@ -123,7 +123,7 @@ pub(super) struct Ended {
 #[derive(Debug)]
 pub(super) struct EndedReader {
     pub(super) id: PeerId,
-    /// It has another session.
+    /// The reader has another session.
     pub(super) is_up: bool,
     pub(super) may_return: bool,
 }

@@ -307,7 +307,7 @@ impl Drop for Driving<'_> {
 }
 
 impl Outgoing {
-    /// What a supplier is told first.
+    /// The first message to a supplier: the key of this rank.
     pub(super) fn greeting(channel: Channel, key: ReaderKey) -> Self {
         let bytes = ReaderMessage::from(Reader { key }).encode();
         Self { channel, bytes, id: None }

@@ -29,7 +29,7 @@ pub struct IdleLimit {
     /// Blocks in the engine's pool. All groups share it, and block numbers are below this.
     pub pool_blocks: u32,
     /// Blocks that may be held for consumers which have not asked for them, besides those of the request
-    /// that ended last: the oldest offers that nobody has asked for are withdrawn. As many may belong to
+    /// that ended last: the oldest offers without a consumer are withdrawn. As many may belong to
     /// loads whose producers have not answered, besides those of one load: later requests wait without
     /// blocks, and are refused if too many wait.
     pub idle_blocks: u32,

@@ -464,7 +464,7 @@ impl Scheduler {
         ]
     }
 
-    /// What a request asks for, if its producer is accepted.
+    /// The role that a request has in a handoff, if its producer is accepted.
     fn role(&self, request: &Request<'_>) -> Result<Option<Role>, Refusal> {
         let role = role(request)?;
         if let (Some(Role::Consume(from)), Some(producers)) = (&role, &self.producers) {

@@ -37,7 +37,7 @@ pub(super) struct Request {
     blocks: Vec<Vec<u32>>,
     /// Tokens whose KV exists after the last step.
     until: u32,
-    /// How its handoff ended on a rank, if no consumer caused that.
+    /// The end of its handoff on a rank, if no consumer caused that.
     lost: Option<(WireCode, String)>,
     /// What it keeps since its end.
     held: HeldFor,

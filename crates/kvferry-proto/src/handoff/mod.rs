@@ -79,9 +79,9 @@
 //! # Names are capabilities
 //!
 //! A producer is not told which engine its consumer will be: routers choose it, and with some the consumer asks
-//! first. So whoever has a session and knows a name may ask for the handoff first, or end it before anyone has asked.
-//! Once it is asked for, its readers alone are told of it and end it. The driver's numbers must not be what a peer can claim: an incarnation
-//! is no proof, see [`ReaderKey`](crate::rank_message::ReaderKey).
+//! first. So a peer that has a session and knows a name may ask for the handoff first, or end it before another has asked.
+//! Once a reader has asked for it, readers alone get messages about it and end it. The driver's numbers must not be what a peer can
+//! claim: an incarnation is no proof, see [`ReaderKey`](crate::rank_message::ReaderKey).
 //! Before that a handoff is safe from other peers as long as they can't know its name: the connector draws one of 128 random bits where the
 //! router gives none, and routers draw UUIDs. A router that takes `transfer_id` from its clients gives that up.
 

@@ -189,7 +189,7 @@ fn a_host_that_fills_the_room_keeps_its_neighbours_out_neither_of_the_room_nor_o
 fn whoever_waits_in_a_full_room_gives_way_only_to_one_that_then_has_no_more() {
     let at = |network: u8, host: u8| IpAddr::from([10, 0, network, host]);
     let mut room = WaitingRoom::new(4, ms(3000));
-    // One each: newcomers are refused, and nobody who waits is.
+    // One each: newcomers are refused, and those that wait stay.
     for host in 0..4 {
         assert_eq!(room.push(at(host, 1), host, NOW), None);
     }

@@ -24,7 +24,7 @@ const BLOCKS_EACH: usize = PROMPT / BLOCK_TOKENS + 1;
 /// How long an unanswered load and an unclaimed offer last, at 30 s by default.
 const WAIT: Duration = Duration::from_millis(300);
 
-/// Addresses at which nobody hands anything over.
+/// Addresses at which no engine hands anything over.
 struct Nobody {
     /// Accepts connections, and never answers.
     silent: TcpListener,
