@@ -1,14 +1,12 @@
 //! Stores in several directories.
 
-use crate::faults::{Warnings, warned};
+use crate::faults::warned;
 use crate::{Engine, Folder, MIB, options, prompt};
 use kvferry_store::{Error, StoreOptions};
 use kvferry_testkit::PATIENCE;
 use kvferry_testkit::eventually;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::Instant;
 
 const LEN: u64 = 64 << 10;
@@ -240,10 +238,9 @@ fn a_directory_that_is_lost_costs_its_own_blocks_and_an_empty_one_takes_its_plac
         if lost == "b" {
             std::fs::write(&path, "no directory").expect("written");
         }
-        let warnings = Arc::new(AtomicUsize::new(0));
-        let counter = Warnings(Arc::clone(&warnings));
-        let engine = tracing::subscriber::with_default(counter, || Engine::open(&with, LEN));
-        assert_eq!((warnings.load(SeqCst), engine.store.stats().lost_directories), (1, 1));
+        let (engine, warnings) = warned(|| Engine::open(&with, LEN));
+        let stats = engine.store.stats();
+        assert_eq!((warnings.len(), stats.lost_directories), (1, 1), "{warnings:?}");
         let there = found(&engine);
         assert!((1..PROMPTS as usize * BLOCKS).contains(&there), "{there}");
         put_until_found(&engine);
