@@ -39,6 +39,8 @@ struct Ranks {
     reads_end: bool,
     slices: Vec<Slice>,
     produced: Vec<Outcome>,
+    /// The consumers that a producer has answered.
+    answered: Vec<usize>,
     consumed: Vec<(usize, Outcome)>,
     side_data: Vec<Vec<u8>>,
     bytes: usize,
@@ -62,6 +64,7 @@ impl Ranks {
             reads_end: true,
             slices: Vec::new(),
             produced: Vec::new(),
+            answered: Vec::new(),
             consumed: Vec::new(),
             side_data: Vec::new(),
             bytes: 0,
@@ -208,6 +211,7 @@ impl Ranks {
             ConsumerAction::Watch { peer, on } => {
                 self.watch(PeerId(CONSUMER.0 + at as u64), peer, on);
             }
+            ConsumerAction::Answered { .. } => self.answered.push(at),
             ConsumerAction::Ended { outcome, side_data, .. } => {
                 assert!(self.reads.iter().all(|(of, ..)| *of != at), "ended, and still read");
                 self.consumed.push((at, outcome));
@@ -833,6 +837,35 @@ fn a_claim_that_fails_is_not_reported_and_a_later_fetch_starts_afresh() {
         matches!(action, ConsumerAction::Send { to: PeerId(2), message: HandoffMessage::Ask(_) })
     });
     assert!(asks);
+}
+
+#[test]
+fn an_answer_is_said_once_for_a_claim_and_once_for_the_fetch_that_continues_it() {
+    let mut ranks = Ranks::new(1);
+    ranks.claim();
+    assert_eq!(ranks.answered, []);
+    ranks.expect();
+    assert_eq!(ranks.answered, [0]);
+    ranks.produce();
+    assert_eq!(ranks.answered, [0]);
+    ranks.want();
+    ranks.assert_ended(WireCode::Ok);
+    assert_eq!(ranks.answered, [0, 0]);
+    // An offer is an answer, too.
+    let mut ranks = Ranks::new(1);
+    ranks.produce();
+    ranks.want();
+    ranks.assert_ended(WireCode::Ok);
+    assert_eq!(ranks.answered, [0]);
+    // The claim is not answered.
+    let mut ranks = Ranks::new(1);
+    ranks.claim();
+    ranks.want();
+    assert_eq!(ranks.answered, []);
+    ranks.offer();
+    assert_eq!(ranks.answered, [0]);
+    ranks.withdraw(WireCode::Shutdown, "");
+    assert_eq!(ranks.answered, [0]);
 }
 
 #[test]

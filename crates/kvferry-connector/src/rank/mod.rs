@@ -30,7 +30,6 @@ use kvferry_proto::engine_handshake::OwnEngine;
 use kvferry_proto::handoff::{BlockTable, HandoffId, Limits, Need, Progress, Refusal};
 use kvferry_proto::{Timestamp, WireCode};
 use messages::Handler;
-use rustc_hash::FxHashMap;
 use state::{Held, Notice, Shared, State};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::{JoinHandle, ThreadId};
@@ -234,32 +233,6 @@ impl Rank {
     /// [`Refusal::Unknown`] if it has ended already.
     pub fn cancel(&self, id: &HandoffId, code: WireCode, detail: &str) -> Result<(), RankError> {
         self.change(|state, now| state.consumer.cancel(id, code, detail, now))
-    }
-
-    /// Takes the claims and fetches out of `waiting` whose producers have said that they have, or will have,
-    /// the KV, and returns their requests. Forgets those that have ended. `new` are those that came since the last call.
-    pub(crate) fn take_answered(
-        &self,
-        waiting: &mut FxHashMap<HandoffId, String>,
-        new: Vec<HandoffId>,
-    ) -> Vec<String> {
-        if waiting.is_empty() || self.check_process().is_err() {
-            return Vec::new();
-        }
-        let mut state = self.shared.lock();
-        let mut ids = match state.consumer.take_changed() {
-            Some(ids) => ids,
-            None => waiting.keys().cloned().collect(),
-        };
-        ids.extend(new);
-        let mut answered = Vec::new();
-        for id in ids {
-            let is_answered = state.consumer.is_answered(&id);
-            if is_answered || !state.consumer.is_under_way(&id) {
-                answered.extend(waiting.remove(&id).filter(|_| is_answered));
-            }
-        }
-        answered
     }
 
     /// Sets the engine that this rank belongs to. Until then, peers that ask for it wait.

@@ -110,6 +110,7 @@ pub(super) enum Notice {
     Ended(Event),
     LearnedEngine(u64, Result<Arc<Pairing>, Failure>),
     LostPeer(String),
+    Answered(HandoffId),
     Called,
     Read(HandoffId, ReadPart),
 }

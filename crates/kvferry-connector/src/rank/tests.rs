@@ -80,6 +80,7 @@ impl RankObserver for Called {
     fn ended(&self, _event: Event) {}
     fn learned_engine(&self, _ticket: u64, _result: Result<Arc<Pairing>, Failure>) {}
     fn lost_peer(&self, _address: &str) {}
+    fn answered(&self, _id: &HandoffId) {}
     fn read(&self, _id: &HandoffId, _part: ReadPart) {}
     fn called(&self) {
         self.0.send(std::thread::current().id()).ok();

@@ -150,6 +150,7 @@ impl Shared {
                 Notice::Ended(event) => observer.ended(event),
                 Notice::LearnedEngine(ticket, result) => observer.learned_engine(ticket, result),
                 Notice::LostPeer(address) => observer.lost_peer(&address),
+                Notice::Answered(id) => observer.answered(&id),
                 Notice::Called => observer.called(),
                 Notice::Read(id, part) => observer.read(&id, part),
             }));
@@ -210,6 +211,11 @@ impl Shared {
                         state.left.retain(|action| !is_it(action));
                         let unread = Err((WireCode::Cancelled, String::new()));
                         state.consumer.read_ended(read, unread, self.now());
+                    }
+                }
+                ConsumerAction::Answered { id } => {
+                    if self.observer.is_some() {
+                        state.notices.push_back(Notice::Answered(id));
                     }
                 }
                 ConsumerAction::Ended { id, outcome, side_data } => {

@@ -118,6 +118,9 @@ pub(crate) trait RankObserver: Send + Sync {
     /// The session with the supplier at this address has ended.
     fn lost_peer(&self, address: &str);
 
+    /// A producer of a claim or fetch has said that it has, or will have, the KV. Comes before the handoff's end.
+    fn answered(&self, id: &HandoffId);
+
     /// [`super::Rank::call_observer`] was called since the last time.
     fn called(&self);
 

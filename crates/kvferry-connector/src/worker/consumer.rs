@@ -301,6 +301,7 @@ impl Inner {
                 return;
             }
             Action::Free(Free { transfer, code, .. }) => {
+                state.wait_for_no_answer(&transfer);
                 if let Err(error) = self.rank().free_at(&transfer, &peers, code, "") {
                     tracing::debug!(%transfer, %error, "a handoff can't be freed");
                 }
@@ -354,6 +355,7 @@ impl Inner {
                 return;
             }
             Action::Free(Free { transfer, .. }) => {
+                state.wait_for_no_answer(&transfer);
                 // The producer's offer ends by its timer.
                 tracing::debug!(%transfer, %code, "a handoff can't be freed");
                 return;
@@ -382,9 +384,9 @@ impl Inner {
     fn fetched(&self, state: &mut State, request: String, how: Failure, side_data: SideData) {
         let Failure { code, detail, .. } = how;
         match state.fetches.remove(&request) {
-            Some(Stage::Fetching(transfer)) => _ = state.unanswered.remove(&transfer),
+            Some(Stage::Fetching(transfer)) => state.forget_answer(&transfer, &request),
             // It may have been claimed.
-            _ => state.unanswered.retain(|_, of| *of != request),
+            _ => state.forget_claim(&request),
         }
         let side_data = bounded(side_data.into_iter().map(|(_, data)| data.into())).collect();
         self.observe(|observer| observer.received(&request, code, &detail));
@@ -398,6 +400,7 @@ impl Inner {
         state.learning.clear();
         state.names.forget_waiting();
         state.fetched_for.clear();
+        state.unanswered.clear();
         let requests: Vec<_> = state.fetches.keys().cloned().collect();
         for request in requests {
             let detail = "this rank's connector was closed".to_owned();

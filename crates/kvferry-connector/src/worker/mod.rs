@@ -254,10 +254,9 @@ impl Worker {
     /// Takes what has ended on this rank since the last call.
     pub fn reports(&self) -> Reports {
         let mut state = self.inner.lock();
-        let asked = std::mem::take(&mut state.asked);
         let notes = Notes {
             fetched: std::mem::take(&mut state.fetched),
-            answered: self.inner.rank().take_answered(&mut state.unanswered, asked),
+            answered: std::mem::take(&mut state.answered).into_iter().collect(),
             lost: std::mem::take(&mut state.lost),
         };
         let failed = notes.fetched.iter().filter(|it| !it.code.is_ok());
@@ -363,6 +362,10 @@ impl RankObserver for Inner {
             state.doubt_names(address.as_str());
             state.engines.known.remove(&address);
         }
+    }
+
+    fn answered(&self, id: &HandoffId) {
+        self.lock().answered_by_producer(id);
     }
 
     fn called(&self) {

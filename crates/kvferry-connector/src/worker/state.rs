@@ -16,7 +16,7 @@ use kvferry_proto::Timestamp;
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{EngineId, Failure};
 use kvferry_proto::handoff::{HandoffId, Limits};
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
 
@@ -48,10 +48,11 @@ pub(super) struct State {
     pub(super) tickets: u64,
     pub(super) fetches: FxHashMap<String, Stage>,
     pub(super) fetched_for: FxHashMap<HandoffId, FetchedFor>,
-    /// Claims and fetches whose producers have not answered as far as was reported.
+    /// The requests of claims and fetches whose producers have not answered. A claim that fails stays until
+    /// its request is fetched or freed.
     pub(super) unanswered: FxHashMap<HandoffId, String>,
-    /// Those that came since the last report.
-    pub(super) asked: Vec<HandoffId>,
+    /// The requests whose producers have answered since the last report, and which are not fetched yet.
+    pub(super) answered: FxHashSet<String>,
     pub(super) produced: FxHashMap<String, (HandoffId, Arc<ProducedRequest>)>,
     pub(super) produced_as: FxHashMap<HandoffId, String>,
     /// What [`super::Worker::apply`] was given for the next [`super::Worker::fetch`].
@@ -135,8 +136,30 @@ impl State {
 
     /// The request's producer is asked, and has not answered.
     pub(super) fn wait_for_answer(&mut self, request: String, transfer: HandoffId) {
-        self.asked.push(transfer.clone());
         self.unanswered.insert(transfer, request);
+    }
+
+    /// A producer of the handoff has answered: its request is in the next report, unless that says that its
+    /// fetch has ended.
+    pub(super) fn answered_by_producer(&mut self, transfer: &HandoffId) {
+        self.answered.extend(self.unanswered.remove(transfer));
+    }
+
+    /// The handoff was freed.
+    pub(super) fn wait_for_no_answer(&mut self, transfer: &HandoffId) {
+        self.unanswered.remove(transfer);
+    }
+
+    /// The fetch of a request has ended, which is all that the next report says of it.
+    pub(super) fn forget_answer(&mut self, transfer: &HandoffId, request: &str) {
+        self.unanswered.remove(transfer);
+        self.answered.remove(request);
+    }
+
+    /// As [`State::forget_answer`], of a request that was claimed at most.
+    pub(super) fn forget_claim(&mut self, request: &str) {
+        self.unanswered.retain(|_, of| of != request);
+        self.answered.remove(request);
     }
 
     /// Logs why a fetch failed: once for all that fail alike within [`FAILURE_LOG`], since a peer's death

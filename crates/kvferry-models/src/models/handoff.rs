@@ -123,6 +123,7 @@ struct Made {
 #[derive(Default)]
 struct Got {
     values: BTreeMap<(usize, u32, u32), u64>,
+    is_answered: bool,
     ended: Option<Outcome>,
 }
 
@@ -791,6 +792,14 @@ impl<'a, 'b> World<'a, 'b> {
                     reading.cancelled = true;
                 }
             }
+            ConsumerAction::Answered { id } => {
+                // A claim that a want has not continued yet is answered, too.
+                if let Some(got) = self.got.get_mut(&(request_of(&id), d)) {
+                    assert_eq!(got.ended, None, "the answer comes before the end");
+                    assert!(!got.is_answered, "one answer is said of a want");
+                    got.is_answered = true;
+                }
+            }
             ConsumerAction::Ended { id, outcome, side_data } => {
                 let request = request_of(&id);
                 let mut reads = self.reads.iter();
@@ -799,6 +808,7 @@ impl<'a, 'b> World<'a, 'b> {
                 let got = self.got.get_mut(&(request, d)).expect("I1: it was wanted");
                 assert_eq!(got.ended, None, "I1: it ends once");
                 if outcome.is_done() {
+                    assert!(got.is_answered, "what is done was answered");
                     let places = (0..self.producers.len()).flat_map(|p| {
                         let tokens = 0..tokens_of(request);
                         tokens.flat_map(move |token| (0..LAYERS).map(move |l| (p, token, l)))

@@ -43,6 +43,9 @@ pub enum ConsumerAction {
     CancelRead(ReadId),
     /// Start or stop the heartbeat to a producer rank. It must run while a handoff waits for the peer.
     Watch { peer: PeerId, on: bool },
+    /// A producer has said that it has, or will have, the KV: once for a [`Consumer::claim`] and once for a
+    /// [`Consumer::want`], before [`ConsumerAction::Ended`]. Not for a handoff that ends without an answer.
+    Answered { id: HandoffId },
     /// The handoff has ended on this rank, and no read writes into its blocks any more. Exactly once
     /// for every accepted [`Consumer::want`], never for a [`Consumer::claim`]. Side data comes with the peer that sent it, and only
     /// from handoffs that are done.
@@ -69,27 +72,6 @@ pub struct Consumer {
     /// Those of each producer that has any.
     bytes_of: HashMap<PeerId, usize>,
     actions: VecDeque<ConsumerAction>,
-    changed: Changed,
-}
-
-/// The most handoffs that [`Changed`] keeps between two calls.
-const CHANGED_MAX: usize = 4096;
-
-/// The handoffs that a producer has answered, or that have ended, since the last [`Consumer::take_changed`].
-#[derive(Debug, Default)]
-struct Changed {
-    ids: Vec<HandoffId>,
-    /// True if [`Consumer::take_changed`] was called, and `ids` has each handoff that has changed since.
-    is_kept: bool,
-}
-
-impl Changed {
-    fn note(&mut self, id: &HandoffId) {
-        if self.is_kept {
-            self.is_kept = self.ids.len() < CHANGED_MAX;
-            self.ids.push(id.clone());
-        }
-    }
 }
 
 #[derive(Debug)]
@@ -210,7 +192,6 @@ impl Consumer {
             announced_bytes: 0,
             bytes_of: HashMap::new(),
             actions: VecDeque::new(),
-            changed: Changed::default(),
         }
     }
 
@@ -257,6 +238,9 @@ impl Consumer {
             if from.len() == claim.sources.len() && from.iter().all(is_it) {
                 claim.claimed = false;
                 claim.deadline = claim.deadline.min(now + budget);
+                if claim.is_answered() {
+                    self.actions.push_back(ConsumerAction::Answered { id: id.clone() });
+                }
                 from.iter().for_each(|rank| self.go_on(id, rank.peer, now));
                 self.look_again(id);
                 return Ok(());
@@ -553,24 +537,6 @@ impl Consumer {
         })
     }
 
-    /// Whether a handoff is claimed or wanted, and has not ended.
-    pub fn is_under_way(&self, id: &HandoffId) -> bool {
-        self.handoffs.contains_key(id)
-    }
-
-    /// Whether a producer of a handoff has said that it has, or will have, the KV.
-    pub fn is_answered(&self, id: &HandoffId) -> bool {
-        let sources = self.handoffs.get(id).map(|entry| &entry.sources);
-        sources.is_some_and(|it| it.values().any(|source| source.stage != Stage::Asking))
-    }
-
-    /// Handoffs of which [`Consumer::is_under_way`] or [`Consumer::is_answered`] may say something else than at the
-    /// last call. `None`: of any handoff.
-    pub fn take_changed(&mut self) -> Option<Vec<HandoffId>> {
-        let ids = std::mem::take(&mut self.changed.ids);
-        std::mem::replace(&mut self.changed.is_kept, true).then_some(ids)
-    }
-
     /// Sizes of the collections, by name. When no handoff is under way all are zero, except for the
     /// tombstones and for the farewells to peers without a connection.
     pub fn gauges(&self) -> [(&'static str, usize); 8] {
@@ -623,6 +589,7 @@ impl Consumer {
         let Some(entry) = self.handoffs.get_mut(id) else {
             return self.decline(from, id);
         };
+        let is_answered = entry.is_answered();
         let Some(source) = entry.sources.get_mut(&from) else { return };
         let settled = matches!(source.stage, Stage::Confirming | Stage::Confirmed);
         if entry.ending.is_some() || settled || generation < source.generation {
@@ -634,8 +601,10 @@ impl Consumer {
                 return self.say(id, from, now);
             }
             let before = source.announced.bytes();
+            if !is_answered {
+                self.actions.push_back(ConsumerAction::Answered { id: id.clone() });
+            }
             let reads = source.begin(generation);
-            self.changed.note(id);
             self.release(from, before);
             self.cancel_reads(reads);
         }
@@ -675,11 +644,14 @@ impl Consumer {
     fn expected(&mut self, from: PeerId, id: &HandoffId) {
         match self.handoffs.get_mut(id) {
             Some(entry) => {
+                let is_answered = entry.is_answered();
                 if let Some(source) = entry.sources.get_mut(&from)
                     && source.stage == Stage::Asking
                 {
                     source.stage = Stage::Expected;
-                    self.changed.note(id);
+                    if !is_answered {
+                        self.actions.push_back(ConsumerAction::Answered { id: id.clone() });
+                    }
                     self.look_again(id);
                 }
             }
@@ -794,7 +766,6 @@ impl Consumer {
             return;
         }
         let entry = self.handoffs.remove(id).expect("it was there");
-        self.changed.note(id);
         self.release_all(&entry);
         let outcome = entry.ending.expect("it is decided");
         let side_data = match outcome.is_done() {
@@ -814,7 +785,6 @@ impl Consumer {
             return Vec::new();
         }
         let mut claim = self.handoffs.remove(id).expect("it is there");
-        self.changed.note(id);
         self.release_all(&claim);
         self.schedule.set(id, &mut claim.due, None);
         let peers: Vec<_> = claim.sources.into_keys().collect();
@@ -900,6 +870,11 @@ impl Entry {
     fn is_settled(&self) -> bool {
         let settled = |s: &Source| matches!(s.stage, Stage::Confirming | Stage::Confirmed);
         self.sources.values().all(settled)
+    }
+
+    /// Whether a producer has said that it has, or will have, the KV.
+    fn is_answered(&self) -> bool {
+        self.sources.values().any(|source| source.stage != Stage::Asking)
     }
 
     /// A producer that has neither offered nor expects it.
