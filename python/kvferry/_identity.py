@@ -2,7 +2,8 @@
 
 If two engines could differ in a thing and compute other KV for the same tokens, it is in `Identity` or
 `PromptIdentity`. An adapter fills in every field; there are no defaults, so that a new field is a question to each of
-them. docs/storage.md has the table.
+them. Engines' settings are read through the tables of `kvferry._known_settings`: one that no table has is in the field
+`settings`. docs/storage.md has the table.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kvferry import _known_settings as known
 from kvferry._adapters import Adapters, folder_of
+from kvferry._known_settings import Settings, UnnamedError, plain
 from kvferry._weights import has_weights, processors_of, sample_of
 
 logger = logging.getLogger("kvferry")
@@ -70,16 +73,19 @@ class Identity:
     adapters: str | None
     # How images, audio and video are prepared and encoded, where a request's identity has only what they were before.
     media: str | None
+    # Every other setting of the engine that is not known to leave KV as it is.
+    settings: str | None
 
     def properties(self) -> dict[str, str]:
         """For the handshake of two engines, which compares what both give: every field is given."""
         return {it.name: bounded(_text(getattr(self, it.name))) for it in fields(self)}
 
     def text(self) -> str:
-        """For the names of a store. Where there is no such thing as `media`, they are those of earlier releases."""
+        """For the names of a store. Without `media` and `settings` they are those of earlier releases."""
         given = self.properties()
-        if self.media is None:
-            del given["media"]
+        for name in ("media", "settings"):
+            if getattr(self, name) is None:
+                del given[name]
         return json.dumps(given, sort_keys=True)
 
 
@@ -119,21 +125,26 @@ def bounded(text: str) -> str:
     return text if len(text.encode()) <= _VALUE_MAX else "#" + hashlib.sha256(text.encode()).hexdigest()
 
 
-def hash_of(value: Any) -> str:
-    """A hash of plain data, whatever the order of its mappings."""
-    return hashlib.sha256(json.dumps(_plain(value), sort_keys=True).encode()).hexdigest()[:32]
+def hash_of(value: Any, engine: str | None = None) -> str:
+    """A hash of plain data, whatever the order of its mappings. `engine`: what no other engine has, which names values
+    that have no name of their own, as functions. Without it they are a ValueError.
+    """
+    try:
+        text = json.dumps(plain(value), sort_keys=True)
+    except (UnnamedError, RecursionError) as error:
+        if engine is None:
+            raise
+        logger.warning("kvferry: no other engine shares this one's KV, because a setting has no name: %s", error)
+        text = engine
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(it) for key, it in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(it) for it in value]
-    if isinstance(value, str | int | float | bool | None):
-        return value
-    if callable(value):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    return str(value)
+def _others(engine: str, *settings: Settings) -> str | None:
+    """The field `settings`."""
+    found = {name: value for it in settings for name, value in it.others().items()}
+    if found:
+        logger.info("kvferry: engines share KV only if they agree on %s", ", ".join(sorted(found)))
+    return _joined(**{name: hash_of(value, engine) for name, value in sorted(found.items())})
 
 
 def _joined(**parts: Any) -> str | None:
@@ -249,82 +260,161 @@ def _kv_heads_of_projections() -> dict[str, set[int]]:
 # vLLM.
 
 
+@dataclass(frozen=True)
+class _Vllm:
+    """The objects of settings of an engine of vLLM."""
+
+    all: Settings
+    model: Settings
+    load: Settings
+    cache: Settings
+    attention: Settings
+    mamba: Settings
+    lora: Settings
+    draft: Settings
+    media: Settings
+
+    @staticmethod
+    def of(vllm_config: Any) -> _Vllm:
+        whole = Settings(vllm_config, known.VLLM)
+        model = Settings(whole.get("model_config"), known.VLLM_MODEL)
+        return _Vllm(
+            all=whole,
+            model=model,
+            load=Settings(whole.get("load_config"), known.VLLM_LOAD),
+            cache=Settings(whole.get("cache_config"), known.VLLM_CACHE),
+            attention=Settings(whole.get("attention_config"), known.VLLM_ATTENTION),
+            mamba=Settings(whole.get("mamba_config"), known.VLLM_MAMBA),
+            lora=Settings(whole.get("lora_config"), known.VLLM_LORA),
+            draft=Settings(whole.get("speculative_config"), known.VLLM_DRAFT),
+            media=Settings(model.get("multimodal_config"), known.VLLM_MEDIA),
+        )
+
+    @property
+    def engine(self) -> str:
+        """All ranks of an engine have the same, and no other engine."""
+        return f"{self.id} {self.all.get('instance_id') or ''}"
+
+    @property
+    def id(self) -> str:
+        return str(self.all.get("kv_transfer_config").engine_id)
+
+    def source(self, model: Settings) -> str:
+        # Where weights are streamed from an object store, `model` is a folder with the configuration alone.
+        return str(model.get("model_weights") or model.get("model"))
+
+
 def of_vllm(vllm_config: Any, named: str | None) -> Identity:
     """`named`: the setting `model`."""
-    config = vllm_config.model_config
-    load = getattr(vllm_config, "load_config", None)
-    cache = getattr(vllm_config, "cache_config", None)
-    # Where weights are streamed from an object store, `model` is a folder with the configuration alone.
-    source = str(getattr(config, "model_weights", None) or config.model)
+    it = _Vllm.of(vllm_config)
     revision = weights = None
     if named is None:
-        revision, weights = _vllm_weights(config, load, source, _vllm_engine(vllm_config))
-    overrides = getattr(config, "hf_overrides", None)
-    folder = getattr(config, "hf_config_path", None)
+        revision, weights = _vllm_weights(it, it.model, it.load)
     return Identity(
-        model=named or source,
+        model=named or it.source(it.model),
         revision=revision,
         weights=weights,
-        quantization=_maybe(getattr(config, "quantization", None)),
-        dtype=str(config.dtype).removeprefix("torch."),
+        quantization=_vllm_quantization(it.model, it.engine),
+        dtype=str(it.model.get("dtype")).removeprefix("torch."),
         loading=_joined(
-            format=_maybe(getattr(load, "load_format", None)),
-            extra=_hash_if(getattr(load, "model_loader_extra_config", None)),
-            code=getattr(config, "code_revision", None),
-            implementation=_maybe(getattr(config, "model_impl", None)),
+            format=_maybe(it.load.get("load_format")),
+            extra=_hash_if(it.load.get("model_loader_extra_config"), it.engine),
+            code=it.model.get("code_revision"),
+            implementation=_maybe(it.model.get("model_impl")),
+            classes=_hash_if(it.model.get("model_class_overrides"), it.engine),
         ),
-        rope=_rope(config),
-        overrides=_joined(
-            given=_hash_if(overrides),
-            configuration=_hash_if([folder, _digest(folder)] if folder else None),
-        ),
+        rope=_rope(it.model, it.engine),
+        overrides=_vllm_overrides(it.model, it.engine),
         cache=_joined(
-            dtype=_maybe(getattr(cache, "cache_dtype", None)),
-            state=_maybe(getattr(cache, "mamba_cache_dtype", None)),
-            ssm=_maybe(getattr(cache, "mamba_ssm_cache_dtype", None)),
+            dtype=_maybe(it.cache.get("cache_dtype")),
+            state=_maybe(it.cache.get("mamba_cache_dtype")),
+            ssm=_maybe(it.cache.get("mamba_ssm_cache_dtype")),
+            skipped=_hash_if(it.cache.get("kv_cache_dtype_skip_layers"), it.engine),
+            indexer=_unless(it.attention.get("indexer_kv_dtype"), "auto"),
             # Scales that an engine measures are its own: no other engine has them.
-            scales=vllm_config.kv_transfer_config.engine_id if getattr(cache, "calculate_kv_scales", False) else None,
+            scales=it.id if it.cache.get("calculate_kv_scales") else None,
         ),
-        draft=_vllm_draft(vllm_config),
-        adapters=None,
-        media=_vllm_media(vllm_config, named),
+        draft=_vllm_draft(it),
+        adapters=_vllm_lora(it),
+        media=_vllm_media(it, named),
+        settings=_others(
+            it.engine, it.all, it.model, it.load, it.cache, it.attention, it.mamba, it.lora, *_vllm_serves_media(it)
+        ),
     )
 
 
-def _vllm_media(vllm_config: Any, named: str | None) -> str | None:
+def _vllm_quantization(model: Settings, engine: str) -> str | None:
+    method, parts = _maybe(model.get("quantization")), model.get("quantization_config")
+    return method if not parts else f"{method} {hash_of(parts, engine)}"
+
+
+def _vllm_overrides(model: Settings, engine: str) -> str | None:
+    given, folder, format_ = (model.get(it) for it in ("hf_overrides", "hf_config_path", "config_format"))
+    if callable(given):
+        # A function is named by what it has made of the configuration.
+        given = _configuration(model.get("hf_config")) or [engine]
+    return _joined(
+        given=_hash_if(given, engine),
+        configuration=_hash_if([folder, _digest(folder)] if folder else None, engine),
+        format=_unless(format_, "auto"),
+    )
+
+
+def _configuration(config: Any) -> Any | None:
+    """What is in a model's configuration, without the place that it was read from."""
+    to_dict = getattr(config, "to_dict", None)
+    return [type(config).__qualname__, _without_places(to_dict())] if to_dict is not None else None
+
+
+def _without_places(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        places = ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version")
+        return {key: _without_places(it) for key, it in value.items() if key not in places}
+    return [_without_places(it) for it in value] if isinstance(value, list | tuple) else value
+
+
+def _vllm_lora(it: _Vllm) -> str | None:
+    """What an engine makes of any adapter."""
+    dtype = str(it.lora.get("lora_dtype") or "").removeprefix("torch.")
+    return _joined(
+        dtype=_unless(_unless(dtype, "auto"), str(it.model.get("dtype")).removeprefix("torch.")),
+        tower=it.lora.get("enable_tower_connector_lora") or None,
+    )
+
+
+def _vllm_serves_media(it: _Vllm) -> list[Settings]:
+    return [it.media] if it.media and not it.media.get("language_model_only") else []
+
+
+def _vllm_media(it: _Vllm, named: str | None) -> str | None:
     """vLLM names an image by its content and by what its request says of processing, not by what the engine does."""
-    config, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
-    media = getattr(config, "multimodal_config", None)
-    if media is None or getattr(media, "language_model_only", False):
+    if not _vllm_serves_media(it):
         return None
-    encoder, scales = (getattr(media, it, None) for it in ("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"))
-    rate = getattr(media, "video_pruning_rate", None)
-    folder = folder_of(config.model, getattr(config, "revision", None), getattr(load, "download_dir", None))
+    media = it.media
+    encoder, scales = media.get("mm_encoder_attn_dtype"), media.get("mm_encoder_fp8_scale_path")
+    rate = media.get("video_pruning_rate")
+    folder = folder_of(it.model.get("model"), it.model.get("revision"), it.load.get("download_dir"))
     return _joined(
         # The operator's name of the model stands for what is in its folder.
         files=processors_of(folder) if named is None else None,
-        arguments=_hash_if(getattr(media, "mm_processor_kwargs", None)),
-        normalize=getattr(media, "mm_device_do_normalize", None),
-        pruning=f"{getattr(media, 'video_pruning_method', None)} {rate}" if rate else None,
+        arguments=_hash_if(media.get("mm_processor_kwargs"), it.engine),
+        normalize=media.get("mm_device_do_normalize"),
+        pruning=f"{media.get('video_pruning_method')} {rate}" if rate else None,
         encoder=encoder,
         # Scales that an engine measures are its own.
-        scales=(_digest(scales) if scales else vllm_config.kv_transfer_config.engine_id) if encoder else None,
+        scales=(_digest(scales) if scales else it.id) if encoder else None,
     )
 
 
-def _vllm_engine(vllm_config: Any) -> str:
-    """All ranks of an engine have the same."""
-    return f"{vllm_config.kv_transfer_config.engine_id} {getattr(vllm_config, 'instance_id', '')}"
-
-
-def _vllm_weights(config: Any, load: Any, source: str, engine: str) -> tuple[str | None, str | None]:
+def _vllm_weights(it: _Vllm, model: Settings, load: Settings) -> tuple[str | None, str | None]:
     """Revision and weights."""
-    revision, place = getattr(config, "revision", None), getattr(load, "download_dir", None)
-    code = bool(getattr(config, "trust_remote_code", False))
-    commit, weights = _sampled(source, revision, place, engine=engine, code=code, made=_is_dummy(load))
-    elsewhere = [_digest(it) for it in _vllm_places(load)]
-    if source != config.model or elsewhere:
-        weights = hash_of([weights, _digest(folder_of(config.model, revision, place), code=code), elsewhere])
+    source, name = it.source(model), model.get("model")
+    revision, place = model.get("revision"), load.get("download_dir")
+    code = bool(model.get("trust_remote_code"))
+    commit, weights = _sampled(source, revision, place, engine=it.engine, code=code, made=_is_dummy(load))
+    elsewhere = [_digest(place) for place in _vllm_places(load)]
+    if source != name or elsewhere:
+        weights = hash_of([weights, _digest(folder_of(name, revision, place), code=code), elsewhere])
     return commit, weights
 
 
@@ -333,15 +423,15 @@ def _digest(path: str | Path | None, *, code: bool = False) -> str | None:
     return found.digest if found else None
 
 
-def _is_dummy(load: Any) -> bool:
-    return _maybe(getattr(load, "load_format", None)) == "dummy"
+def _is_dummy(load: Settings) -> bool:
+    return _maybe(load.get("load_format")) == "dummy"
 
 
-def _vllm_places(load: Any) -> list[str]:
+def _vllm_places(load: Settings) -> list[str]:
     """Where a loader reads weights that are not in the model's folder."""
-    if _maybe(getattr(load, "load_format", None)) != "tensorizer":
+    if _maybe(load.get("load_format")) != "tensorizer":
         return []
-    extra = getattr(load, "model_loader_extra_config", None)
+    extra = load.get("model_loader_extra_config")
     settings: list[Any] = [extra, extra.get("tensorizer_config")] if isinstance(extra, Mapping) else [extra]
     found = []
     for it in settings:
@@ -356,32 +446,34 @@ def check_weights_are_named(vllm_config: Any, named: str | None, who: str) -> No
     """Raises ValueError where new weights would have the name of the old ones, and an adapter keeps blocks beyond the
     process. `named`: the setting `model`.
     """
-    config, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
-    if named is not None or _is_dummy(load):
+    it = _Vllm.of(vllm_config)
+    if named is not None or _is_dummy(it.load):
         return
-    source = str(getattr(config, "model_weights", None) or config.model)
-    folder = folder_of(source, getattr(config, "revision", None), getattr(load, "download_dir", None))
-    places = _vllm_places(load)
+    source = it.source(it.model)
+    folder = folder_of(source, it.model.get("revision"), it.load.get("download_dir"))
+    places = _vllm_places(it.load)
     _check_are_named(who, source, any(map(has_weights, places)) if places else _has_name(folder))
 
 
 def check_sglang_weights_are_named(config: Any, arguments: Any | None, named: str | None, who: str) -> None:
     """As `check_weights_are_named`."""
-    if named is None and getattr(arguments, "load_format", None) != "dummy":
-        source = str(getattr(arguments, "model_path", None) or config.model_name)
-        place = getattr(arguments, "download_dir", None)
-        _check_are_named(who, source, _has_name(folder_of(source, getattr(arguments, "revision", None), place)))
+    given = Settings(arguments, known.SGLANG)
+    if named is None and given.get("load_format") != "dummy":
+        source = str(given.get("model_path") or config.model_name)
+        folder = folder_of(source, given.get("revision"), given.get("download_dir"))
+        _check_are_named(who, source, _has_name(folder))
 
 
 def check_trtllm_weights_are_named(llm_args: Any, named: str | None, who: str) -> None:
     """As `check_weights_are_named`."""
-    if named is None and not _is_trtllm_dummy(llm_args):
-        source = str(getattr(llm_args, "model", None))
-        _check_are_named(who, source, _has_name(folder_of(source, getattr(llm_args, "revision", None))))
+    given = Settings(llm_args, known.TRTLLM)
+    if named is None and not _is_trtllm_dummy(given):
+        source = str(given.get("model"))
+        _check_are_named(who, source, _has_name(folder_of(source, given.get("revision"))))
 
 
-def _is_trtllm_dummy(llm_args: Any) -> bool:
-    load_format = getattr(llm_args, "load_format", None)
+def _is_trtllm_dummy(given: Settings) -> bool:
+    load_format = given.get("load_format")
     return str(getattr(load_format, "name", load_format)).lower() == "dummy"
 
 
@@ -401,12 +493,17 @@ def _maybe(value: Any) -> str | None:
     return None if value is None else str(getattr(value, "value", value))
 
 
-def _hash_if(value: Any) -> str | None:
-    return hash_of(value) if value else None
+def _unless(value: Any, default: Any) -> str | None:
+    given = _maybe(value)
+    return None if given == default else given
 
 
-def _rope(config: Any) -> str | None:
-    text = getattr(config, "hf_text_config", None)
+def _hash_if(value: Any, engine: str) -> str | None:
+    return hash_of(value, engine) if value else None
+
+
+def _rope(model: Settings, engine: str) -> str | None:
+    text = model.get("hf_text_config")
     parameters = getattr(text, "rope_parameters", None)
     if not isinstance(parameters, Mapping):
         parameters = None
@@ -419,8 +516,8 @@ def _rope(config: Any) -> str | None:
     }
     if not any(found.values()):
         return None
-    branches = sorted(_long_branches(found, getattr(config, "max_model_len", None)))
-    return " ".join([hash_of(found), *branches])
+    branches = sorted(_long_branches(found, model.get("max_model_len")))
+    return " ".join([hash_of(found, engine), *branches])
 
 
 def _long_branches(found: Any, length: int | None, original: int | None = None) -> set[str]:
@@ -438,21 +535,28 @@ def _long_branches(found: Any, length: int | None, original: int | None = None) 
     return branches
 
 
-def _vllm_draft(vllm_config: Any) -> str | None:
-    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
-    # Drafts by n-grams, and layers of the model itself, have no weights of their own: decode may use them alone.
-    if draft is None or draft is vllm_config.model_config or draft.model == vllm_config.model_config.model:
-        return None
-    source = str(getattr(draft, "model_weights", None) or draft.model)
-    load = getattr(vllm_config, "load_config", None)
-    load = getattr(vllm_config.speculative_config, "draft_load_config", None) or load
-    revision, weights = _vllm_weights(draft, load, source, _vllm_engine(vllm_config))
+def _vllm_draft(it: _Vllm) -> str | None:
+    draft = Settings(it.draft.get("draft_model_config"), known.VLLM_MODEL)
+    # Drafts by n-grams have no KV. Layers of the model itself have its weights, and decode may use them alone.
+    is_own = draft and draft.value is not it.model.value and draft.get("model") != it.model.get("model")
+    if not is_own:
+        method, cache = it.draft.get("quantization"), it.draft.get("kv_cache_dtype")
+        return _joined(
+            quantization=_unless(method, _maybe(it.model.get("quantization"))) if draft else None,
+            cache=_unless(cache, _maybe(it.cache.get("cache_dtype"))) if draft else None,
+        )
+    load = Settings(it.draft.get("draft_load_config"), known.VLLM_LOAD) or it.load
+    revision, weights = _vllm_weights(it, draft, load)
     return _joined(
-        model=source,
+        model=it.source(draft),
         revision=revision,
         weights=weights,
-        quantization=_maybe(getattr(draft, "quantization", None)),
-        rope=_rope(draft),
+        quantization=_vllm_quantization(draft, it.engine),
+        rope=_rope(draft, it.engine),
+        cache=_maybe(it.draft.get("kv_cache_dtype")),
+        code=draft.get("code_revision"),
+        classes=_hash_if(draft.get("model_class_overrides"), it.engine),
+        settings=_others(it.engine, it.draft, draft, *([load] if load.value is not it.load.value else [])),
     )
 
 
@@ -479,9 +583,9 @@ def check_media_are_named(vllm_config: Any, who: str) -> None:
 
 
 def _counts_media(vllm_config: Any) -> bool:
-    media = getattr(vllm_config.model_config, "multimodal_config", None)
-    caching = getattr(vllm_config.cache_config, "enable_prefix_caching", True)
-    return media is not None and getattr(media, "mm_processor_cache_gb", None) == 0 and not caching
+    it = _Vllm.of(vllm_config)
+    caching = it.cache.get("enable_prefix_caching")
+    return bool(it.media) and it.media.get("mm_processor_cache_gb") == 0 and caching in (False, 0)
 
 
 def of_vllm_prompt(request: Any, adapters: Adapters, version: str | None) -> PromptIdentity:
@@ -563,15 +667,17 @@ def _add_content(found: _Bounded, value: Any) -> None:
 
 # SGLang.
 
-# Arguments of the server that change the KV of the same tokens, and that the pool does not show.
-_SGLANG_LOADING = (
-    "weight_version",
-    "load_format",
-    "model_loader_extra_config",
-    "modelopt_quant",
-    "rl_quant_profile",
-    "kt_weight_path",
-)
+# Arguments of the server by which weights are made, with values that say nothing.
+_SGLANG_LOADING = {
+    "weight_version": None,
+    "load_format": None,
+    "model_loader_extra_config": None,
+    "modelopt_quant": None,
+    "quantize_and_serve": "False",
+    "rl_quant_profile": None,
+    "kt_weight_path": None,
+    "model_impl": "auto",
+}
 # Those by which images are prepared.
 _SGLANG_MEDIA = ("mm_process_config", "image_processor_backend", "disable_fast_image_processor")
 # Those that change the KV of the draft model of speculative decoding.
@@ -587,59 +693,61 @@ _SGLANG_DRAFT = (
 
 def of_sglang(config: Any, arguments: Any | None, named: str | None) -> Identity:
     """`config`: HiCache's. `arguments`: the server's, if this process is one."""
-    name = getattr(arguments, "model_path", None) or config.model_name
+    given = Settings(arguments, known.SGLANG)
+    name = given.get("model_path") or config.model_name
     revision = weights = None
     if named is None:
         revision, weights = _sampled(
             name,
-            getattr(arguments, "revision", None),
-            getattr(arguments, "download_dir", None),
+            given.get("revision"),
+            given.get("download_dir"),
             engine=_sglang_engine(),
-            code=bool(getattr(arguments, "trust_remote_code", False)),
-            made=getattr(arguments, "load_format", None) == "dummy",
+            code=bool(given.get("trust_remote_code")),
+            made=given.get("load_format") == "dummy",
         )
     return Identity(
         model=named or str(config.model_name),
         revision=revision,
         weights=weights,
         quantization=_joined(
-            method=getattr(arguments, "quantization", None),
-            parameters=getattr(arguments, "quantization_param_path", None),
+            method=given.get("quantization"),
+            parameters=given.get("quantization_param_path"),
         ),
-        dtype=str(getattr(arguments, "dtype", None)),
-        loading=_joined(**{it: _maybe(getattr(arguments, it, None)) for it in _SGLANG_LOADING}),
+        dtype=str(given.get("dtype")),
+        loading=_joined(**{it: _unless(given.get(it), default) for it, default in _SGLANG_LOADING.items()}),
         # It is in the model's folder and in the overrides; SGLang chooses LongRoPE's factors by the prompt.
         rope=None,
-        overrides=_maybe(getattr(arguments, "json_model_override_args", None)),
-        cache=_joined(dtype=getattr(arguments, "kv_cache_dtype", None)),
+        overrides=_maybe(given.get("json_model_override_args")),
+        cache=_joined(dtype=given.get("kv_cache_dtype")),
         # In the layout of the pools that have KV of it: the others are the same with another draft model.
         draft=None,
         # SGLang's keys have an adapter's name and path.
-        adapters=_sglang_adapters(arguments),
-        media=_sglang_media(arguments, str(name) if named is None else None),
+        adapters=_sglang_adapters(given),
+        media=_sglang_media(given, str(name) if named is None else None),
+        settings=_others(_sglang_engine(), given),
     )
 
 
-def _sglang_media(arguments: Any | None, name: str | None) -> str | None:
+def _sglang_media(given: Settings, name: str | None) -> str | None:
     """SGLang's keys have a hash of each image, of some models as it was before it was prepared. `name`: of the model,
     unless the operator's name stands for it.
     """
-    given = {it: getattr(arguments, it, None) for it in _SGLANG_MEDIA}
-    folder = folder_of(name, getattr(arguments, "revision", None), getattr(arguments, "download_dir", None))
+    settings = {it: given.get(it) for it in _SGLANG_MEDIA}
+    folder = folder_of(name, given.get("revision"), given.get("download_dir"))
     return _joined(
         files=processors_of(folder),
         # Without the defaults, which models without images have, too.
-        arguments=_hash_if({it: value for it, value in given.items() if value not in (None, False, {}, "auto")}),
+        arguments=_hash_if(
+            {it: value for it, value in settings.items() if value not in (None, False, {}, "auto")}, _sglang_engine()
+        ),
     )
 
 
 def sglang_draft(arguments: Any | None) -> str | None:
-    name = getattr(arguments, "speculative_draft_model_path", None)
-    revision, weights = _sampled(
-        name, getattr(arguments, "speculative_draft_model_revision", None), engine=_sglang_engine()
-    )
-    given = {it: getattr(arguments, it, None) for it in _SGLANG_DRAFT}
-    return _joined(**given, commit=revision, weights=weights)
+    given = Settings(arguments, known.SGLANG)
+    name = given.get("speculative_draft_model_path")
+    revision, weights = _sampled(name, given.get("speculative_draft_model_revision"), engine=_sglang_engine())
+    return _joined(**{it: given.get(it) for it in _SGLANG_DRAFT}, commit=revision, weights=weights)
 
 
 def _sglang_engine() -> str:
@@ -647,9 +755,9 @@ def _sglang_engine() -> str:
     return began(os.getppid())
 
 
-def _sglang_adapters(arguments: Any | None) -> str | None:
-    paths = [_sglang_path(it) for it in getattr(arguments, "lora_paths", None) or ()]
-    return _hash_if([[path, _digest(folder_of(path))] for path in paths])
+def _sglang_adapters(given: Settings) -> str | None:
+    paths = [_sglang_path(it) for it in given.get("lora_paths") or ()]
+    return _hash_if([[path, _digest(folder_of(path))] for path in paths], _sglang_engine())
 
 
 def _sglang_path(adapter: Any) -> str:
@@ -667,36 +775,40 @@ def of_trtllm(llm_args: Any, named: str | None = None, *, ranks: int = 1) -> Ide
     """`ranks`: of the engine. Adapters, multimodal inputs and drafts are refused or not handed over there: see
     `kvferry.trtllm`.
     """
-    quantisation = getattr(llm_args, "quant_config", None)
-    cache = getattr(llm_args, "kv_cache_config", None)
-    name, load_format = getattr(llm_args, "model", None), getattr(llm_args, "load_format", None)
+    given = Settings(llm_args, known.TRTLLM)
+    quantisation = Settings(given.get("quant_config"), known.TRTLLM_QUANTIZATION)
+    cache = Settings(given.get("kv_cache_config"), known.TRTLLM_CACHE)
+    # Several ranks are started by one process, and a single one may be started by what starts other engines.
+    engine = began(os.getppid() if ranks > 1 else None)
+    name = given.get("model")
     revision = weights = None
     if named is None:
         revision, weights = _sampled(
             str(name) if name is not None else None,
-            getattr(llm_args, "revision", None),
-            # Several ranks are started by one process, and a single one may be started by what starts other engines.
-            engine=began(os.getppid() if ranks > 1 else None),
-            code=bool(getattr(llm_args, "trust_remote_code", False)),
-            made=_is_trtllm_dummy(llm_args),
+            given.get("revision"),
+            engine=engine,
+            code=bool(given.get("trust_remote_code")),
+            made=_is_trtllm_dummy(given),
         )
     return Identity(
         model=named or str(name),
         revision=revision,
         weights=weights,
         quantization=_joined(
-            weights=_maybe(getattr(quantisation, "quant_algo", None)),
-            cache=_maybe(getattr(quantisation, "kv_cache_quant_algo", None)),
+            weights=_maybe(quantisation.get("quant_algo")),
+            cache=_maybe(quantisation.get("kv_cache_quant_algo")),
+            others=_others(engine, quantisation),
         ),
-        dtype=str(getattr(llm_args, "dtype", None)),
-        loading=_joined(format=_maybe(load_format)),
+        dtype=str(given.get("dtype")),
+        loading=_joined(format=_maybe(given.get("load_format"))),
         # RoPE is in the model's folder and in its overrides. LongRoPE's factors follow from the length.
-        rope=_joined(length=getattr(llm_args, "max_seq_len", None)),
-        overrides=_hash_if(getattr(llm_args, "model_kwargs", None)),
-        cache=_joined(dtype=_maybe(getattr(cache, "dtype", None))),
+        rope=_joined(length=given.get("max_seq_len")),
+        overrides=_hash_if(given.get("model_kwargs"), engine),
+        cache=_joined(dtype=_maybe(cache.get("dtype"))),
         draft=None,
         adapters=None,
         media=None,
+        settings=_others(engine, given, cache),
     )
 
 

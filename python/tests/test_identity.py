@@ -40,6 +40,7 @@ IDENTITY = Identity(
     draft="s",
     adapters="a",
     media="i",
+    settings="n",
 )
 PROMPT = PromptIdentity(adapter=("lora", "w"), media=(("image", 3),), embeddings="e", tenant="t", version="v")
 
@@ -236,10 +237,10 @@ def test_another_configuration_of_an_image_processor_is_another_name_for_multimo
     assert (len(names), len(plain)) == (3, 1)
 
 
-def test_the_stores_names_of_models_without_images_are_those_of_before() -> None:
-    plain = dataclasses.replace(IDENTITY, media=None)
-    assert "media" not in json.loads(plain.text())
-    assert plain.properties()["media"] == "-"
+def test_the_stores_names_without_images_and_unusual_settings_are_those_of_before() -> None:
+    plain = dataclasses.replace(IDENTITY, media=None, settings=None)
+    assert not {"media", "settings"} & set(json.loads(plain.text()))
+    assert plain.properties()["media"] == plain.properties()["settings"] == "-"
 
 
 def test_drafts_without_weights_of_their_own_are_no_other_engine(tmp_path: Path) -> None:
