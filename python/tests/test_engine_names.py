@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import logging
+import os
+import re
 import sys
+import threading
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
+import kvferry
 import pytest
+from kvferry import _known_settings
 from kvferry._engine_names import EngineError, attributes, check, missing_hooks, missing_names
 
 LOGGER = logging.getLogger("engine")
@@ -110,13 +119,84 @@ def test_what_is_gone_is_an_error_that_names_it_and_the_tried_versions(caplog: p
         assert [it.getMessage() for it in caplog.records] == ([told] if warns else [])
 
 
-def test_what_kvferry_reads_of_vllm_is_looked_up_name_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+VLLM_TABLES = (
+    "_READ_BY_IDENTITY",
+    "_READ_OF_LAYERS",
+    "_READ_OF_SPECS",
+    "_READ_BY_CONNECTOR",
+    "_READ_BY_STORES",
+    "_READ_BY_SPEC",
+    "_READ_BY_TIER",
+)
+PACKAGE = Path(kvferry.__file__).parent
+# What kvferry's files for vLLM read of other libraries: torch, numpy, Prometheus, weakref, Python's own objects.
+LIBRARIES = {
+    "astype",
+    "dim",
+    "element_size",
+    "from_buffer",
+    "inc",
+    "labels",
+    "ref",
+    "reshape",
+    "set_gauge",
+    "type",
+    "untyped_storage",
+    "warning_once",
+    "WeakKeyDictionary",
+    "callback",
+    "f_back",
+    "f_locals",
+    "heappop",
+    "heappush",
+    "hexdigest",
+    "put_nowait",
+    "wraps",
+    "__dataclass_fields__",
+    "__func__",
+    "_counter_cls",
+    "_gauge_cls",
+    "_histogram_cls",
+    "per_engine_labelvalues",
+    "cpu",
+    "backends",
+    "get_cpu_capability",
+    "_is_amx_tile_supported",
+    "detach",
+    "numpy",
+    "uint8",
+    "try_to_load_from_cache",
+    "to_dict",
+    "get_default",
+    "__struct_defaults__",
+    "__struct_fields__",
+    "model_fields",
+    "default_factory",
+    "install",
+}
+# Of the model's configuration, which is transformers': each model has other names.
+MODELS = {
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+}
+
+
+def tables() -> list[Any]:
+    from kvferry.vllm import _of_vllm
+
+    return [getattr(_of_vllm, name) for name in VLLM_TABLES]
+
+
+def test_what_kvferry_looks_up_of_vllm_is_looked_up_name_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine without a name that is read lacks exactly this name."""
     from kvferry.vllm import _of_vllm
 
-    tables = (_of_vllm._READ, _of_vllm._READ_BY_SPEC, _of_vllm._READ_OF_CONTEXT)
-    for table in tables:
+    for table in tables():
         wanted = [(module, name) for module, names in table.items() for name in names]
+        assert len(wanted) == len(set(wanted))
         for gone in [None, *wanted]:
             for module, names in table.items():
                 classes: dict[str, Any] = {}
@@ -127,7 +207,109 @@ def test_what_kvferry_reads_of_vllm_is_looked_up_name_by_name(monkeypatch: pytes
                 made = ModuleType(module)
                 vars(made).update(classes)
                 monkeypatch.setitem(sys.modules, module, made)
-            assert _of_vllm._missing(table) == ([] if gone is None else [".".join(gone)])
+            missing = _of_vllm._missing(table)
+            assert missing == ([] if gone is None else [".".join(gone)]) or _is_class(gone, wanted)
+
+
+def _is_class(gone: tuple[str, str] | None, wanted: list[tuple[str, str]]) -> bool:
+    """Whether other names of the table have this class, which then exists."""
+    return gone is not None and any(it[0] == gone[0] and it[1].startswith(f"{gone[1]}.") for it in wanted)
+
+
+class Read:
+    """What a file reads by name: attributes, and names in `getattr`."""
+
+    def __init__(self, path: Path) -> None:
+        self.tree = ast.parse(path.read_text())
+
+    def names(self) -> set[str]:
+        found = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                found.add(node.attr)
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+                found |= {it.value for it in node.args[1:2] if isinstance(it, ast.Constant)}
+        return found
+
+    def classes(self) -> set[str]:
+        """Classes of the engine that are told by their names."""
+        texts = {node.value for node in ast.walk(self.tree) if isinstance(node, ast.Constant)}
+        return {it for it in texts if isinstance(it, str) and re.fullmatch("[A-Z][A-Za-z]+(Spec|Proc|Scheduler)", it)}
+
+    def defined(self) -> set[str]:
+        found: set[str] = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.AnnAssign | ast.Assign):
+                targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+                names = [it for target in targets for it in ast.walk(target)]
+                found |= {it.id for it in names if isinstance(it, ast.Name)}
+                found |= {it.attr for it in names if isinstance(it, ast.Attribute) and _is_self(it.value)}
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                found |= {(it.asname or it.name).split(".")[0] for it in node.names}
+        return found
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _of_python() -> set[str]:
+    kinds = (str, bytes, bytearray, memoryview, dict, list, set, tuple, int, float, type, Counter, OrderedDict, Path)
+    more = (threading.Event, threading.Thread, logging.Logger, Exception, OSError, re.Match, os.stat_result, FrameType)
+    found = {name for kind in (*kinds, *more) for name in dir(kind)}
+    modules = """os sys time json hashlib logging math threading importlib platform gc secrets re tempfile stat ctypes
+    importlib.metadata"""
+    return found.union(*(dir(importlib.import_module(it)) for it in modules.split()))
+
+
+def test_every_name_that_the_adapters_of_vllm_read_is_looked_up() -> None:
+    """By names: one that neither kvferry, Python nor a library has is vLLM's, and is in a table."""
+    read_by = [*sorted((PACKAGE / "vllm").glob("*.py")), PACKAGE / "_identity.py", PACKAGE / "_adapters.py"]
+    own = set().union(*(Read(it).defined() for it in PACKAGE.rglob("*.py*") if it.suffix in (".py", ".pyi")))
+    looked_up = {part for table in tables() for names in table.values() for name in names for part in name.split(".")}
+    others = own | _of_python() | LIBRARIES | MODELS
+    of_sglang = set(_known_settings.SGLANG.named) | {"lora_path", "model_name"}
+    for path in read_by:
+        gap = Read(path).names() - others - looked_up
+        if path.parent == PACKAGE:
+            gap -= of_sglang
+        assert not gap, f"{path.name} reads {sorted(gap)} of vLLM: kvferry/vllm/_of_vllm.py does not look it up"
+        gap = Read(path).classes() - looked_up - own
+        assert not gap, f"{path.name} knows {sorted(gap)} of vLLM: kvferry/vllm/_of_vllm.py does not look it up"
+
+
+def test_what_the_walk_over_the_adapters_finds() -> None:
+    class Given(Read):
+        def __init__(self, text: str) -> None:
+            self.tree = ast.parse(text)
+
+    it = Given(
+        "def f(request):\n    self.own = request.new_name + getattr(request, 'other', 0)\n    'NewSpec' in names"
+    )
+    assert it.names() - it.defined() == {"new_name", "other"}
+    assert it.classes() == {"NewSpec"}
+    assert {"f", "own"} <= it.defined()
+
+
+def test_settings_are_read_through_their_tables_alone() -> None:
+    """`_identity` has no other way to a setting than `Settings.get`, which knows the names that are looked up."""
+    from kvferry.vllm import _of_vllm
+
+    read = {
+        node.args[0].value
+        for node in ast.walk(Read(PACKAGE / "_identity.py").tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "get"
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+    }
+    looked_up = {it.partition(".")[2] for names in _of_vllm._READ_BY_IDENTITY.values() for it in names}
+    named = {name for classes in _of_vllm._SETTINGS.values() for table in classes.values() for name in table.named}
+    assert named <= looked_up | set(_of_vllm.OPTIONAL)
+    assert len(read & named) > 30
 
 
 def test_a_hook_that_tensorrt_llm_has_renamed_is_named() -> None:
