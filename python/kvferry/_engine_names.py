@@ -91,6 +91,7 @@ def attributes(cls: Any) -> set[str]:
     for base in inspect.getmro(cls) if inspect.isclass(cls) else ():
         found |= set(getattr(base, "__annotations__", {}))
         found |= set(getattr(base, "__slots__", ()) or ())
+        found |= {*getattr(base, "__dataclass_fields__", ()), *getattr(base, "__struct_fields__", ())}
         if base is not object:
             found |= _assigned(base)
     return found

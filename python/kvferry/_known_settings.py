@@ -549,6 +549,7 @@ TRTLLM = Table(
         "requests with adapters have no KV in the store": _names("enable_lora lora_config peft_cache_config"),
     },
     _names("force_dynamic_quantization sparse_attention_config"),
+    {"model_kwargs": "newer versions"},
 )
 TRTLLM_QUANTIZATION = Table(
     "quant_config",

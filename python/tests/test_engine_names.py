@@ -260,7 +260,7 @@ def _of_python() -> set[str]:
     more = (threading.Event, threading.Thread, logging.Logger, Exception, OSError, re.Match, os.stat_result, FrameType)
     found = {name for kind in (*kinds, *more) for name in dir(kind)}
     modules = """os sys time json hashlib logging math threading importlib platform gc secrets re tempfile stat ctypes
-    importlib.metadata"""
+    importlib.metadata importlib.util"""
     return found.union(*(dir(importlib.import_module(it)) for it in modules.split()))
 
 
@@ -326,3 +326,65 @@ def test_a_hook_that_tensorrt_llm_has_renamed_is_named() -> None:
     # Of older versions.
     lacking = base(KVFerryConnectorScheduler, "cancel_load"), base(KVFerryConnectorWorker, "register_kv_cache_layout")
     assert _of_trtllm.missing(*lacking) == []
+
+
+def test_arguments_of_tensorrt_llm_that_are_gone_are_named() -> None:
+    from kvferry.trtllm import _of_trtllm
+
+    def arguments(gone: str = "") -> Any:
+        made = {}
+        for part, names in _of_trtllm._READ_OF_ARGUMENTS.items():
+            kept = [name for name in names if ".".join(filter(None, ("llm_args", part, name))) != gone]
+            made[part] = SimpleNamespace(**dict.fromkeys(kept))
+        for part in ("kv_cache_config", "quant_config"):
+            if gone != f"llm_args.{part}":
+                setattr(made[""], part, made[part])
+        return made[""]
+
+    assert _of_trtllm.missing_settings(arguments()) == []
+    for part, names in _of_trtllm._READ_OF_ARGUMENTS.items():
+        for name in names:
+            gone = ".".join(filter(None, ("llm_args", part, name)))
+            assert _of_trtllm.missing_settings(arguments(gone)) == [gone]
+
+
+# SGLang.
+
+
+def test_every_name_that_the_storage_of_sglang_reads_is_looked_up() -> None:
+    from kvferry.sglang import _of_sglang
+    from kvferry.sglang._identity import _GEOMETRY
+
+    own = set().union(*(Read(it).defined() for it in PACKAGE.rglob("*.py*") if it.suffix in (".py", ".pyi")))
+    read = (_of_sglang._READ, _of_sglang._READ_OF_POOLS)
+    looked_up = {part for table in read for names in table.values() for name in names for part in name.split(".")}
+    looked_up |= set(_of_sglang.OPTIONAL)
+    torch = {"arange", "cat", "copy_", "tolist"}
+    for path in sorted((PACKAGE / "sglang").glob("*.py")):
+        gap = Read(path).names() - own - _of_python() - LIBRARIES - looked_up - torch
+        assert not gap, f"{path.name} reads {sorted(gap)} of SGLang: kvferry/sglang/_of_sglang.py does not look it up"
+    assert not set(_GEOMETRY) - looked_up
+
+
+def test_sglangs_function_for_the_servers_arguments_must_be_where_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvferry.sglang import _identity, _of_sglang
+
+    context = ModuleType("sglang.srt.runtime_context")
+    for name, made in (("sglang", ModuleType("sglang")), ("sglang.srt", ModuleType("sglang.srt"))):
+        monkeypatch.setitem(sys.modules, name, made)
+    monkeypatch.setitem(sys.modules, context.__name__, context)
+    with pytest.raises(AttributeError, match="get_server_args"):
+        _identity.server_arguments()
+    assert f"{context.__name__}.get_server_args" in _of_sglang.missing()
+
+    def none_yet() -> Any:
+        raise ValueError("Global server args is not set yet!")
+
+    vars(context)["get_server_args"] = none_yet
+    assert _identity.server_arguments() is None
+    vars(context)["get_server_args"] = lambda: "given"
+    assert _identity.server_arguments() == "given"
+    assert f"{context.__name__}.get_server_args" not in _of_sglang.missing()
+    monkeypatch.setitem(sys.modules, context.__name__, None)
+    with pytest.raises(ImportError):
+        _identity.server_arguments()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from kvferry._identity import began, check_sglang_weights_are_named, of_sglang, sglang_draft
+from kvferry._known_settings import SGLANG, Settings
 
 # Host pools have FP8 of either kind as bytes.
 _OF_CACHE = ("kv_cache_dtype",)
@@ -36,10 +39,16 @@ _GEOMETRY = (
 
 
 def server_arguments() -> Any | None:
-    """The arguments of the SGLang server of this process, if it is one."""
+    """The arguments of the SGLang server of this process, if it is one. Raises ImportError or AttributeError where
+    SGLang has them elsewhere: without them, names would lack most of what changes KV.
+    """
+    if "sglang" not in sys.modules and importlib.util.find_spec("sglang") is None:
+        return None
+    get_server_args = importlib.import_module("sglang.srt.runtime_context").get_server_args
     try:
-        return importlib.import_module("sglang.srt.runtime_context").get_server_args()
-    except (ImportError, AttributeError, ValueError, RuntimeError, AssertionError):
+        return get_server_args()
+    except (ValueError, RuntimeError, AssertionError):
+        # The process is no server.
         return None
 
 
@@ -54,7 +63,8 @@ def check_weights_are_named(config: Any, named: str | None) -> None:
 
 
 def _given(arguments: Any | None, names: Sequence[str]) -> list[str]:
-    return [f"{name}={getattr(arguments, name, None)}" for name in names if arguments is not None]
+    given = Settings(arguments, SGLANG)
+    return [f"{name}={given.get(name)}" for name in names if given]
 
 
 def _draft(name: str, pool: Any) -> str | None:
@@ -111,7 +121,7 @@ def _hash_of(key: str) -> bytes:
 
 def life() -> str:
     """A name that all ranks of this engine on this node have, and no other engine and no later life of it."""
-    arguments = server_arguments()
+    given = Settings(server_arguments(), SGLANG)
     # One process has started all ranks of the node, but Ray's lives longer than an engine.
-    is_alone = arguments is None or getattr(arguments, "use_ray", False)
-    return f"{getattr(arguments, 'port', None)} {began(os.getpid() if is_alone else os.getppid())}"
+    is_alone = not given or given.get("use_ray")
+    return f"{given.get('port')} {began(os.getpid() if is_alone else os.getppid())}"

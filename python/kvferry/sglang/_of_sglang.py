@@ -5,39 +5,59 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
+from collections.abc import Mapping, Sequence
 
+from kvferry import _known_settings as known
 from kvferry._engine_names import check, missing_hooks, missing_names
 
 # The versions that `e2e/run --parts sglang` ran with.
 TRIED = ("0.5.23",)
 
-_READ = {
-    "sglang.srt.mem_cache.hicache_storage": (
-        *(
-            f"HiCacheStorageConfig.{name}"
-            for name in (
-                "tp_rank",
-                "tp_size",
-                "pp_rank",
-                "pp_size",
-                "attn_cp_rank",
-                "attn_cp_size",
-                "is_mla_model",
-                "enable_storage_metrics",
-                "model_name",
-                "extra_config",
-            )
+Names = Mapping[str, Sequence[str]]
+_MEM_CACHE = "sglang.srt.mem_cache"
+
+
+def _of(cls: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{cls}.{name}" for name in names.split())
+
+
+# By module: classes, functions, or `Class.attribute`.
+_READ: Names = {
+    "sglang.srt.runtime_context": ("get_server_args",),
+    "sglang.srt.server_args": _of("ServerArgs", " ".join(sorted(known.SGLANG.named))),
+    f"{_MEM_CACHE}.hicache_storage": (
+        *_of(
+            "HiCacheStorageConfig",
+            """tp_rank tp_size tp_lcm_size pp_rank pp_size attn_cp_rank attn_cp_size dcp_rank dcp_size is_mla_model
+            should_split_heads is_storage_writer logical_page_size enable_storage_metrics model_name extra_config""",
         ),
-        "PoolHitPolicy",
-        "PoolName.KV",
-        "PoolName.DRAFT",
+        "HiCacheStorageExtraInfo.prefix_keys",
+        *_of("PoolHitPolicy", "ALL_PAGES BLOCK_GROUPS"),
+        *_of("PoolName", "KV DRAFT MAMBA"),
+        *_of("PoolTransfer", "name keys host_indices hit_policy block_pages group_pages"),
         "PoolTransferResult",
     ),
-    "sglang.srt.mem_cache.pool_host": (
-        "HostKVCache.page_size",
-        "HostKVCache.size",
-    ),
     "sglang.srt.observability.metrics_collector": ("StorageMetrics",),
+}
+# Of host pools, each by a class that has it. The kinds of pools have different ones: a pool without one is named, and
+# stored, without.
+_READ_OF_POOLS: Names = {
+    f"{_MEM_CACHE}.pool_host.base": _of("HostKVCache", "page_size size layout dtype storage_format_tag dcp_size"),
+    f"{_MEM_CACHE}.pool_host.mha": _of(
+        "MHATokenToKVPoolHost",
+        """kv_buffer head_num head_dim layer_num target_layer_num get_hybrid_pool_buffer get_page_buffer_meta
+        get_split_heads_page_buffer_meta""",
+    ),
+    f"{_MEM_CACHE}.pool_host.mla": _of("MLATokenToKVPoolHost", "kv_lora_rank qk_rope_head_dim kv_cache_dim"),
+    f"{_MEM_CACHE}.pool_host.mamba": _of("MambaPoolHost", "temporal_dtype conv_dtype conv_state_shapes"),
+}
+# What SGLang 0.5.23 has in some pools alone, and what is found otherwise where no pool has it.
+OPTIONAL = {
+    "v_head_dim": "pools with values of another size",
+    "v_buffer": "pools with keys and values apart",
+    "start_layer": "pools of a stage of a pipeline",
+    "end_layer": "pools of a stage of a pipeline",
+    "shared_allocation_domain": "UnifiedPageEnvelopeHostPool, since 0.5.23",
 }
 
 
@@ -49,8 +69,13 @@ def check_storage() -> None:
     from kvferry.sglang._storage import KVFerryStorage
 
     hooks = missing_hooks(KVFerryStorage, (HiCacheStorage,), ("store_stats", "close"))
-    read = [name for module, names in _READ.items() for name in missing_names(module, *names)]
-    check("SGLang", version(), TRIED, [*hooks, *read], logging.getLogger("kvferry.sglang"))
+    check("SGLang", version(), TRIED, [*hooks, *missing()], logging.getLogger("kvferry.sglang"))
+
+
+def missing() -> list[str]:
+    """The names that this SGLang lacks."""
+    tables = (_READ, _READ_OF_POOLS)
+    return [it for table in tables for module, names in table.items() for it in missing_names(module, *names)]
 
 
 def version() -> str:

@@ -54,7 +54,7 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
     supports_attention_dp = True
 
     def __init__(self, llm_args: Any) -> None:
-        check_connector()
+        check_connector(llm_args)
         super().__init__(llm_args)
         self._local = Local.of(llm_args)
         self._settings = self._local.settings
