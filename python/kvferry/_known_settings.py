@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -50,7 +50,7 @@ def plain(value: Any) -> Any:
     if names:
         return {name: plain(getattr(value, name, None)) for name in names}
     text = str(value)
-    if type(value).__repr__ is object.__repr__ or _ADDRESS.search(text):
+    if _ADDRESS.search(text) or text == object.__repr__(value):
         raise UnnamedError(f"an object of {type(value).__qualname__}")
     return text
 
@@ -62,45 +62,50 @@ class _Unknown:
 _UNKNOWN = _Unknown()
 
 
-def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of an object of settings, and their defaults. Empty for what is none."""
+Default = Callable[[], Any]
+
+
+def fields_of(value: Any) -> dict[str, Default]:
+    """The fields of an object of settings, each with what makes its default. Empty for what is none."""
     cls = type(value)
     if dataclasses.is_dataclass(cls):
         return {it.name: _default_of(it) for it in dataclasses.fields(cls)}
     if isinstance(getattr(cls, "model_fields", None), Mapping):
-        return {name: _made(it) for name, it in cls.model_fields.items()}
+        return {name: _described(it) for name, it in cls.model_fields.items()}
     if isinstance(names := getattr(cls, "__struct_fields__", None), tuple):
         given = cls.__struct_defaults__
-        defaults = (*(_UNKNOWN for _ in names[len(given) :]), *map(_struct_default, given))
+        defaults = (*(_unknown for _ in names[len(given) :]), *map(_of_struct, given))
         return dict(zip(names, defaults, strict=True))
-    return dict.fromkeys(getattr(value, "__dict__", ()), _UNKNOWN)
+    return dict.fromkeys(getattr(value, "__dict__", ()), _unknown)
 
 
-def _default_of(field: Any) -> Any:
+def _unknown() -> Any:
+    return _UNKNOWN
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Default:
     if field.default_factory is not dataclasses.MISSING:
-        return _called(field.default_factory)
-    return _UNKNOWN if field.default is dataclasses.MISSING else _made(field.default)
+        return field.default_factory
+    return _unknown if field.default is dataclasses.MISSING else _described(field.default)
 
 
-def _made(default: Any) -> Any:
-    """Of pydantic's description of a field, or the default itself."""
+def _described(default: Any) -> Default:
+    """Of pydantic's description of a field, or of the default itself."""
     if not hasattr(default, "get_default"):
-        return default
-    made = _called(lambda: default.get_default(call_default_factory=True))
-    return _UNKNOWN if type(made).__name__ == "PydanticUndefinedType" else made
+        return lambda: default
+
+    def made() -> Any:
+        found = default.get_default(call_default_factory=True)
+        return _UNKNOWN if type(found).__name__ == "PydanticUndefinedType" else found
+
+    return made
 
 
-def _struct_default(default: Any) -> Any:
+def _of_struct(default: Any) -> Default:
     if type(default).__name__ == "NoDefaultType":
-        return _UNKNOWN
-    return _called(default.factory) if type(default).__name__ == "Factory" else default
-
-
-def _called(factory: Any) -> Any:
-    try:
-        return factory()
-    except Exception:
-        return _UNKNOWN
+        return _unknown
+    factory: Default = default.factory if type(default).__name__ == "Factory" else lambda: default
+    return factory
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,12 @@ class Settings:
         return found
 
 
-def _is_default(value: Any, default: Any) -> bool:
+def _is_default(value: Any, make: Default) -> bool:
+    try:
+        default = make()
+    except Exception:
+        # Of pydantic, which may need more than the class.
+        default = _UNKNOWN
     if default is _UNKNOWN:
         return value is None or value is False or (isinstance(value, str | list | tuple | dict | set) and not value)
     try:

@@ -332,12 +332,20 @@ def test_fields_and_defaults_of_classes_of_settings_are_known() -> None:
         b: list[int] = field(default_factory=list)
         c: Any = dataclasses.field(default=Described())
 
+    class Factory:
+        """As msgspec's."""
+
+        factory = dict
+
     class Struct:
         __struct_fields__ = ("a", "b", "c")
-        __struct_defaults__ = (5, SimpleNamespace(factory=dict))
+        __struct_defaults__ = (5, Factory())
 
-    assert fields_of(Data()) == {"a": 1, "b": [], "c": [7]}
-    assert fields_of(Model()) == {"a": [7]}
-    found = fields_of(Struct())
-    assert (list(found), found["b"]) == (["a", "b", "c"], 5)
+    def made(value: Any) -> dict[str, Any]:
+        return {name: make() for name, make in fields_of(value).items()}
+
+    assert made(Data()) == {"a": 1, "b": [], "c": [7]}
+    assert made(Model()) == {"a": [7]}
+    found = made(Struct())
+    assert (list(found), found["b"], found["c"]) == (["a", "b", "c"], 5, {})
     assert fields_of(None) == {}
