@@ -9,7 +9,7 @@ import ast
 import importlib
 import inspect
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -83,6 +83,21 @@ def missing_names(module: str, *names: str) -> list[str]:
         if value is None or (attribute and attribute not in attributes(value)):
             missing.append(f"{module}.{name}")
     return missing
+
+
+def missing_parameters(methods: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """By module and method: a parameter that the engine's own method has."""
+    found = []
+    for module, of_module in methods.items():
+        for method, parameter in of_module.items():
+            gone = missing_names(module, method)
+            if not gone:
+                cls, _, name = method.partition(".")
+                function = getattr(getattr(importlib.import_module(module), cls), name)
+                if parameter not in {it.name for it in _signature(function)}:
+                    gone = [f"{module}.{method}({parameter})"]
+            found += gone
+    return found
 
 
 def attributes(cls: Any) -> set[str]:

@@ -18,7 +18,7 @@ from typing import Any
 import kvferry
 import pytest
 from kvferry import _known_settings
-from kvferry._engine_names import EngineError, attributes, check, missing_hooks, missing_names
+from kvferry._engine_names import EngineError, attributes, check, missing_hooks, missing_names, missing_parameters
 
 LOGGER = logging.getLogger("engine")
 
@@ -145,6 +145,7 @@ LIBRARIES = {
     "warning_once",
     "WeakKeyDictionary",
     "callback",
+    "co_name",
     "f_back",
     "f_locals",
     "heappop",
@@ -346,6 +347,15 @@ def test_arguments_of_tensorrt_llm_that_are_gone_are_named() -> None:
         for name in names:
             gone = ".".join(filter(None, ("llm_args", part, name)))
             assert _of_trtllm.missing_settings(arguments(gone)) == [gone]
+
+
+def test_a_parameter_that_is_read_in_a_callers_frame_and_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("engine.core")
+    vars(module).update(Base=Base)
+    monkeypatch.setitem(sys.modules, "engine.core", module)
+    assert missing_parameters({"engine.core": {"Base.on_request": "request"}}) == []
+    assert missing_parameters({"engine.core": {"Base.on_request": "req"}}) == ["engine.core.Base.on_request(req)"]
+    assert missing_parameters({"engine.core": {"Base.gone": "request"}}) == ["engine.core.Base.gone"]
 
 
 # SGLang.

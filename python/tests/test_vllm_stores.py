@@ -15,6 +15,8 @@ from typing import Any
 import kvferry
 import pytest
 import vllm_stand_in as vllm
+from kvferry import _adapters
+from test_identity import soon
 
 BLOCK, BLOCKS = 4096, 8
 SETTINGS: dict[str, Any] = {"disk_gib": 1 / 32, "segment_mib": 1, "model": "m"}
@@ -49,6 +51,29 @@ class Context:
         return self._offload_key_positions.get(of)
 
 
+class Scheduler:
+    """As vLLM's of its offloading connector, which tells a manager and a tier of requests."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+
+    def on_new_request(self, request: Any) -> Context:
+        context = Context(BLOCKS)
+        self._made.on_new_request(context)
+        return context
+
+
+def with_adapter(path: Path, number: int = 1, name: str = "tuned") -> Any:
+    lora = SimpleNamespace(lora_name=name, lora_path=str(path), lora_int_id=number, load_inplace=False)
+    return SimpleNamespace(lora_request=lora)
+
+
+def adapter(path: Path, content: bytes) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "adapter_model.safetensors").write_bytes(content * 4096)
+    return path
+
+
 def config() -> Any:
     return SimpleNamespace(
         groups=[SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=("0",))],
@@ -75,12 +100,12 @@ class Engine:
     def lookup(self, number: int) -> str:
         return str(self.made.lookup(key(number), Context(BLOCKS)).name)
 
-    def store(self, *numbers: int) -> int:
+    def store(self, *numbers: int, context: Context | None = None) -> int:
         """The number of the job."""
         self.jobs += 1
         ids = SimpleNamespace(tolist=lambda: list(numbers))
         keys = [key(it) for it in numbers]
-        job = SimpleNamespace(job_id=self.jobs, keys=keys, chunk_ids=ids, req_context=Context(BLOCKS))
+        job = SimpleNamespace(job_id=self.jobs, keys=keys, chunk_ids=ids, req_context=context or Context(BLOCKS))
         self.made.submit_store(job)
         return self.jobs
 
@@ -104,6 +129,13 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     yield made
     for engine in engines:
         engine.made.shutdown()
+
+
+@pytest.fixture
+def _adapters_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is: an adapter that was not looked at in time has a name that equals nothing."""
+    for name in ("_WAIT_S", "_WAIT_BURST_S", "_ANSWERS_S"):
+        monkeypatch.setattr(_adapters, name, 60.0)
 
 
 def settle(engine: Engine) -> dict[int, bool]:
@@ -133,27 +165,170 @@ def test_weights_of_another_version_find_no_blocks_of_the_first_and_their_blocks
     assert one.lookup(1) == "HIT"
 
 
-def test_a_manager_gives_blocks_of_another_version_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CARD = {"model": "m", "groups": [{"group": 0, "fingerprint": "00" * 32, "window": 0, "shards": [(0, 1)]}]}
+
+
+@pytest.fixture
+def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
+    """Managers of engines that share a store."""
     module = importlib.import_module("kvferry.vllm._offload_manager")
     settings = importlib.import_module("kvferry.vllm._offload_settings")
-    card = {"model": "m", "groups": [{"group": 0, "fingerprint": "00" * 32, "window": 0, "shards": [(0, 1)]}]}
-    monkeypatch.setattr(module, "read_card", lambda *_: card)
+    monkeypatch.setattr(module, "read_card", lambda *_: CARD)
     monkeypatch.setattr(module, "remove_cards", lambda *_: None)
     found = settings.OffloadSettings.of({**SETTINGS, "disk": str(tmp_path / "kv")})
-    opened = settings.open_store(found, 0, module.logger)
-    engine = Engine(vllm.EngineCore(lambda: module.KVFerryOffloadingManager(config(), found, opened)))
-    manager = engine.made
-    memory = kvferry.Blocks(opened.agent.register(bytearray(BLOCK), "none"), [0], BLOCK)
+    engines = []
+
+    def made() -> Engine:
+        opened = settings.open_store(found, 0, module.logger)
+        engines.append(Engine(vllm.EngineCore(lambda: module.KVFerryOffloadingManager(config(), found, opened))))
+        return engines[-1]
+
+    yield made
+    for engine in engines:
+        engine.made.shutdown()
+
+
+def test_a_manager_gives_blocks_of_another_version_other_names(manager: Made) -> None:
+    engine = manager()
+    made = engine.made
+    memory = kvferry.Blocks(made._opened.agent.register(bytearray(BLOCK), "none"), [0], BLOCK)
     for version in ("default", "2", "3"):
         engine.core.set_weight_version(version)
         assert engine.lookup(0) == "MISS"
-        manager._groups[0].spaces[0].put([key(0)[:-4]], memory)
-        manager.on_schedule_end(None)
+        made._groups[0].spaces[0].put([key(0)[:-4]], memory)
+        made.on_schedule_end(None)
         assert engine.lookup(0) == "HIT"
-        assert manager.prepare_load([key(0)], Context(1)).tenant == manager._tenant
-    manager.shutdown()
+        assert made.prepare_load([key(0)], Context(1)).tenant == made._tenant
+    made.shutdown()
     # There is nothing to name any more.
     engine.core.set_weight_version("4")
+
+
+@pytest.mark.usefixtures("_adapters_are_looked_at")
+def test_an_adapter_with_other_weights_under_its_name_and_path_finds_none_of_the_old_blocks(
+    tier: Made, tmp_path: Path
+) -> None:
+    """vLLM gives them the same keys."""
+
+    def request(engine: Engine, of: Any) -> tuple[Context, str]:
+        context = Scheduler(engine.made).on_new_request(of)
+        return context, engine.made.lookup(key(0), context).name
+
+    path = adapter(tmp_path / "lora", b"one")
+    engine = tier()
+    context, found = request(engine, with_adapter(path))
+    assert found == "MISS"
+    engine.store(0, context=context)
+    assert settle(engine) == {1: True}
+    assert request(engine, with_adapter(path))[1] == "HIT"
+    # Another engine, or a later start, with the same files.
+    assert request(tier(), with_adapter(path, 7))[1] == "HIT"
+    assert request(tier(), with_adapter(adapter(tmp_path / "there", b"one")))[1] == "HIT"
+    adapter(path, b"other")
+    later = tier()
+    context, found = request(later, with_adapter(path))
+    assert found == "MISS"
+    later.store(0, context=context)
+    settle(later)
+    assert request(later, with_adapter(path))[1] == "HIT"
+    # The first engine still computes with the weights that it has loaded, and knows of no file with them.
+    soon(engine.made._adapters._adapters)
+    context, found = request(engine, with_adapter(path))
+    assert found == "MISS"
+    engine.store(1, context=context)
+    assert settle(engine) == {2: False}
+    # Without an adapter vLLM's keys are others.
+    assert request(later, SimpleNamespace(lora_request=None))[1] == "MISS"
+
+
+@pytest.mark.usefixtures("_adapters_are_looked_at")
+def test_a_manager_names_blocks_of_an_adapter_by_its_weights_and_reports_vllms_hashes(
+    manager: Made, tmp_path: Path
+) -> None:
+    path = adapter(tmp_path / "lora", b"one")
+    engine = manager()
+    made = engine.made
+    context = Scheduler(made).on_new_request(with_adapter(path))
+    plain = Scheduler(made).on_new_request(SimpleNamespace(lora_request=None))
+    named = made.prepare_load([key(0)], context).groups[0][0].hash
+    assert made.prepare_load([key(0)], plain).groups[0][0].hash == key(0)[:-4]
+    assert named != key(0)[:-4]
+    assert made._adapters.report(made._request(context).names, [key(0)]) == [named]
+    assert list(made._adapters.hashes([named, key(1)[:-4]])) == [key(0)[:-4], key(1)[:-4]]
+    spec = made.prepare_store([key(0)], context).store_spec
+    assert [block.hash for block in spec.groups[0]] == [named]
+    memory = kvferry.Blocks(made._opened.agent.register(bytearray(BLOCK), "none"), [0], BLOCK)
+    made._groups[0].spaces[0].put([named], memory)
+    made.complete_store([key(0)], context)
+    made.on_schedule_end(None)
+    assert (made.lookup(key(0), context).name, made.lookup(key(0), plain).name) == ("HIT", "MISS")
+    adapter(path, b"other")
+    later = manager()
+    context = Scheduler(later.made).on_new_request(with_adapter(path))
+    assert later.made.lookup(key(0), context).name == "MISS"
+    # With the weights that the first engine has, its own cache goes on, and nothing of it is stored.
+    soon(made._adapters._adapters)
+    context = Scheduler(made).on_new_request(with_adapter(path))
+    assert made.prepare_store([key(1)], context).keys_to_store == []
+
+
+def _renamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = {**CARD, "groups": [{"group": 0}]}
+    monkeypatch.setattr("kvferry.vllm._offload_manager.read_card", lambda *_: card)
+
+
+def _other_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def watch(*_: Any) -> None:
+        raise ValueError("the groups of layers were [0] and are [1]")
+
+    monkeypatch.setattr("kvferry.vllm._offload_manager.StoreEvents.watch", watch)
+
+
+@pytest.mark.parametrize("fault", [_renamed, _other_groups])
+def test_a_manager_that_fails_with_its_cards_finds_and_stores_nothing_and_ends_no_engine(
+    manager: Made, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    events = config()
+    events.enable_kv_cache_events = True
+    monkeypatch.setitem(globals(), "config", lambda: events)
+    fault(monkeypatch)
+    engine = manager()
+    assert engine.lookup(0) == "MISS"
+    assert engine.made.prepare_store([key(0)], Context(BLOCKS)).keys_to_store == []
+    engine.made.reset_cache()
+    assert engine.lookup(0) == "MISS"
+
+
+def test_a_call_that_fails_in_a_manager_is_a_miss_or_a_load_without_blocks(
+    manager: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = manager()
+    made = engine.made
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("as a bug")
+
+    monkeypatch.setattr(made, "_request", fails)
+    assert made.on_new_request(Context(BLOCKS)) is not None
+    assert made.lookup(key(0), Context(BLOCKS)).name == "MISS"
+    assert made.prepare_load([key(0)], Context(BLOCKS)).groups == {}
+    assert made.prepare_store([key(0)], Context(BLOCKS)).keys_to_store == []
+    made.touch([key(0)], Context(BLOCKS))
+    monkeypatch.setattr(made, "_by_group", fails)
+    made.complete_store([key(0)], Context(BLOCKS), success=True)
+    monkeypatch.setattr(made, "_release", fails)
+    made.complete_load([key(0)], Context(BLOCKS))
+
+
+def test_a_request_whose_adapter_is_not_known_neither_finds_nor_stores_a_block() -> None:
+    adapters = importlib.import_module("kvferry.vllm._offload_adapters")
+    core = importlib.import_module("kvferry._core").Core(None)
+    for has_adapters in (True, False):
+        lora_config = SimpleNamespace() if has_adapters else None
+        stored = adapters.StoredAdapters(core, SimpleNamespace(lora_config=lora_config))
+        names = stored.of_request()
+        assert (names.of([key(0)]) == [key(0)[:-4]]) == (not has_adapters)
+        assert names.may_store == (not has_adapters)
 
 
 class Held:

@@ -12,24 +12,38 @@ from kvferry._seldom import Seldom
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
 
-_seldom = Seldom(logging.getLogger("vllm.kvferry"), "KVFerryConnector: ")
+_LOGGER = logging.getLogger("vllm.kvferry")
+_seldom = Seldom(_LOGGER, "KVFerryConnector: ")
+_NO_HANDOFF = "the request gets no handoff"
 
 
-def guarded(instead: Callable[..., Any]) -> Callable[[_Call], _Call]:
-    """Logs what a method raises, and returns what `instead` returns for the same arguments."""
+def guarded(
+    instead: Callable[..., Any], *, seldom: Seldom = _seldom, outcome: str = _NO_HANDOFF
+) -> Callable[[_Call], _Call]:
+    """Logs what a method raises, and returns what `instead` returns for the same arguments, which raises nothing."""
 
     def decorate(call: _Call) -> _Call:
         @functools.wraps(call)
-        def guard(*args: Any) -> Any:
+        def guard(*args: Any, **more: Any) -> Any:
             try:
-                return call(*args)
+                return call(*args, **more)
             except Exception as error:
-                _seldom.say("%s failed, and the request gets no handoff: %r", call.__name__, error)
-                return instead(*args)
+                seldom.say("%s failed, and %s: %r", call.__name__, outcome, error)
+                return instead(*args, **more)
 
         return guard  # type: ignore[return-value]
 
     return decorate
+
+
+def store_guarded(who: str) -> Callable[[Callable[..., Any]], Callable[[_Call], _Call]]:
+    """As `guarded`, for what a store is asked for."""
+    seldom = Seldom(_LOGGER, f"{who}: ")
+
+    def guard(instead: Callable[..., Any]) -> Callable[[_Call], _Call]:
+        return guarded(instead, seldom=seldom, outcome="the request does without the store")
+
+    return guard
 
 
 def tried(call: Callable[..., _Result], *args: Any) -> _Result | None:
@@ -38,5 +52,5 @@ def tried(call: Callable[..., _Result], *args: Any) -> _Result | None:
         return call(*args)
     except Exception as error:
         name = getattr(call, "__name__", "a call")
-        _seldom.say("%s failed, and the request gets no handoff: %r", name, error)
+        _seldom.say("%s failed, and %s: %r", name, _NO_HANDOFF, error)
         return None

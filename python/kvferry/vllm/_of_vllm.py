@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvferry import _known_settings as known
-from kvferry._engine_names import check, missing_hooks, missing_names
+from kvferry._engine_names import check, missing_hooks, missing_names, missing_parameters
 
 # The versions that `e2e/run --vllm VERSION` ran with.
 TRIED = ("0.32",)
@@ -191,6 +191,10 @@ _READ_BY_TIER: Names = {
     "vllm.config.vllm": ("VllmConfig.device_config",),
     "vllm.config.device": ("DeviceConfig.device_type",),
 }
+# Parameters that are read in the frames of callers.
+_PARAMETERS = {
+    f"{_CONNECTOR}.v1.offloading.scheduler": {"OffloadingConnectorScheduler.on_new_request": "request"},
+}
 # What some versions lack, and adapters do without, with the versions that have it.
 OPTIONAL = {
     name: versions
@@ -230,6 +234,7 @@ def check_spec() -> None:
         missing_hooks(_offload_manager.KVFerryOffloadingManager, (base.OffloadingManager,)),
         missing_hooks(_offload_worker.KVFerryOffloadingWorker, (base.OffloadingWorker,), ("take_failed", "take_stats")),
         _missing(_READ_BY_IDENTITY, _READ_OF_SPECS, _READ_BY_STORES, _READ_BY_SPEC),
+        missing_parameters(_PARAMETERS),
         _missing(_loaded(_READ_OF_LAYERS)),
     )
 
@@ -244,6 +249,7 @@ def check_tier() -> None:
     _check(
         missing_hooks(_offload_tier.KVFerryTier, (base.SecondaryTierManager,)),
         _missing(_READ_BY_IDENTITY, _READ_BY_STORES, _READ_BY_TIER),
+        missing_parameters(_PARAMETERS),
     )
 
 

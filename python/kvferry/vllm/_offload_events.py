@@ -35,8 +35,16 @@ _PRESUMED = {(Medium.CPU, None)}
 class StoreEvents:
     """The events of one store. Only `close` waits."""
 
-    def __init__(self, opened: OpenStore, *, locality: Locality | None, ownership: str | None) -> None:
-        self._store = opened.store
+    def __init__(
+        self,
+        opened: OpenStore,
+        *,
+        locality: Locality | None,
+        ownership: str | None,
+        hashes_of: Callable[[Sequence[bytes]], Sequence[bytes]],
+    ) -> None:
+        """`hashes_of`: vLLM's hashes of blocks, by their names in the store."""
+        self._store, self._hashes_of = opened.store, hashes_of
         self._locality, self._ownership = locality, ownership
         self._watch: kvferry.Watch | None = None
         # vLLM's numbers of the groups, by those of the watch.
@@ -92,7 +100,7 @@ class StoreEvents:
         for group, is_removed, hashes in reports:
             end = self._numbers[group].to_bytes(4, "big")
             # As vLLM's make_offload_key, without a call for each block.
-            keys = [block + end for block in hashes]
+            keys = [block + end for block in self._hashes_of(hashes)]
             yield OffloadingEvent(
                 keys=keys,
                 medium=Medium.STORAGE,

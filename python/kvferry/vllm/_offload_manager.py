@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +25,16 @@ from vllm.v1.kv_offload.base import (
     OffloadingManager,
     PrepareStoreOutput,
     RequestOffloadingContext,
-    get_offload_block_hash,
     get_offload_group_idx,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvferry
 from kvferry._core import core_of_callers
+from kvferry._identity import vllm_config_of_callers
 from kvferry.vllm import _offload_stats as counters
+from kvferry.vllm._guard import store_guarded
+from kvferry.vllm._offload_adapters import RequestNames, StoredAdapters
 from kvferry.vllm._offload_blocks import Block, Columns, packed, unpacked
 from kvferry.vllm._offload_events import StoreEvents
 from kvferry.vllm._offload_keys import Keys
@@ -50,6 +53,7 @@ _PREFETCHES_MAX = 4
 _CARDS_EVERY_S = 1.0
 # Not looked up in the class for each block.
 _HIT = LookupResult.HIT
+_guarded = store_guarded("KVFerryOffloadingSpec")
 
 
 @dataclass
@@ -76,6 +80,7 @@ class _Request:
 
     plan: Plan
     keys: Keys
+    names: RequestNames
     # What the index said in this step.
     step: int = -1
     known: dict[bytes, bool] = field(default_factory=dict)
@@ -110,14 +115,15 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         self._storing: Counter[bytes] = Counter()
         # By request: vLLM loads for a request once at a time.
         self._pins: dict[str, list[Any]] = {}
+        self._core = core_of_callers()
+        self._adapters = StoredAdapters(self._core, vllm_config_of_callers())
         self._events: StoreEvents | None = None
         if opened is not None and config.enable_kv_cache_events:
-            self._events = StoreEvents(opened, locality=Locality.LOCAL, ownership=None)
+            self._events = StoreEvents(opened, locality=Locality.LOCAL, ownership=None, hashes_of=self._adapters.hashes)
         # Begun since the start.
         self.prefetches = 0
         self._stats = counters.SchedulerStats()
         self._plans = Plans(settings.limits, "KVFerryOffloadingSpec", logger)
-        self._core = core_of_callers()
         self._version = self._core.version()
         self._core.on_named(self._follow_weights)
         self._ready()
@@ -149,6 +155,17 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         return bool(self._groups)
 
     def _make_spaces(self) -> None:
+        """Without spaces no block is found or stored."""
+        try:
+            self._groups = self._spaces_of_cards()
+            if self._events is not None:
+                self._events.watch({number: group.spaces for number, group in self._groups.items()})
+        except (KeyError, TypeError, ValueError, kvferry.Error) as error:
+            # Of a card, or of a store that has closed. An exception here would end the engine.
+            logger.error("KVFerryOffloadingSpec: no block is found or stored from now on: %r", error)
+            self._groups, self._cards = {}, None
+
+    def _spaces_of_cards(self) -> dict[int, _Group]:
         assert self._opened is not None
         names: dict[int, dict[tuple[str, str, int, int], int]] = {}
         for card in self._cards or ():
@@ -156,7 +173,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
                 for index, count in group["shards"]:
                     name = (card["model"], group["fingerprint"], index, count)
                     names.setdefault(group["group"], {})[name] = group["window"]
-        self._groups = {}
+        groups = {}
         for number, shards in names.items():
             spaces = [
                 self._opened.store.space(
@@ -164,12 +181,12 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
                 )
                 for model, layout, index, count in sorted(shards)
             ]
-            self._groups[number] = _Group(spaces, max(shards.values()))
-        if self._events is not None:
-            self._events.watch({number: group.spaces for number, group in self._groups.items()})
+            groups[number] = _Group(spaces, max(shards.values()))
+        return groups
 
     # Requests.
 
+    @_guarded(lambda self, _: RequestOffloadingContext())
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         self._request(req_context)
         return RequestOffloadingContext()
@@ -177,7 +194,8 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
     def _request(self, req_context: Any) -> _Request:
         request: _Request | None = req_context.get_state(_Request)
         if request is None:
-            request = _Request(self._plans.of(req_context.kv_transfer_params), Keys(self._tokens))
+            plan = self._plans.of(req_context.kv_transfer_params)
+            request = _Request(plan, Keys(self._tokens), self._adapters.of_request())
             req_context.set_state(request)
         return request
 
@@ -208,6 +226,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         self._stats.looked[result] += 1
         return result
 
+    @_guarded(lambda self, *_: LookupResult.MISS)
     def _lookup(self, key: bytes, req_context: Any) -> LookupResult:
         if not self._ready() or not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
             return LookupResult.MISS
@@ -234,12 +253,12 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         found = request.known.get(key)
         if found is not None:
             return found
-        request.known[key] = found = self._prefix(group, [key]) == 1
+        request.known[key] = found = self._prefix(group, request.names.of([key])) == 1
         keys = [key]
         if found and group.window == 0:
             # vLLM asks for one block after another: the whole rest of a prompt is asked for at once.
             keys = request.keys.of(number, key)
-            keys = keys[: self._prefix(group, keys)]
+            keys = keys[: self._prefix(group, request.names.of(keys))]
             request.known.update(dict.fromkeys(keys, True))
         if found and keys and self._events is not None:
             self._report(number, keys, request)
@@ -255,12 +274,10 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
             if self._groups[number].window == 0:
                 keys = keys[max(0, before - place) :]
         if keys:
-            self._events.know(number, [get_offload_block_hash(key) for key in keys])
+            self._events.know(number, self._adapters.report(request.names, keys))
 
-    def _prefix(self, group: _Group, keys: Sequence[bytes]) -> int:
-        """How many blocks from the first on are in the store, in all shards."""
-        # As get_offload_block_hash, without a call for each block.
-        hashes = [key[:-4] for key in keys]
+    def _prefix(self, group: _Group, hashes: list[bytes]) -> int:
+        """How many blocks from the first on are in the store, in all shards. Takes the list."""
         try:
             for space in group.spaces:
                 if not hashes:
@@ -280,7 +297,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         # vLLM looks for a window from its end.
         before = -(-group.window // self._tokens[number]) if group.window else None
         keys = request.keys.of(number, key, before=before)
-        hashes = [get_offload_block_hash(it) for it in keys]
+        hashes = request.names.of(keys)
         # A prefetch ends at the first block that is missing, which the one before a window may be.
         runs = [hashes] if group.window == 0 else [[it] for it in hashes]
         try:
@@ -297,13 +314,15 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
 
     # Loads.
 
+    # Without a block each rank reports the load as failed.
+    @_guarded(lambda self, _, req_context: StoredBlocks(req_context.req_id, self._tenant))
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> StoredBlocks:
         request = self._request(req_context)
         spec = StoredBlocks(req_context.req_id, self._tenant)
         for key in keys:
             request.loads[key] += 1
             blocks = spec.groups.setdefault(get_offload_group_idx(key), [])
-            blocks.append(Block(get_offload_block_hash(key)))
+            blocks.append(Block(request.names.one(key)))
         self._release(req_context.req_id)
         pins = self._pins[req_context.req_id] = []
         for number, blocks in spec.groups.items():
@@ -317,17 +336,21 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
                     logger.debug("blocks of request %s are not pinned: %s", req_context.req_id, error)
         return spec
 
+    @_guarded(lambda self, *_: None)
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         self._release(req_context.req_id)
 
     def _release(self, request: str) -> None:
         for pin in self._pins.pop(request, ()):
-            pin.release()
+            with suppress(kvferry.Error):
+                pin.release()
 
+    @_guarded(lambda self, *_: None)
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        names = self._request(req_context).names
         for number, of_group in self._by_group(keys).items():
             group = self._groups.get(number)
-            hashes = [get_offload_block_hash(key) for key in of_group]
+            hashes = names.of(of_group)
             for space in group.spaces if group else ():
                 try:
                     space.touch(hashes)
@@ -343,11 +366,16 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
 
     # Stores.
 
+    @_guarded(
+        lambda self, _, req_context: PrepareStoreOutput(
+            keys_to_store=[], store_spec=StoredBlocks(req_context.req_id, self._tenant), evicted_keys=[]
+        )
+    )
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
         spec = StoredBlocks(req_context.req_id, self._tenant)
         to_store: list[bytes] = []
-        if self._ready():
-            request = self._request(req_context)
+        request = self._request(req_context)
+        if self._ready() and request.names.may_store:
             for number, of_group in self._by_group(keys).items():
                 group = self._groups.get(number)
                 if group is not None:
@@ -360,33 +388,33 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         request.keys.update(req_context)
         new, present = [], []
         for key in keys:
-            if self._prefix(group, [key]):
+            if self._prefix(group, request.names.of([key])):
                 present.append(key)
             elif key not in self._storing:
                 new.append(key)
-        self._touch_runs(group, present, request.keys)
+        self._touch_runs(group, present, request)
         if present and self._events is not None:
-            self._events.know(number, [get_offload_block_hash(key) for key in present])
+            self._events.know(number, self._adapters.report(request.names, present))
         for key in new:
             self._storing[key] += 1
             end = req_context.get_offload_key_position(key)
             retention = request.plan.at(end - 1) if end else request.plan.otherwise
             parent = request.keys.parent(number, key)
-            parent_hash = get_offload_block_hash(parent) if parent is not None else None
+            parent_hash = request.names.one(parent) if parent is not None else None
             blocks = spec.groups.setdefault(number, [])
-            blocks.append(Block(get_offload_block_hash(key), parent_hash, retention))
+            blocks.append(Block(request.names.one(key), parent_hash, retention))
         return new
 
     @staticmethod
-    def _touch_runs(group: _Group, keys: list[bytes], order: Keys) -> None:
+    def _touch_runs(group: _Group, keys: list[bytes], request: _Request) -> None:
         """Counts blocks as used that the engine has computed again."""
         runs: list[list[bytes]] = []
         last = -2
         for key in keys:
-            place = order.place(key)
+            place = request.keys.place(key)
             if place != last + 1:
                 runs.append([])
-            runs[-1].append(get_offload_block_hash(key))
+            runs[-1].append(request.names.one(key))
             last = place
         try:
             for space in group.spaces:
@@ -395,13 +423,15 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         except kvferry.Error:
             return
 
+    @_guarded(lambda self, *_, **__: None)
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         for key in keys:
             self._storing.pop(key, None)
         if self._events is not None and success:
             # Not all of them were stored: those that are on the disk are reported.
+            names = self._request(req_context).names
             for number, of_group in self._by_group(keys).items():
-                self._events.know(number, [get_offload_block_hash(key) for key in of_group])
+                self._events.know(number, self._adapters.report(names, of_group))
 
     # The rest of vLLM's contract.
 
@@ -416,7 +446,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         """The weights may have changed: from now on this engine neither finds nor adds blocks under the names that
         engines share. What it put before stays for the others.
         """
-        self._tenant = os.urandom(16)
+        self._tenant, self._groups = os.urandom(16), {}
         self._storing.clear()
         for request in list(self._pins):
             self._release(request)

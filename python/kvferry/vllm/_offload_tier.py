@@ -29,7 +29,6 @@ from vllm.v1.kv_offload.base import (
     Medium,
     OffloadingEvent,
     RequestOffloadingContext,
-    get_offload_block_hash,
     get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
@@ -45,6 +44,7 @@ from kvferry._identity import (
 )
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._of_vllm import check_tier
+from kvferry.vllm._offload_adapters import RequestNames, StoredAdapters
 from kvferry.vllm._offload_events import StoreEvents
 from kvferry.vllm._offload_keys import Keys
 from kvferry.vllm._offload_puts import Puts
@@ -68,6 +68,7 @@ class _Asked:
 
     plan: Plan
     keys: Keys
+    names: RequestNames
     # By group and the key of the first block.
     prefetches: dict[int, dict[bytes, Any]] = field(default_factory=dict)
 
@@ -85,6 +86,7 @@ class _Run:
 class _Job:
     is_load: bool
     keys: list[bytes]
+    names: RequestNames
     began: float = field(default_factory=time.monotonic)
     runs: list[_Run] = field(default_factory=list)
     done: list[bytes] = field(default_factory=list)
@@ -123,10 +125,14 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         # Empty, or a salt since the cache was reset.
         self._tenant = b""
         self._spaces: dict[int, Any] = {}
+        self._core = core_of_callers()
+        self._adapters = StoredAdapters(self._core, vllm_config)
         self._events: StoreEvents | None = None
         if self._opened is not None and enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             locality = Locality.LOCAL if self.locality is None else self.locality
-            self._events = StoreEvents(self._opened, locality=locality, ownership=_OWNERSHIP)
+            self._events = StoreEvents(
+                self._opened, locality=locality, ownership=_OWNERSHIP, hashes_of=self._adapters.hashes
+            )
             self._events.watch({number: [self._space(number)] for number in self._tokens})
         self._jobs: dict[int, _Job] = {}
         self._puts = Puts()
@@ -134,7 +140,6 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         self._unreadable: OrderedDict[bytes, float] = OrderedDict()
         self._stats = counters.SchedulerStats()
         self._plans = Plans(self._settings.limits, "KVFerryTier", logger)
-        self._core = core_of_callers()
         self._version = self._core.version()
         self._core.on_named(self._follow_weights)
 
@@ -154,7 +159,8 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
     def _asked(self, req_context: Any) -> _Asked:
         asked: _Asked | None = req_context.get_state(_Asked)
         if asked is None:
-            asked = _Asked(self._plans.of(req_context.kv_transfer_params), Keys(self._tokens))
+            plan = self._plans.of(req_context.kv_transfer_params)
+            asked = _Asked(plan, Keys(self._tokens), self._adapters.of_request())
             req_context.set_state(asked)
         return asked
 
@@ -183,7 +189,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         if space is None:
             return LookupResult.MISS
         try:
-            if space.lookup([get_offload_block_hash(key)]):
+            if space.lookup(self._asked(req_context).names.of([key])):
                 return LookupResult.HIT
             if self._settings.object is not None and self._prefetch(key, number, space, req_context):
                 return LookupResult.RETRY
@@ -201,28 +207,31 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             return False
         asked.keys.update(req_context)
         keys = asked.keys.of(number, key)
-        begun[key] = space.prefetch_async([get_offload_block_hash(it) for it in keys])
+        begun[key] = space.prefetch_async(asked.names.of(keys))
         self._stats.counted.increase_counter(counters.PREFETCHES)
         return True
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        names = self._asked(req_context).names
         with suppress(kvferry.Error):
             for key in keys:
                 space = self._space(get_offload_group_idx(key))
                 if space is not None:
-                    space.touch([get_offload_block_hash(key)])
+                    space.touch(names.of([key]))
 
     # Jobs.
 
     def submit_store(self, job_metadata: Any) -> None:
         keys = list(job_metadata.keys)
         chunks = dict(zip(keys, job_metadata.chunk_ids.tolist(), strict=True))
-        job = self._jobs[job_metadata.job_id] = _Job(False, keys)
         context = job_metadata.req_context
         asked = self._asked(context)
+        job = self._jobs[job_metadata.job_id] = _Job(False, keys, asked.names)
         asked.keys.update(context)
         for key in keys:
             self._unreadable.pop(key, None)
+        if not asked.names.may_store:
+            return
         with suppress(kvferry.Error):
             for number in sorted({get_offload_group_idx(key) for key in keys}):
                 self._put(job, number, chunks, asked, context)
@@ -242,7 +251,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             runs[-1][1].append(key)
         for kept, run in runs:
             parent = asked.keys.parent(number, run[0])
-            hashes = [get_offload_block_hash(key) for key in ([parent, *run] if parent is not None else run)]
+            hashes = asked.names.of([parent, *run] if parent is not None else run)
             numbers = [chunks[key] for key in run]
             first = len(hashes) - len(run)
             put = self._puts.put(space, hashes, self._memory(numbers), first, kept)
@@ -257,7 +266,8 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_load(self, job_metadata: Any) -> None:
         keys = list(job_metadata.keys)
-        job = self._jobs[job_metadata.job_id] = _Job(True, keys)
+        names = self._asked(job_metadata.req_context).names
+        job = self._jobs[job_metadata.job_id] = _Job(True, keys, names)
         chunks = job_metadata.chunk_ids.tolist()
         for number in sorted({get_offload_group_idx(key) for key in keys}):
             of_group = [at for at, key in enumerate(keys) if get_offload_group_idx(key) == number]
@@ -267,7 +277,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         space = self._space(get_offload_group_idx(keys[0]))
         if space is not None:
             with suppress(kvferry.Error):
-                pending = space.get_async([get_offload_block_hash(key) for key in keys], self._memory(chunks))
+                pending = space.get_async(job.names.of(keys), self._memory(chunks))
                 job.runs.append(_Run(pending, keys, chunks))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -317,7 +327,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             # Also what was loaded: another engine, or a start before, may have stored it.
             for number in sorted({get_offload_group_idx(key) for key in job.done}):
                 of_group = [key for key in job.done if get_offload_group_idx(key) == number]
-                self._events.know(number, [get_offload_block_hash(key) for key in of_group])
+                self._events.know(number, self._adapters.report(job.names, of_group))
         complete = len(job.done) == len(job.keys)
         return JobResult(
             job_id,
