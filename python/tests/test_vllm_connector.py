@@ -58,6 +58,50 @@ def test_a_request_whose_token_ids_are_none_goes_on_without_parameters_and_is_co
     assert not any(side.half.gauges().values())
 
 
+def test_a_load_whose_blocks_can_not_be_taken_is_fetched_without_blocks_which_fails(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM waits for the load: an exception would end the engine, and silence would keep the request for ever."""
+    side = scheduler(module)
+    made = connector(module, side)
+    request = Request("a", dict(DECODE), list(range(32)))
+    made.on_new_request(request)
+    assert made.get_num_new_matched_tokens(request, 0) == (32, True)
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("as a table of an unknown kind")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(side, "_selected", fails)
+        made.update_state_after_alloc(request, blocks([1, 2]), 32)
+    assert not side.half.waits_for_blocks("a")
+    assert side.half.step([], [])
+    # A request of which nothing is loaded needs nothing.
+    with monkeypatch.context() as patched:
+        patched.setattr(side, "allocated", fails)
+        made.update_state_after_alloc(Request("b", None, [1]), blocks([1]), 0)
+
+
+def test_a_reset_that_fails_is_none_for_vllm_and_hands_nothing_from_before_over(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = scheduler(module)
+    made = connector(module, side)
+    request = Request("a", dict(DECODE), list(range(32)))
+    made.on_new_request(request)
+
+    def fails() -> None:
+        raise RuntimeError("as a bug")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(side, "_follow_weights", fails)
+        assert made.reset_cache() is False
+    assert made.get_num_new_matched_tokens(request, 0) == (0, False)
+    later = Request("b", dict(PREFILL), list(range(32)))
+    made.on_new_request(later)
+    assert refused(side) == {"changed_weights": 1}
+
+
 @pytest.mark.parametrize("params", [PREFILL, DECODE])
 def test_a_request_of_a_session_whose_prompt_may_grow_gets_no_handoff(module: Any, params: dict[str, Any]) -> None:
     side = scheduler(module)

@@ -138,6 +138,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return groups
 
+    @guarded(lambda self, request, _, external: self._scheduler.lost_blocks(request, external))
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
@@ -159,6 +160,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def has_pending_push_work(self) -> bool:
         return self._scheduler.half.has_pending_work()
 
+    @guarded(lambda self: self._scheduler.lost_reset())
     def reset_cache(self) -> bool:
         self._scheduler.reset()
         return True
@@ -408,6 +410,14 @@ class _Scheduler:
         self._was_reset = True
         self._forget()
 
+    def lost_reset(self) -> bool:
+        """A reset that failed: the weights may be others all the same, so nothing from before is handed over."""
+        self._was_reset = True
+        self._changes += 1
+        self._produced.clear()
+        tried(self.half.reset_cache)
+        return False
+
     def _forget(self) -> None:
         self._changes += 1
         self._produced.clear()
@@ -468,6 +478,14 @@ class _Scheduler:
             self._cached.add(was_reset=self._was_reset)
             table = self._selected(blocks.get_block_ids())
             self.half.allocated(request.request_id, live.prompt_tokens, live.computed, external, table)
+
+    def lost_blocks(self, request: Any, external: int) -> None:
+        """`allocated` failed with this request, and vLLM waits for its load: it is fetched without a block, which each
+        rank reports as a failed load.
+        """
+        live = self._live.get(request.request_id)
+        if live is not None and not live.produces and tried(self.half.waits_for_blocks, request.request_id):
+            tried(self.half.allocated, request.request_id, live.prompt_tokens, live.computed, external, [])
 
     def step(self, output: Any) -> KVFerryMetadata:
         self._follow_weights()
