@@ -232,12 +232,9 @@ def layer_facts(vllm_config: Any, layers: Sequence[str], *, tp_size: int = 1) ->
     projections = _kv_heads_of_projections() if tp_size > 1 else {}
     facts = {}
     for name in layers:
-        layer = context.get(name)
-        heads = getattr(layer, "total_num_kv_heads", None)
-        if heads is None:
-            found = projections.get(name.rpartition(".")[0], set())
-            heads = next(iter(found)) if len(found) == 1 else None
-        kernel = getattr(layer, "isa", None)
+        found = projections.get(name.rpartition(".")[0], set())
+        heads = next(iter(found)) if len(found) == 1 else None
+        kernel = getattr(context.get(name), "isa", None)
         facts[name] = LayerFacts(str(kernel) if kernel is not None else None, heads)
     return facts
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from kvferry import Agent
-from kvferry._identity import LayerFacts
+from kvferry._identity import LayerFacts, layer_facts
 from kvferry.connector import WorkerHalf
 from kvferry.vllm import _layout
 from kvferry.vllm._layout import Layout, Place, UnsupportedCacheError, groups, in_order, layout, storages
@@ -134,6 +135,80 @@ def test_each_tensor_parallel_rank_has_its_heads(size: int, local: int, expected
         (shape,) = json.loads(made(tensors, Caches((FullAttentionSpec(), ["a.0"])), place).json)["shapes"]
         held.append((shape["heads_total"], shape["head_start"], shape["heads"]))
     assert held == expected
+
+
+class QKVParallelLinear:
+    """As vLLM's, in its module."""
+
+    def __init__(self, prefix: str, heads: int) -> None:
+        self.prefix, self.total_num_kv_heads = prefix, heads
+
+
+class Fused(QKVParallelLinear):
+    pass
+
+
+class Proxy:
+    """As weakref's and transformers': asking what it is runs its code."""
+
+    @property
+    def __class__(self) -> Any:
+        raise AssertionError("its code is run")
+
+
+@pytest.fixture
+def linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("vllm.model_executor.layers.linear")
+    vars(module)["QKVParallelLinear"] = QKVParallelLinear
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def config_of(**layers: Any) -> Any:
+    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+
+
+@pytest.mark.usefixtures("linear")
+def test_heads_of_a_layer_are_those_of_the_projection_beside_it() -> None:
+    """An attention layer of vLLM does not know its heads on all ranks, and no list has the projections."""
+    layers = [f"model.layers.{at}.self_attn.attn" for at in range(4)]
+    keep = [
+        QKVParallelLinear("model.layers.0.self_attn.qkv_proj", 8),
+        Fused("model.layers.1.self_attn.qkv_proj", 2),
+        # Of two parts of a layer it is not known which one has the cache.
+        QKVParallelLinear("model.layers.2.self_attn.qkv_proj", 8),
+        QKVParallelLinear("model.layers.2.self_attn.other_proj", 4),
+        Proxy(),
+    ]
+    facts = layer_facts(config_of(), layers, tp_size=4)
+    assert [facts[name].kv_heads for name in layers] == [8, 2, None, None]
+    # One rank has all heads.
+    assert {it.kv_heads for it in layer_facts(config_of(), layers).values()} == {None}
+    del keep
+
+
+def test_the_kernel_of_a_layer_is_the_one_that_the_layer_has() -> None:
+    facts = layer_facts(config_of(a=SimpleNamespace(isa="amx"), b=SimpleNamespace()), ["a", "b", "c"])
+    assert [facts[name].kernel for name in "abc"] == ["amx", None, None]
+
+
+@pytest.mark.usefixtures("linear")
+def test_layers_of_unequal_heads_are_held_by_the_ranks_that_their_projections_say() -> None:
+    """8 heads are on 4 ranks in pairs; of 2 heads, each is on 2 ranks, which vLLM's spec alone does not tell."""
+    names = ["layers.0.attn", "layers.1.attn"]
+    keep = [QKVParallelLinear("layers.0.qkv_proj", 8), QKVParallelLinear("layers.1.qkv_proj", 2)]
+    found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in names}
+    for rank in range(4):
+        tensors = {name: Tensor((BLOCKS, 2 - at, 16, 32), offset=65536 * at) for at, name in enumerate(names)}
+        facts = layer_facts(config_of(), names, tp_size=4)
+        regions = [(at + 1, it.address, it.nbytes) for at, it in enumerate(storages(tensors))]
+        place = Place(tp_rank=rank, tp_size=4)
+        parts = json.loads(layout(tensors, Caches((FullAttentionSpec(), names)), place, facts, regions).json)
+        for it in parts["layers"]:
+            shape = parts["shapes"][it["planes"][0]["shape"]]
+            found[it["name"]].append((shape["heads_total"], shape["head_start"], shape["heads"]))
+    assert found[names[0]] == [(8, 0, 2), (8, 2, 2), (8, 4, 2), (8, 6, 2)]
+    assert found[names[1]] == [(2, 0, 1), (2, 0, 1), (2, 1, 1), (2, 1, 1)]
+    del keep
 
 
 def held(layer_heads: int, size: int, *, known: bool) -> list[tuple[int, int, int]]:

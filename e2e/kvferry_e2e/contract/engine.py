@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -56,13 +57,10 @@ class _Rank:
         parallel.rank = rank
         ranks = parallel.tensor_parallel_size
         self.stage, self.rank = divmod(rank, ranks)
-        # What a rank's layers know of all ranks: there are no modules here.
-        vllm_config.compilation_config = compilation = copy.copy(vllm_config.compilation_config)
         names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
         heads = {name: heads_of(name, kind) for name in names}
-        compilation.static_forward_context = {
-            name: SimpleNamespace(total_num_kv_heads=total) for name, total in heads.items()
-        }
+        # A process of vLLM has those of one engine. Here they end with this call.
+        projections = [_projection(name, total) for name, total in heads.items()]
         self.caches = Caches(kv_cache_config, self.rank, parallel, heads)
         self._vllm_config = vllm_config
         self.wrong: list[str] = []
@@ -81,6 +79,7 @@ class _Rank:
             # vLLM's worker has its connector here before it registers the caches.
             with mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.connector):
                 self.connector.register_kv_caches(self.caches.tensors)
+        del projections
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         # vLLM sends this to another process.
@@ -180,6 +179,13 @@ class _Rank:
             wrong = self.caches.wrong(running.sequence, running.tables, begin, layer)
             if wrong:
                 self.wrong.append(f"{name}, stage {self.stage}, rank {self.rank}: {wrong}")
+
+
+def _projection(layer: str, heads: int) -> QKVParallelLinear:
+    """The projection beside an attention layer, which knows the KV heads on all ranks, without weights."""
+    made = QKVParallelLinear.__new__(QKVParallelLinear)
+    vars(made).update(prefix=f"{layer.rpartition('.')[0]}.qkv_proj", total_num_kv_heads=heads)
+    return made
 
 
 def heads_of(layer: str, kind: Kind) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import inspect
 import itertools
 import math
@@ -15,7 +17,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+from kvferry._engine_names import attributes
+from kvferry._identity import of_vllm
+from kvferry.vllm import _of_vllm
+from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
 
 from kvferry_e2e.contract.engine import Engine, run
 from kvferry_e2e.contract.offload import Node, _with_both, folder, loaded, node, right
@@ -144,9 +155,63 @@ def running_update(suite: Any, note: Note) -> None:
         consumer.close()
 
 
+def known_settings(suite: Any, note: Note) -> None:
+    """The tables have each setting of this vLLM, and no other; an engine as it comes has none that counts besides."""
+    gone, new = [], []
+    for module, classes in _of_vllm._SETTINGS.items():
+        for name, table in classes.items():
+            cls = getattr(importlib.import_module(module), name)
+            has = {it.name for it in dataclasses.fields(cls)}
+            new += [f"{name}.{it}" for it in sorted(has) if not table.is_known(it)]
+            listed = {*table.named, *table.counted, *(it for names in table.harmless.values() for it in names)}
+            listed -= set(table.optional)
+            gone += [f"{name}.{it}" for it in sorted(listed - has - attributes(cls))]
+    ensure(not new and not gone, f"kvferry/_known_settings.py does not know {new}, and vLLM has no {gone}")
+    engine = Engine(str(suite.model), policy="recompute")
+    try:
+        identity = of_vllm(engine.core.vllm_config, None)
+    finally:
+        engine.close()
+    ensure(identity.settings is None, f"an engine as it comes has the settings {identity.settings}")
+    note.text = f"{sum(len(it) for it in _of_vllm._READ_BY_IDENTITY.values())} names"
+
+
+def hashes_of_prompts(suite: Any, note: Note) -> None:
+    """vLLM's hash of a block, which names it in a store, has what docs/storage.md says."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256)
+
+    def first(**more: Any) -> bytes:
+        tokens = None if "prompt_embeds" in more else list(range(32))
+        request = Request("r", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher, **more)
+        return bytes(request.block_hashes[0])
+
+    def image(name: str, offset: int) -> list[Any]:
+        place = PlaceholderRange(offset=offset, length=4)
+        return [MultiModalFeatureSpec(data=None, modality="image", identifier=name * 64, mm_position=place)]
+
+    found = {
+        "nothing": first(),
+        "an image": first(mm_features=image("a", 3)),
+        "another image": first(mm_features=image("b", 3)),
+        "another place": first(mm_features=image("a", 4)),
+        "a tenant": first(cache_salt="a"),
+        "another tenant": first(cache_salt="b"),
+        "an adapter": first(lora_request=LoRARequest("a", 1, "/a")),
+        "another adapter": first(lora_request=LoRARequest("b", 2, "/b")),
+        "embeddings": first(prompt_embeds=torch.zeros(32, 4)),
+        "other embeddings": first(prompt_embeds=torch.ones(32, 4)),
+    }
+    equal = [(one, other) for one, other in itertools.combinations(found, 2) if found[one] == found[other]]
+    ensure(not equal, f"equal hashes of blocks: {equal}")
+    ensure(first() == found["nothing"], "a hash is another each time")
+
+
 def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
     for name in _CHANGES:
         yield f"engines that differ in {name}", partial(differ, suite, name)
+    yield "the settings of vLLM", partial(known_settings, suite)
+    yield "vLLM's hash of a block", partial(hashes_of_prompts, suite)
     yield "images named by a counter", partial(counted_images, suite)
     yield "the policy of MultiConnector", partial(outer_policy, suite)
     yield "weights that change in running engines", partial(running_update, suite)

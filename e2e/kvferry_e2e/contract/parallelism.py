@@ -122,6 +122,14 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         how = ", async" if asynchronous else ""
         yield f"PP 2, clients leave{how}", partial(offload.aborted, suite, asynchronous, stages=HALVES)
         yield f"PP 2, caches are reset{how}", partial(offload.reset, suite, asynchronous, stages=HALVES)
+    # vLLM concludes from the model's number of heads which ranks have the same ones, and some layers have more.
+    uneven = {"kind": "uneven"}
+    yield "TP 4, uneven", partial(same, suite, uneven | {"ranks": 4}, BLOCK_TOKENS)
+    for before, after in ((2, 4), (4, 2), (4, 1)):
+        yield (
+            f"TP {before} to TP {after}, uneven",
+            partial(other, suite, uneven | {"ranks": before}, uneven | {"ranks": after}),
+        )
     for kind in ("window", "latent"):
         yield (
             f"PP 2 with other layers per stage, {kind}",
