@@ -106,7 +106,9 @@ def attributes(cls: Any) -> set[str]:
     for base in inspect.getmro(cls) if inspect.isclass(cls) else ():
         found |= set(getattr(base, "__annotations__", {}))
         found |= set(getattr(base, "__slots__", ()) or ())
-        found |= {*getattr(base, "__dataclass_fields__", ()), *getattr(base, "__struct_fields__", ())}
+        for fields in (getattr(base, "__dataclass_fields__", None), getattr(base, "__struct_fields__", None)):
+            # msgspec's own class has a descriptor there.
+            found |= set(fields) if isinstance(fields, Mapping | tuple) else set()
         if base is not object:
             found |= _assigned(base)
     return found
