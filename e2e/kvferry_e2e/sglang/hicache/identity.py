@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kvferry._known_settings import SGLANG, Settings, fields_of
+from sglang.srt.server_args import ServerArgs
 
 from kvferry_e2e.report import ensure
 from kvferry_e2e.sglang.hicache import pools
@@ -24,6 +26,8 @@ class _Other:
 
 
 def run(kit: Kit) -> None:
+    with kit.check("each argument of the server is known, and as it comes none counts besides"):
+        _arguments()
     with kit.check("other dtypes, layouts, models, weights, pages and parallelisms find nothing") as folder:
         _others(kit, folder)
     with kit.check("each rank of TP, PP and CP has pages of its own") as folder:
@@ -34,6 +38,17 @@ def run(kit: Kit) -> None:
         _heads(kit, folder)
     with kit.check("after clear, this engine finds nothing from before; others do") as folder:
         _clear(kit, folder)
+
+
+def _arguments() -> None:
+    arguments = ServerArgs(model_path="none")
+    has = set(fields_of(arguments))
+    new = sorted(it for it in has if not SGLANG.is_known(it))
+    listed = {*SGLANG.named, *SGLANG.counted, *(it for names in SGLANG.harmless.values() for it in names)}
+    gone = sorted(listed - has)
+    ensure(not new and not gone, f"kvferry/_known_settings.py does not know {new}, and SGLang has no {gone}")
+    others = Settings(arguments, SGLANG).others()
+    ensure(not others, f"arguments as they come count: {others}")
 
 
 def _others(kit: Kit, folder: Path) -> None:
