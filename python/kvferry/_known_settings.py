@@ -321,8 +321,9 @@ VLLM_MEDIA = Table(
         ),
         _ROUNDING: _names("mm_encoder_attn_backend mm_encoder_tp_mode"),
         _LOGS: _names("mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin"),
+        # vLLM sets it where KV or the encoder's output come from another engine.
+        _DERIVED: _names("allow_missing_mm_embeddings"),
     },
-    _names("allow_missing_mm_embeddings"),
 )
 VLLM_DRAFT = Table(
     "speculative_config",

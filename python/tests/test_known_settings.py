@@ -105,7 +105,7 @@ class Quantization:
         ("settings", "mamba_config", "enable_stochastic_rounding", True),
         ("settings", "model_config", "disable_sliding_window", True),
         ("settings", "", "additional_config", {"a": 1}),
-        ("settings", "model_config.multimodal_config", "allow_missing_mm_embeddings", True),
+        ("settings", "model_config.multimodal_config", "new_setting", True),
         ("draft", "speculative_config", "kv_cache_dtype", "fp8"),
         ("draft", "speculative_config", "parallel_drafting", True),
         ("draft", "speculative_config.draft_model_config", "quantization", "fp8"),
@@ -152,6 +152,8 @@ def test_engines_of_different_deployments_share_their_kv() -> None:
     decode.compilation_config = SimpleNamespace(static_forward_context={})
     decode.kernel_config = SimpleNamespace(moe_backend="other")
     decode.attention_config.backend = "other"
+    # vLLM sets it for consumers of KV.
+    decode.model_config.multimodal_config.allow_missing_mm_embeddings = True
     assert of_vllm(prefill) == of_vllm(decode)
 
 
