@@ -90,6 +90,21 @@ impl Core {
         connections.closed.contains(&dead) || !is_open && !self.member.has_threads(dead)
     }
 
+    /// Whether a device may still be carrying out what a member has begun to write whose threads have ended.
+    pub(crate) fn is_writing_late(&self, dead: MemberId) -> bool {
+        let is_late = |(number, it): (u32, Segment)| {
+            matches!(it.state, SegmentState::Active(_)) && self.disk.is_written_late(number)
+        };
+        self.member.held_by(dead).any(is_late)
+    }
+
+    /// Leaves what a process leaves that is killed.
+    #[cfg(test)]
+    pub(crate) fn die(&self) {
+        self.disk.close_all();
+        self.member.die();
+    }
+
     /// The block that a put finds, under a name of this check. One that may be torn is compared with its sum, and
     /// leaves if it is not whole: the put stores it again. One that can't be compared at the moment stays, and is not
     /// taken for whole.
@@ -234,6 +249,7 @@ impl Core {
     fn leave_segments(&self) {
         self.settle_late();
         for (segment, it) in self.member.held_by(self.member.id()) {
+            self.disk.unlock(segment);
             self.member.note_open(segment, true);
             self.member.set_segment(segment, it.state, SegmentState::Sealed);
         }

@@ -17,6 +17,7 @@ use crate::steps::{Op, Step, step};
 use crate::sync::lock;
 use device::{Device, Segment};
 use kvferry::{Access, Agent, Batch, DirectIo, Options, Region, Transfer};
+use std::fmt;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
@@ -108,7 +109,7 @@ pub(crate) struct UnderWay {
 struct Uses {
     /// Of each directory, until the device has answered.
     entered: Vec<Entered>,
-    _files: Vec<Arc<Segment>>,
+    files: Vec<Arc<Segment>>,
     _header: Option<Header>,
 }
 
@@ -117,6 +118,7 @@ impl Uses {
     fn end<T>(mut self, outcome: kvferry::Result<T>) -> io::Result<()> {
         self.entered.clear();
         if outcome.as_ref().is_err_and(|e| e.quiesced() == Some(false)) {
+            self.files.iter().for_each(|it| it.leave());
             std::mem::forget(self);
         }
         outcome.map(|_| ()).map_err(io::Error::other)
@@ -273,7 +275,7 @@ impl Directories {
         blocks: &[(u64, BlockMemory)],
     ) -> io::Result<(Batch, Uses)> {
         let (number, device) = (segment, self.of(segment));
-        let segment = device.find_open(number, true)?;
+        let segment = device.find_to_write(number)?;
         let entered = device.enter(Pace::Quick)?;
         let mut batch = Batch::with_capacity(1 + blocks.len());
         let copy = self.headers.copy(header);
@@ -291,7 +293,7 @@ impl Directories {
             None => segment.file.write_all_at(header, header_at),
         };
         step(|| Op::write(self.path_of(number), header_at, header), write)?;
-        Ok((batch, Uses { entered: vec![entered], _files: vec![segment], _header: copy }))
+        Ok((batch, Uses { entered: vec![entered], files: vec![segment], _header: copy }))
     }
 
     /// The batch reads blocks. The files stay open as long as they are held.
@@ -313,7 +315,7 @@ impl Directories {
         for segment in of_run {
             entered.push(self.of(segment).enter(Pace::Quick)?);
         }
-        Ok((batch, Uses { entered, _files: files, _header: None }))
+        Ok((batch, Uses { entered, files, _header: None }))
     }
 
     /// As [`log::Disk::write_blocks`], but returns at once where the device is what takes its time. Into the page cache
@@ -343,6 +345,9 @@ impl Directories {
     }
 
     /// Makes the segment's file unless it exists. One of another length is made anew.
+    ///
+    /// # Errors
+    /// The system's; [`WrittenLate`] if a write that another process has begun may be under way in the file.
     pub(crate) fn ensure(&self, segment: u32) -> io::Result<()> {
         self.of(segment).ensure(segment)
     }
@@ -419,6 +424,22 @@ impl Directories {
         self.of(segment).close(segment);
     }
 
+    /// Whether a write of a process that has ended may be under way in a segment. True as long as that can't be found out.
+    pub(crate) fn is_written_late(&self, segment: u32) -> bool {
+        self.of(segment).is_written_late(segment)
+    }
+
+    /// This process writes no more to a segment that it gives to others, and no write of its own is under way.
+    pub(crate) fn unlock(&self, segment: u32) {
+        self.of(segment).unlock(segment);
+    }
+
+    /// As if the process had ended, with all that it was writing.
+    #[cfg(test)]
+    pub(crate) fn close_all(&self) {
+        self.all.iter().for_each(|it| it.close_all());
+    }
+
     /// Tells tests that the keeper has removed a block.
     pub(crate) fn note_evicted(&self, key: [u64; 2]) {
         let _ = step(|| Op::Evicted(self.path_of(0), key), || Ok(()));
@@ -456,6 +477,34 @@ impl Directories {
     }
 }
 
+/// The error of beginning a segment to which a process that has ended may still be writing: a device may carry out what
+/// it was given before. No block is lost by that.
+#[derive(Debug)]
+pub(crate) struct WrittenLate(PathBuf);
+
+impl WrittenLate {
+    fn error(path: PathBuf) -> io::Error {
+        io::Error::new(io::ErrorKind::ResourceBusy, Self(path))
+    }
+}
+
+impl fmt::Display for WrittenLate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let path = self.0.display();
+        write!(
+            f,
+            "{path} is locked: a write may be under way in it, of a process that was killed or whose \
+             agent was shut down; the segment is used again once the lock is free"
+        )
+    }
+}
+
+impl std::error::Error for WrittenLate {}
+
+fn is_written_late(error: &io::Error) -> bool {
+    error.get_ref().is_some_and(|it| it.is::<WrittenLate>())
+}
+
 /// Whether a device or a file system failed, or hangs, and not this process.
 pub(crate) fn is_of_device(error: &io::Error) -> bool {
     match error.raw_os_error() {
@@ -463,6 +512,7 @@ pub(crate) fn is_of_device(error: &io::Error) -> bool {
         // A file that is gone, or cut, or another user's.
         None => {
             is_hang(error)
+                || is_written_late(error)
                 || own::is_refused(error)
                 || matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
         }

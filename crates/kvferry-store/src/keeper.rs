@@ -207,7 +207,7 @@ impl Keeper {
             .member
             .members()
             .filter(|it| core.member.has_died(*it))
-            .partition(|it| core.has_ended(*it));
+            .partition(|it| core.has_ended(*it) && !core.is_writing_late(*it));
         self.awaits_end = !awaited.is_empty();
         if dead.is_empty() {
             return;

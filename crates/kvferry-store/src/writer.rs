@@ -1,7 +1,7 @@
 //! Puts blocks into this process's segment.
 
 use crate::core::Core;
-use crate::disk::{UnderWay, is_of_device};
+use crate::disk::{UnderWay, is_of_device, may_move};
 use crate::gate::is_hang;
 use crate::index::{Entry, SegmentState};
 use crate::log::{self, Appender, Disk, Extent, SegmentHeader};
@@ -136,21 +136,25 @@ impl BlocksUnderWay {
                 Err(e) => core.fault("write", extent.segment(), e),
             }
         }
-        self.finish(written.is_ok());
+        self.finish(&written);
         written.map_err(|_| NotWritten::Failed)
     }
 
-    fn finish(&mut self, is_written: bool) {
-        if let Some(extent) = self.extent.take() {
-            lock(&self.appender).finished(extent, is_written);
+    /// A write that the agent has left to the device stays in flight: its segment is neither sealed nor used anew.
+    fn finish(&mut self, written: &io::Result<()>) {
+        let is_left = written.as_ref().is_err_and(|e| may_move(e).is_some());
+        if let Some(extent) = self.extent.take()
+            && !is_left
+        {
+            lock(&self.appender).finished(extent, written.is_ok());
         }
     }
 }
 
 impl Drop for BlocksUnderWay {
     fn drop(&mut self) {
-        drop(self.writing.take());
-        self.finish(false);
+        let written = self.writing.take().map_or(Ok(()), UnderWay::end);
+        self.finish(&written.and(Err(io::ErrorKind::Interrupted.into())));
     }
 }
 
@@ -447,6 +451,7 @@ pub(crate) fn seal(core: &Core, appender: &mut Appender) -> bool {
         core.member.note_open(segment, true);
         note_failed_sync(core, segment, &e);
     }
+    core.disk.unlock(segment);
     let mine = SegmentState::Active(core.member.id());
     core.member.set_segment(segment, mine, SegmentState::Sealed);
     true

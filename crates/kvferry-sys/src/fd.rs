@@ -118,13 +118,14 @@ impl Fd {
 /// without the lock, so a child that is forked at that moment may keep it, until it ends or runs another
 /// program.
 #[derive(Debug)]
-pub(crate) struct Tracked<T: AsRawFd> {
+pub struct Tracked<T: AsRawFd> {
     owner: T,
     forks: u32,
 }
 
 impl<T: AsRawFd> Tracked<T> {
-    pub(crate) fn new(owner: T) -> Self {
+    /// Takes the owner of a descriptor, which stays the same.
+    pub fn new(owner: T) -> Self {
         open().insert(owner.as_raw_fd());
         Self { owner, forks: forks() }
     }

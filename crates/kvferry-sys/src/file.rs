@@ -1,10 +1,11 @@
 //! Files that are read and written at offsets.
 
 use crate::fd::Tracked;
+use crate::lock::try_flock;
 use crate::pins::Pins;
 use crate::retry_on_intr;
 use crate::span::HostSpan;
-use rustix::fs::{AtFlags, FallocateFlags, FileType, Mode, OFlags, StatxFlags};
+use rustix::fs::{AtFlags, FallocateFlags, FileType, FlockOperation, Mode, OFlags, StatxFlags};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
@@ -161,6 +162,24 @@ impl File {
     /// The kernel's error. What was written before may be lost then, and a second call may say otherwise.
     pub fn sync_data(&self) -> io::Result<()> {
         retry_on_intr(|| Ok(rustix::fs::fdatasync(&self.fd)?))
+    }
+
+    /// Takes a lock (`flock`) together with others, unless another open file has it alone: then it is false. The kernel
+    /// gives the lock up when this open file has no descriptor any more and no operation uses it, also one of a process
+    /// that was killed. Idempotent.
+    ///
+    /// # Errors
+    /// The kernel's error, such as of a file system that has no locks.
+    pub fn try_lock_shared(&self) -> io::Result<bool> {
+        try_flock(&self.fd, FlockOperation::NonBlockingLockShared)
+    }
+
+    /// Gives the lock up that [`File::try_lock_shared`] has taken, whatever uses the file.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn unlock(&self) -> io::Result<()> {
+        try_flock(&self.fd, FlockOperation::Unlock).map(drop)
     }
 
     /// Drops what the page cache has of the file and needs not write. A hint.

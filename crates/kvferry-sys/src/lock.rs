@@ -5,6 +5,7 @@ use crate::retry_on_intr;
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
 use std::io;
+use std::os::fd::AsFd;
 use std::path::Path;
 
 const MODE: Mode = Mode::RUSR.union(Mode::WUSR);
@@ -53,11 +54,16 @@ impl LockFile {
     }
 
     fn lock(&self, operation: FlockOperation) -> io::Result<bool> {
-        match retry_on_intr(|| Ok(flock(&self.0, operation)?)) {
-            Ok(()) => Ok(true),
-            Err(e) if Errno::from_io_error(&e) == Some(Errno::WOULDBLOCK) => Ok(false),
-            Err(e) => Err(e),
-        }
+        try_flock(&self.0, operation)
+    }
+}
+
+/// False if another open file has a lock that excludes this one.
+pub(crate) fn try_flock(file: impl AsFd, operation: FlockOperation) -> io::Result<bool> {
+    match retry_on_intr(|| Ok(flock(&file, operation)?)) {
+        Ok(()) => Ok(true),
+        Err(e) if Errno::from_io_error(&e) == Some(Errno::WOULDBLOCK) => Ok(false),
+        Err(e) => Err(e),
     }
 }
 

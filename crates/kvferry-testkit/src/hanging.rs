@@ -23,6 +23,8 @@ const WRITE_MAX: usize = 256 << 10;
 /// How often the thread looks whether the device answers again.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 const ROOT: u64 = 1;
+const READ: u32 = 15;
+const WRITE: u32 = 16;
 
 /// A mounted file system. Dropping it ends all operations, with an error, and unmounts it.
 #[derive(Debug)]
@@ -37,9 +39,10 @@ struct Shared {
     is_held: AtomicBool,
     /// The device is asked for something while it is held.
     is_asked: AtomicBool,
-    /// Reads that are to be lost.
+    /// Reads, and writes past the page cache, that are to be lost.
     to_lose: AtomicUsize,
-    /// Reads that are lost until the device is released.
+    writes_to_lose: AtomicUsize,
+    /// Operations that are lost until the device is released.
     lost: AtomicUsize,
 }
 
@@ -106,9 +109,15 @@ impl HangingDisk {
         self.shared.to_lose.store(count, SeqCst);
     }
 
+    /// As [`HangingDisk::lose_reads`], of writes past the page cache. They are carried out when they are answered.
+    pub fn lose_direct_writes(&self, count: usize) {
+        self.shared.writes_to_lose.store(count, SeqCst);
+    }
+
     /// Has the device answer everything, in the order in which it was asked.
     pub fn release(&self) {
         self.shared.to_lose.store(0, SeqCst);
+        self.shared.writes_to_lose.store(0, SeqCst);
         self.shared.is_held.store(false, SeqCst);
     }
 
@@ -117,7 +126,7 @@ impl HangingDisk {
         self.shared.is_asked.load(SeqCst)
     }
 
-    /// Reads that were lost and are not answered.
+    /// Operations that were lost and are not answered.
     pub fn lost(&self) -> usize {
         self.shared.lost.load(SeqCst)
     }
@@ -282,15 +291,13 @@ impl Nodes {
             }
             // OPEN and OPENDIR
             14 | 27 => Ok(vec![0; 16]),
-            // READ
-            15 => {
+            READ => {
                 let (at, size) = (word(8)? as usize, u32_at(body, 16)? as usize);
                 let bytes = &self.get(node)?.bytes;
                 let end = bytes.len().min(at + size);
                 Ok(bytes.get(at..end).unwrap_or_default().to_vec())
             }
-            // WRITE
-            16 => {
+            WRITE => {
                 let (at, size) = (word(8)? as usize, u32_at(body, 16)? as usize);
                 let new = body.get(40..40 + size).ok_or(libc::EINVAL)?;
                 let bytes = &mut self.get(node)?.bytes;
@@ -387,7 +394,7 @@ impl Server {
                 thread::sleep(LOOK_EVERY);
                 continue;
             }
-            if self.shared.to_lose.load(SeqCst) == 0 {
+            if self.to_lose(READ) + self.to_lose(WRITE) == 0 {
                 while let Some(request) = self.lost.pop_front() {
                     self.answer(&request);
                     self.shared.lost.store(self.lost.len(), SeqCst);
@@ -409,7 +416,7 @@ impl Server {
             match u32_at(request, 4) {
                 // FORGET, INTERRUPT and BATCH_FORGET have no answer.
                 Ok(2 | 36 | 42) | Err(_) => {}
-                Ok(15) if self.loses() => {
+                Ok(opcode) if self.loses(opcode, request) => {
                     self.lost.push_back(request.to_vec());
                     self.shared.lost.store(self.lost.len(), SeqCst);
                 }
@@ -423,10 +430,20 @@ impl Server {
         unsafe { libc::close(self.fd) };
     }
 
-    /// Whether a read is to be lost.
-    fn loses(&self) -> bool {
-        let to_lose = self.shared.to_lose.load(SeqCst);
-        self.lost.len() < to_lose
+    /// How many operations of a kind are to be lost.
+    fn to_lose(&self, opcode: u32) -> usize {
+        match opcode {
+            READ => self.shared.to_lose.load(SeqCst),
+            WRITE => self.shared.writes_to_lose.load(SeqCst),
+            _ => 0,
+        }
+    }
+
+    /// Whether an operation is to be lost.
+    fn loses(&self, opcode: u32, request: &[u8]) -> bool {
+        // Behind the header: how the file was opened.
+        let is_direct = || u32_at(request, 40 + 32).is_ok_and(|it| it & libc::O_DIRECT as u32 != 0);
+        self.lost.len() < self.to_lose(opcode) && (opcode == READ || is_direct())
     }
 
     /// Waits a moment for a request. True if there is one, or the file system was unmounted.

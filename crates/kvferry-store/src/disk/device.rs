@@ -4,19 +4,26 @@
 //! ([`Device::patiently`]): the caller waits only until the directory hangs. An operation that was given up goes on,
 //! with memory of its own. Until it ends its segment is *held*: nothing else is done to the segment, and its owner must
 //! not give it away, as a late write would land in what another process has put there.
+//!
+//! # Locks
+//! A device may also carry out a write that a process had begun which was killed since: no thread waits for what io_uring
+//! has given to a device. So a process locks the segment that its transfers write to (`flock`, shared), by the open files
+//! that they use. Operations under way hold these files, also when their process has ended. A segment is begun only if no
+//! other open file has a lock of it ([`WrittenLate`]). File systems without such locks do without.
 
-use super::{EIO, is_gone, is_read_only, system_error};
-use crate::gate::{Entered, Gate, Pace};
+use super::{EIO, WrittenLate, is_gone, is_of_device, is_read_only, is_written_late, system_error};
+use crate::gate::{Entered, Gate, Pace, is_hang};
 use crate::helpers::Helpers;
 use crate::index::Index;
 use crate::log::{self, Superblock};
 use crate::own::{self, FileUser};
 use crate::steps::{Op, step, sync_directory};
 use crate::sync::lock;
-use kvferry::{Agent, DirectIo, FileOptions, FileRegion};
+use kvferry::{Agent, DirectIo, ErrorKind, FileOptions, FileRegion};
+use kvferry_sys::fd::Tracked;
 use kvferry_sys::private;
 use rustc_hash::{FxHashMap, FxHashSet};
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -104,10 +111,58 @@ struct Open {
 #[derive(Debug)]
 pub(super) struct Segment {
     agent: Agent,
-    pub(super) file: File,
+    /// A forked child has no descriptor of it: with one, the lock would outlive this process.
+    pub(super) file: Tracked<File>,
     pub(super) region: FileRegion,
     /// False if the file system is read-only, or this user may only read.
     is_writable: bool,
+    /// Transfers of this process may write to it.
+    is_locked: AtomicBool,
+    /// The agent was shut down while a transfer was under way: nothing says when it ends.
+    is_left: AtomicBool,
+}
+
+impl Segment {
+    /// Locks the file, before the first transfer that writes to it.
+    fn lock(&self) -> io::Result<()> {
+        match self.region.lock_shared() {
+            Err(e) if e.kind() == ErrorKind::Busy => return Err(io::Error::other(e)),
+            Err(error) => {
+                let path = self.region.path().display();
+                tracing::debug!(%error, "{path} is written without a lock");
+            }
+            Ok(()) => {}
+        }
+        self.is_locked.store(true, Relaxed);
+        Ok(())
+    }
+
+    fn unlock(&self) {
+        if !self.is_left.load(Relaxed) && self.is_locked.swap(false, Relaxed) {
+            let _ = self.region.unlock();
+        }
+    }
+
+    /// The lock stays until this process has ended: a transfer that was left may be under way.
+    pub(super) fn leave(&self) {
+        self.is_left.store(true, Relaxed);
+    }
+
+    /// Fails if a write may be under way that was begun by another open file of the segment. This process has the segment
+    /// to itself, and writes nothing to it at the moment.
+    fn check_unwritten(&self) -> io::Result<()> {
+        let late = || WrittenLate::error(self.region.path().to_path_buf());
+        self.unlock();
+        if self.is_left.load(Relaxed) {
+            return Err(late());
+        }
+        match self.file.try_lock() {
+            Ok(()) => self.file.unlock(),
+            Err(TryLockError::WouldBlock) => Err(late()),
+            // Such as: the file system has no locks.
+            Err(TryLockError::Error(_)) => Ok(()),
+        }
+    }
 }
 
 impl Drop for Segment {
@@ -233,6 +288,16 @@ impl Device {
         }
     }
 
+    /// An open segment, to which a transfer is to write.
+    pub(super) fn find_to_write(self: &Arc<Self>, segment: u32) -> io::Result<Arc<Segment>> {
+        let open = self.find_open(segment, true)?;
+        if !open.is_locked.load(Relaxed) {
+            let file = Arc::clone(&open);
+            self.patiently(Pace::Quick, None, move |_| file.lock())?;
+        }
+        Ok(open)
+    }
+
     fn opened(&self, segment: u32, to_write: bool) -> io::Result<Arc<Segment>> {
         let closed = {
             let mut open = lock(&self.state.open);
@@ -291,7 +356,37 @@ impl Device {
         let options = options.direct(self.direct).name(path);
         let region =
             self.agent.register_file(file.try_clone()?.into(), &options).map_err(system_error)?;
-        Ok(Arc::new(Segment { agent: self.agent.clone(), file, region, is_writable }))
+        Ok(Arc::new(Segment {
+            agent: self.agent.clone(),
+            file: Tracked::new(file),
+            region,
+            is_writable,
+            is_locked: AtomicBool::new(false),
+            is_left: AtomicBool::new(false),
+        }))
+    }
+
+    /// As [`super::Directories::is_written_late`].
+    pub(super) fn is_written_late(self: &Arc<Self>, segment: u32) -> bool {
+        let check = move |it: &Self| it.opened(segment, true)?.check_unwritten();
+        match self.patiently(Pace::Quick, None, check) {
+            Ok(()) => false,
+            // A file that is gone, or can't be opened, can't be begun either.
+            Err(e) => is_written_late(&e) || is_hang(&e) || !is_of_device(&e),
+        }
+    }
+
+    /// As [`super::Directories::unlock`].
+    pub(super) fn unlock(&self, segment: u32) {
+        let open = lock(&self.state.open).files.get(&segment).map(|(it, _)| Arc::clone(it));
+        if let Some(open) = open {
+            open.unlock();
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn close_all(&self) {
+        lock(&self.state.open).files.clear();
     }
 
     /// Closes a segment's file once nothing reads it.
@@ -327,7 +422,7 @@ impl Device {
         self.check()?;
         match std::fs::symlink_metadata(self.path_of(segment)) {
             Ok(file) if !file.is_symlink() && file.len() == self.segment_bytes => {
-                return self.opened(segment, true).map(|_| ());
+                return self.opened(segment, true)?.check_unwritten();
             }
             Ok(_) => self.remove_now(segment)?,
             Err(e) if e.kind() == io::ErrorKind::NotFound => self.close(segment),

@@ -10,7 +10,9 @@ use crate::options::StoreOptions;
 use crate::power::recorder::{Event as Recorded, Fault, Recording};
 use crate::recover;
 use crate::steps::Op;
-use crate::writer::{Candidate, Which, Writer};
+use crate::writer::{Candidate, NotWritten, Which, Writer};
+use kvferry_testkit::hanging::HangingDisk;
+use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::ops::Deref;
 use std::os::unix::fs::FileExt;
 
@@ -47,6 +49,10 @@ impl Bench {
 
     /// Puts a block with bytes of its own. Returns its segment.
     fn put(&self, core: &Core, writer: &Writer, key: u64) -> u32 {
+        self.try_put(core, writer, key).expect("no device fails")
+    }
+
+    fn try_put(&self, core: &Core, writer: &Writer, key: u64) -> Result<u32, NotWritten> {
         let mut bytes = vec![0; LEN as usize];
         fastrand::Rng::with_seed(key).fill(&mut bytes);
         self.pool.write_at(0, &bytes).expect("inside");
@@ -63,8 +69,7 @@ impl Bench {
             core.member.insert(Key(key), new);
             to = segment;
         });
-        written.expect("no device fails");
-        to
+        written.map(|()| to)
     }
 }
 
@@ -135,7 +140,7 @@ fn a_segment_in_which_a_block_lives_is_not_freed_because_a_death_has_left_its_co
     let [dies, keeps] = bench.open();
     let segment = bench.put(&dies, &Writer::default(), 1);
     dies.member.forget_live(segment);
-    dies.member.die();
+    dies.die();
     let keeper = Keeper::new(Arc::clone(&keeps));
     let segment = keeper.core.member.segment(segment);
     assert_eq!((segment.state, segment.live_blocks), (SegmentState::Sealed, 1));
@@ -162,7 +167,7 @@ fn where_the_copies_of_a_dead_keeper_can_not_be_synced_their_old_places_are_not_
     assert!(dies.member.remove(&to) && dies.member.relocate(&from, to.page));
     // A file that is gone can't be synced.
     std::fs::remove_file(keeps.disk.path_of(own)).expect("it exists");
-    dies.member.die();
+    dies.die();
     let _keeper = Keeper::new(Arc::clone(&keeps));
     assert_eq!(keeps.member.unsynced(), Some(own));
     assert_eq!(keeps.member.segment(old).state, SegmentState::Withheld);
@@ -350,6 +355,98 @@ fn a_segment_of_a_killed_process_is_given_to_no_other_while_one_of_its_threads_m
     assert_eq!(state(), SegmentState::Free);
 }
 
+/// As an operation on a segment that the kernel has not completed, of a process that has ended.
+fn write_late(core: &Core, segment: u32) -> std::fs::File {
+    let file = std::fs::File::open(core.disk.path_of(segment)).expect("it exists");
+    file.try_lock_shared().expect("no other process has it alone");
+    file
+}
+
+#[test]
+fn a_segment_of_a_killed_process_is_given_to_no_other_while_a_device_may_write_to_it() {
+    let bench = Bench::new("late");
+    let [dies, keeps] = bench.open();
+    let segment = bench.put(&dies, &Writer::default(), 1);
+    let held = SegmentState::Active(dies.member.id());
+    assert!(dies.member.remove(&find(&dies, 1).expect("put")));
+    let under_way = write_late(&dies, segment);
+    dies.die();
+    let mut keeper = Keeper::new(Arc::clone(&keeps));
+    let state = || keeps.member.segment(segment).state;
+    assert!(keeper.awaits_end() && state() == held);
+    drop(under_way);
+    keeper.repair();
+    assert!(!keeper.awaits_end());
+    assert_eq!(state(), SegmentState::Free);
+}
+
+#[test]
+fn a_segment_is_not_begun_while_a_device_may_write_to_it_and_is_used_after_that() {
+    let bench = Bench::new("late-open");
+    let [core] = bench.open();
+    let segment = core.member.claim().expect("one is free");
+    core.disk.ensure(segment).expect("no device fails");
+    drop(core);
+    // All processes have ended.
+    let [core] = bench.open();
+    let state = || core.member.segment(segment).state;
+    assert_eq!(state(), SegmentState::Free);
+    let under_way = write_late(&core, segment);
+    let begun = begin_segment(&core, 0).expect("no fault of this process").expect("one is free");
+    assert_ne!(begun.segment(), segment);
+    assert_eq!(state(), SegmentState::Withheld);
+    let mut keeper = Keeper::new(Arc::clone(&core));
+    for is_free in [false, true] {
+        keeper.retried_at = None;
+        keeper.retry_withheld();
+        assert_eq!(state() == SegmentState::Free, is_free);
+        drop(under_way.try_clone().expect("a descriptor"));
+        under_way.unlock().expect("locked");
+    }
+}
+
+#[test]
+fn a_segment_that_a_process_has_sealed_is_used_by_others() {
+    let bench = Bench::new("unlocked");
+    let [one, other] = bench.open();
+    let writer = Writer::default();
+    let segment = bench.put(&one, &writer, 1);
+    let refused = other.disk.ensure(segment).expect_err("it is being written");
+    assert!(is_of_device(&refused), "{refused}");
+    writer.seal(&one, Which::All);
+    other.disk.ensure(segment).expect("it is sealed");
+}
+
+#[test]
+fn a_segment_is_neither_sealed_nor_begun_after_the_agent_has_left_a_write_to_its_device() {
+    let _watchdog = Watchdog::new(PATIENCE);
+    let bench = Bench::new("left");
+    std::fs::create_dir_all(&bench.folder).expect("a folder");
+    let Some(disk) = HangingDisk::mount(&bench.folder) else { return };
+    let [core] = bench.open();
+    let writer = Writer::default();
+    let segment = bench.put(&core, &writer, 1);
+    disk.hold();
+    std::thread::scope(|scope| {
+        let (core, writer, bench) = (&core, &writer, &bench);
+        let (tell, told) = std::sync::mpsc::channel();
+        // The thread itself ends once the device has answered.
+        scope.spawn(move || tell.send(bench.try_put(core, writer, 2)));
+        eventually("the device is asked", || disk.is_asked());
+        bench.agent.shutdown();
+        let put = told.recv();
+        disk.release();
+        assert!(put.expect("no panic").is_err(), "it can't be known whether it was written");
+    });
+    writer.seal(&core, Which::All);
+    let mine = SegmentState::Active(core.member.id());
+    assert_eq!(core.member.segment(segment).state, mine);
+    core.wait_quiet();
+    assert_eq!(core.member.segment(segment).state, SegmentState::Sealed);
+    let file = std::fs::File::open(core.disk.path_of(segment)).expect("it exists");
+    assert!(file.try_lock().is_err(), "another process that begins the segment finds a lock");
+}
+
 #[test]
 fn what_an_earlier_try_has_copied_is_on_the_disk_before_its_segment_is_freed() {
     let bench = Bench::new("copied-before");
@@ -396,7 +493,7 @@ fn a_full_store_frees_no_segment_that_alone_may_have_what_a_dead_keeper_has_copi
     let now = keeps.clock.now_s();
     let slots = [1, 2].map(|key| find(&keeps, key).expect("put").slot);
     let pins = slots.map(|slot| keeps.member.pin(slot, now, now + HOUR).expect("room"));
-    dies.member.die();
+    dies.die();
     let recording = Recording::start(&bench.folder);
     fail_syncs(&recording, true);
     let mut keeper = Keeper::new(Arc::clone(&keeps));
@@ -430,7 +527,7 @@ fn what_a_keeper_could_not_sync_is_moved_to_where_it_can_be() {
     let mut keeper = Keeper::new(Arc::clone(&dies));
     let (old, own) = copied_in_part(&bench, &mut keeper, &keeps, &third);
     drop(keeper);
-    dies.member.die();
+    dies.die();
     let recording = Recording::start(&bench.folder);
     fail_syncs(&recording, false);
     let mut keeper = Keeper::new(Arc::clone(&keeps));

@@ -97,7 +97,7 @@ fn while_puts_press_durations_end_and_what_a_dead_process_held_comes_back() {
     assert!(keeper.goes_on());
     let member = dying.member.id();
     assert!(core.member.members().any(|it| it == member));
-    dying.member.die();
+    dying.die();
     keeper.replay(Replayed { now_ms: 3600 * 1000, press });
     let due = core.member.find(&Key([0, 0]));
     assert!(due.is_some());

@@ -107,6 +107,7 @@ fn record(
     // What was not sealed is what a process leaves that was killed.
     for (number, segment) in two.other.member.held_by(two.other.member.id()) {
         two.other.member.note_open(number, true);
+        two.other.disk.unlock(number);
         assert!(two.other.member.set_segment(number, segment.state, SegmentState::Sealed));
     }
     if syncs != Syncs::Work {
@@ -123,7 +124,7 @@ fn record(
     recording.kill_after(None);
     recording.fail(None);
     ended.err()?.downcast::<Killed>().expect("no other panic");
-    two.keeper.member.die();
+    two.keeper.die();
     let killed_at = recording.now();
     // The other one becomes the keeper, and then goes on.
     let mut keeper = Keeper::new(Arc::clone(&two.other));

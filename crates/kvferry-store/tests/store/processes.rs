@@ -1,8 +1,10 @@
 //! Several processes with one store, some of which are killed or stopped.
 
 use crate::{Engine, Folder, MIB, options, prompt};
+use kvferry::DirectIo;
 use kvferry_sys::lock::LockFile;
-use kvferry_testkit::{PATIENCE, Watchdog};
+use kvferry_testkit::hanging::HangingDisk;
+use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -12,6 +14,8 @@ const LEN: u64 = 64 << 10;
 const CAPACITY: u64 = 2048 * MIB;
 const SMALL: u64 = 24 * MIB;
 const BLOCKS: usize = 6;
+/// Set for a process that goes past the page cache.
+const DIRECT: &str = "KVFERRY_STORE_TEST_DIRECT";
 
 /// A process with the store open, which puts prompts and says the seed of each when it is stored.
 pub(crate) struct Other {
@@ -22,8 +26,25 @@ pub(crate) struct Other {
 impl Other {
     /// Puts the prompts of seeds from `first` on: `count` of them, and then waits.
     pub(crate) fn start(folder: &Path, capacity: u64, first: u64, count: u64) -> Self {
+        Self::start_with(folder, capacity, first, count, |_| ())
+    }
+
+    /// As [`Other::start`], past the page cache.
+    pub(crate) fn start_direct(folder: &Path, capacity: u64, first: u64, count: u64) -> Self {
+        Self::start_with(folder, capacity, first, count, |it| _ = it.env(DIRECT, "1"))
+    }
+
+    fn start_with(
+        folder: &Path,
+        capacity: u64,
+        first: u64,
+        count: u64,
+        change: impl FnOnce(&mut Command),
+    ) -> Self {
         let this = std::env::current_exe().expect("the path of this program");
-        let mut child = Command::new(this)
+        let mut command = Command::new(this);
+        change(&mut command);
+        let mut child = command
             .args(["--exact", "processes::other", "--ignored", "--nocapture"])
             .env("KVFERRY_STORE_TEST", folder)
             .env("KVFERRY_STORE_TEST_PUTS", format!("{capacity} {first} {count}"))
@@ -71,7 +92,11 @@ fn other() {
     let mut numbers = puts.split(' ').map(|number| number.parse::<u64>().expect("a number"));
     let mut next = || numbers.next().expect("three numbers");
     let (capacity, first, count) = (next(), next(), next());
-    let engine = Engine::open(&options(Path::new(&folder), capacity), LEN);
+    let direct = match std::env::var(DIRECT) {
+        Ok(_) => DirectIo::Auto,
+        Err(_) => DirectIo::Off,
+    };
+    let engine = Engine::open(&options(Path::new(&folder), capacity).direct(direct), LEN);
     for seed in first..first.saturating_add(count) {
         let put = engine.put(&prompt(seed, BLOCKS), 0);
         if put.stored + put.present == BLOCKS {
@@ -149,6 +174,33 @@ fn when_the_keeper_is_killed_another_process_becomes_it() {
     fill_twice(&engine, 100);
     let stats = engine.store.stats();
     assert_eq!((stats.is_keeper, stats.processes, stats.corrupt), (1, 1, 0), "{stats:?}");
+}
+
+#[test]
+fn what_a_device_writes_late_of_a_process_that_was_killed_lands_in_no_block_of_another() {
+    let _bound = Watchdog::new(PATIENCE);
+    let folder = Folder::new("late-write");
+    let Some(disk) = HangingDisk::mount(folder.path()) else { return };
+    let with = options(folder.path(), SMALL).direct(DirectIo::Auto);
+    let engine = Engine::open(&with, LEN);
+    // The header of an extent and a block.
+    disk.lose_direct_writes(2);
+    let mut other = Other::start_direct(folder.path(), SMALL, 1, 1);
+    eventually("the device has the writes", || disk.lost() == 2);
+    other.signal("-KILL");
+    assert_eq!(other.next(), None, "it was not told that its blocks are stored");
+    // No thread waits for the device.
+    other.child.wait().expect("it ends");
+    fill_twice(&engine, 100);
+    assert_eq!(disk.lost(), 2);
+    disk.release();
+    eventually("it writes", || disk.lost() == 0);
+    let seeds = 100..1000;
+    let hits: usize = seeds.map(|seed| engine.get(&prompt(seed, BLOCKS), 0)).sum();
+    let stats = engine.store.stats();
+    assert!(hits > 0 && stats.corrupt == 0, "{hits} hits, {stats:?}");
+    eventually("what the process held is given back", || engine.store.stats().processes == 1);
+    engine.store.close();
 }
 
 #[test]

@@ -193,6 +193,42 @@ impl FileRegion {
     }
 }
 
+impl FileRegion {
+    /// The open files that transfers use.
+    fn files(&self) -> impl Iterator<Item = &Arc<File>> {
+        let direct = self.0.direct.as_ref().map(|(file, _)| file);
+        std::iter::once(&self.0.file).chain(direct)
+    }
+
+    /// Takes a shared lock (`flock`) of the file by each descriptor that transfers use. Operations that have begun hold
+    /// it, too: after [`Agent::close_file`](crate::Agent::close_file), and after the process was killed, it lasts until the
+    /// last of them has ended. So a process that gets the lock alone knows that no operation is under way that was begun
+    /// under the lock. Idempotent. Waits for no other process.
+    ///
+    /// # Errors
+    /// `Busy` if another open file has the lock alone; `Io`, such as of a file system that has no locks.
+    pub fn lock_shared(&self) -> Result<()> {
+        for file in self.files() {
+            let locked = file.try_lock_shared();
+            if !locked.map_err(|e| failed("the file can't be locked", e, &self.0.path))? {
+                let what = "another open file has the lock of the file for itself";
+                return Err(Error::new(ErrorKind::Busy, what).with("file", self.0.path.display()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives up the lock that [`FileRegion::lock_shared`] has taken, whatever is under way.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn unlock(&self) -> Result<()> {
+        self.files().try_for_each(|file| {
+            file.unlock().map_err(|e| failed("the file can't be unlocked", e, &self.0.path))
+        })
+    }
+}
+
 fn failed(what: &str, e: std::io::Error, path: &Path) -> Error {
     Error::io(what, e).with("file", path.display())
 }
