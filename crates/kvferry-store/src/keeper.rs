@@ -292,16 +292,24 @@ impl Keeper {
             if is_stopping.load(Relaxed) {
                 return false;
             }
-            let is_sealed = core.member.segment(number).state == SegmentState::Sealed;
-            if !is_sealed || !core.member.is_open(number) {
+            // Of those without a sync: a device that has failed to write pages may report the next one of them as done,
+            // and they are lost.
+            if !core.member.is_open(number) || core.member.is_unsynced(number) {
                 continue;
             }
-            if core.member.is_unsynced(number) {
-                // A device that has failed to write pages may report the next sync of them as done, and they are lost.
+            let mine = SegmentState::Collecting(core.member.id());
+            if !core.member.set_segment(number, SegmentState::Sealed, mine) {
                 continue;
             }
-            match seal_left(&core, number, is_stopping) {
-                Ok(true) => core.member.note_open(number, false),
+            self.collecting = Some(number);
+            let sealed = seal_left(&core, number, is_stopping);
+            self.collecting = None;
+            if let Ok(true) = sealed {
+                core.member.note_open(number, false);
+            }
+            core.settle(number, mine, SegmentState::Sealed);
+            match sealed {
+                Ok(true) => {}
                 // It is being stopped.
                 Ok(false) => return false,
                 Err(e) => {
@@ -1247,7 +1255,7 @@ fn worth(pages_per_segment: u32, segment: &Segment, share: f64) -> u32 {
     (f64::from(room / mean * mean) * share) as u32
 }
 
-/// Seals a segment whose process has ended. A restart takes what a footer lists for whole. Blocks that the index has
+/// Seals a segment whose process has ended, and which this one holds. A restart takes what a footer lists for whole. Blocks that the index has
 /// were written whole, unless it has them from the disk: those are compared with their sums, and leave if they are
 /// torn. False if the keeper is stopped meanwhile.
 fn seal_left(core: &Core, segment: u32, is_stopping: &AtomicBool) -> io::Result<bool> {

@@ -7,7 +7,7 @@ use crate::log::Block;
 use crate::memory::BlockMemory;
 use crate::opening::Opening;
 use crate::options::StoreOptions;
-use crate::power::recorder::{Event as Recorded, Fault, Recording};
+use crate::power::recorder::{Event as Recorded, Fault, Killed, Recording};
 use crate::recover;
 use crate::steps::Op;
 use crate::writer::{Candidate, NotWritten, Which, Writer};
@@ -15,6 +15,7 @@ use kvferry_testkit::hanging::HangingDisk;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::ops::Deref;
 use std::os::unix::fs::FileExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 const LEN: u32 = 60_000;
 const HOUR: u32 = 3600;
@@ -132,6 +133,36 @@ fn a_block_that_is_put_again_after_a_crash_has_torn_it_survives_the_next_crash()
     let (segment, page) = core.superblock.geometry.locate(entry.page);
     let sum = log::recover::sum_of(&core.disk, segment, page, LEN).expect("it can be read");
     assert_eq!(sum, entry.sum);
+}
+
+#[test]
+fn a_keeper_holds_a_segment_while_it_seals_what_a_dead_process_has_left() {
+    let bench = Bench::new("holds");
+    let [core] = bench.open();
+    let segment = bench.put(&core, &Writer::default(), 1);
+    drop(core);
+    let recording = Recording::start(&bench.folder);
+    let mine = |core: &Core| SegmentState::Collecting(core.member.id());
+    let (mut held, mut steps) = (0, 0);
+    loop {
+        let [core] = bench.open();
+        let mut keeper = Keeper::new(Arc::clone(&core));
+        recording.kill_after(Some(steps));
+        let looked = catch_unwind(AssertUnwindSafe(|| keeper.look(&AtomicBool::new(false))));
+        recording.kill_after(None);
+        let Err(panic) = looked else { break };
+        panic.downcast::<Killed>().expect("no other panic");
+        // As another process sees it when the keeper is in the middle of it.
+        held += usize::from(core.member.segment(segment).state == mine(&core));
+        keeper.abandon();
+        assert_eq!(core.member.segment(segment).state, SegmentState::Sealed);
+        steps += 1;
+    }
+    // It reads the segment, and syncs it, writes its footer and syncs that.
+    assert!(held >= 4, "{held} of {steps} steps");
+    let [core] = bench.open();
+    let scanned = log::recover::scan(&core.disk, &core.superblock, segment);
+    assert!(scanned.expect("it can be read").expect("it is in use").is_sealed);
 }
 
 #[test]
