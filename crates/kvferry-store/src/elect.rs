@@ -9,13 +9,14 @@
 //! it shows a process that can read none of the keeper's directories that the store is open. Any user can compute and
 //! take it, so a beacon counts only if a process of the same user listens there.
 
+use crate::index::Index;
 use kvferry_sys::unix::{Channel, user};
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 /// The file with the keeper's name, and the one that replaces it.
@@ -53,14 +54,14 @@ pub(crate) fn beacon(store: [u8; 16]) -> Vec<u8> {
     format!("kvferry-store-{id}").into_bytes()
 }
 
-/// Writes the keeper's name to each directory. One is enough; without any, processes that join find the beacon. A
-/// device that hangs is waited for only briefly.
-pub(crate) fn announce(directories: &[PathBuf], secret: Secret) {
+/// Writes the keeper's name, which the index has, to each directory. One is enough; without any, processes that join
+/// find the beacon. A device that hangs is waited for only briefly.
+pub(crate) fn announce(directories: &[PathBuf], index: &Arc<Index>) {
     let (done, is_done) = mpsc::channel();
     for directory in directories {
-        let (directory, done) = (directory.clone(), done.clone());
+        let (directory, done, index) = (directory.clone(), done.clone(), Arc::downgrade(index));
         let write = move || {
-            let written = write_name(&directory, secret);
+            let written = write_current(&directory, || index.upgrade().map(|it| it.secret()));
             let _ = done.send(());
             if let Err(error) = written {
                 let path = directory.join(KEEPER);
@@ -72,6 +73,19 @@ pub(crate) fn announce(directories: &[PathBuf], secret: Secret) {
     drop(done);
     let until = Instant::now() + ANNOUNCE_TIMEOUT;
     while is_done.recv_timeout(until.saturating_duration_since(Instant::now())).is_ok() {}
+}
+
+/// Writes the name that the keeper has when it is written, which may take a device long: another process may have become
+/// the keeper meanwhile. `current` is `None` once this process has closed the store.
+fn write_current(directory: &Path, current: impl Fn() -> Option<Secret>) -> io::Result<()> {
+    loop {
+        let Some(secret) = current() else { return Ok(()) };
+        let written = write_name(directory, secret);
+        // A keeper that comes after this writes its own name later.
+        if current().is_none_or(|now| now == secret) {
+            return written;
+        }
+    }
 }
 
 fn write_name(directory: &Path, secret: Secret) -> io::Result<()> {
@@ -219,6 +233,25 @@ mod tests {
         assert_eq!(fs::read(&elsewhere).expect("there"), name_of([7, 9]));
         fs::write(&path, [name_of([3, 4]), b"x".to_vec()].concat()).expect("written");
         assert!(announced(&folders).is_empty(), "it is no name");
+        fs::remove_dir_all(&folder).expect("made above");
+    }
+
+    #[test]
+    fn a_name_that_is_written_late_is_the_one_of_the_keeper_at_that_time() {
+        let folder = std::env::temp_dir().join(format!("kvferry-late-name-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&folder);
+        fs::create_dir_all(&folder).expect("a folder");
+        let folders = [folder.clone()];
+        write_current(&folder, || None).expect("nothing to do");
+        assert!(announced(&folders).is_empty(), "the store was closed");
+        let asked = std::cell::Cell::new(0);
+        // Another keeper comes while the first one's name is written.
+        let current = || {
+            asked.set(asked.get() + 1);
+            Some(if asked.get() == 1 { [1, 1] } else { [2, 2] })
+        };
+        write_current(&folder, current).expect("written");
+        assert_eq!(announced(&folders), BTreeSet::from([name_of([2, 2])]));
         fs::remove_dir_all(&folder).expect("made above");
     }
 

@@ -58,6 +58,9 @@ const MEMBER_LEN: usize = 6;
 const WAKE: u8 = 3;
 /// The keeper's message to a member: it is to seal what it does not write to.
 const SEAL: u8 = 4;
+/// The keeper's answer to `MEMBER`, as long: which member it is. Only the keeper itself knows: when another process is
+/// connected to it, the index may name the next one.
+const KEEPER: u8 = 5;
 
 /// What the thread of a process does for its store.
 pub(crate) trait Keep: Send + Sync {
@@ -176,7 +179,7 @@ pub(crate) fn join(
         Found::NoProcess { secret, listener, beacon } => {
             let index = fill(&superblock)?;
             index.set_secret(secret);
-            elect::announce(directories, secret);
+            elect::announce(directories, &index);
             let beacon = Beacon::new(names.beacon.clone(), beacon);
             (index, Place::Keeper { listener, beacon, followers: Vec::new() })
         }
@@ -361,7 +364,7 @@ impl Membership {
 struct Run<K> {
     shared: Arc<Shared>,
     place: Place,
-    /// The member that this process is connected to.
+    /// The member that this process is connected to, once it has said so.
     keeper: Option<MemberId>,
     names: Names,
     /// The index's memory, for those that come.
@@ -426,8 +429,9 @@ impl<K: Keep> Run<K> {
                     ];
                     let Some(ready) = wait(&fds, None) else { continue };
                     if ready[1].any() {
-                        match keeper.recv(&mut [0; 8]) {
-                            Ok(packet) if packet.len > 0 => self.keep.asked_to_seal(),
+                        let mut message = [0; 8];
+                        match keeper.recv(&mut message) {
+                            Ok(packet) if packet.len > 0 => self.hear(&message[..packet.len]),
                             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
                             // It is gone.
                             _ => self.elect(),
@@ -482,7 +486,7 @@ impl<K: Keep> Run<K> {
         match elect::listen() {
             Ok((secret, listener)) => {
                 member.set_secret(secret);
-                elect::announce(&self.names.directories, secret);
+                elect::announce(&self.names.directories, member.index());
                 let beacon = Beacon::new(self.names.beacon.clone(), None);
                 Some(Place::Keeper { listener, beacon, followers: Vec::new() })
             }
@@ -494,17 +498,33 @@ impl<K: Keep> Run<K> {
         }
     }
 
-    fn introduce(&mut self) {
+    fn introduce(&self) {
         if let Place::Follower(keeper) = &self.place {
-            let member = self.keep.member();
-            self.keeper = member.keeper();
-            let MemberId { number, generation } = member.id();
-            let mut message = [MEMBER, number, 0, 0, 0, 0];
-            message[2..].copy_from_slice(&generation.to_le_bytes());
             // If it fails, the keeper is gone, and the next election says it again.
-            let _ = keeper.send(&message, &[]);
+            let _ = keeper.send(&naming(MEMBER, self.keep.member().id()), &[]);
         }
     }
+
+    /// A message of the keeper.
+    fn hear(&mut self, message: &[u8]) {
+        match message {
+            [SEAL, ..] => self.keep.asked_to_seal(),
+            [KEEPER, ..] => self.keeper = named(message),
+            _ => {}
+        }
+    }
+}
+
+/// A message that names a member.
+fn naming(what: u8, MemberId { number, generation }: MemberId) -> [u8; MEMBER_LEN] {
+    let [a, b, c, d] = generation.to_le_bytes();
+    [what, number, a, b, c, d]
+}
+
+/// The member that a message names.
+fn named(message: &[u8]) -> Option<MemberId> {
+    let &[_, number, a, b, c, d] = message else { return None };
+    Some(MemberId { number, generation: u32::from_le_bytes([a, b, c, d]) })
 }
 
 /// Waits for one of the descriptors. `None` if the system can't, such as for lack of memory: the caller tries
@@ -541,11 +561,11 @@ impl Follower {
             }
             (1, HELLO) => self.channel.send(&[0; 8], &[memory.as_fd()]).is_ok(),
             (MEMBER_LEN, MEMBER) => {
-                let [_, number, a, b, c, d, ..] = message;
-                let generation = u32::from_le_bytes([a, b, c, d]);
-                let member = MemberId { number, generation };
+                let Some(member) = named(&message[..len]) else { return false };
                 self.member = Some(member);
                 keep.connected(member);
+                // If it fails, the member has ended: its end of the connection says so.
+                let _ = self.channel.send(&naming(KEEPER, keep.member().id()), &[]);
                 true
             }
             (1, WAKE) => {
@@ -554,5 +574,93 @@ impl Follower {
             }
             _ => false,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::index::Geometry;
+    use kvferry_testkit::eventually;
+
+    struct Fake {
+        member: Member,
+        left: Mutex<Vec<MemberId>>,
+        asks_to_seal: EventFd,
+    }
+
+    impl Fake {
+        fn join(index: &Arc<Index>) -> Arc<Self> {
+            let (left, asks_to_seal) = (Mutex::default(), EventFd::new().expect("a descriptor"));
+            Arc::new(Self { member: index.join().expect("a member"), left, asks_to_seal })
+        }
+    }
+
+    impl Keep for Fake {
+        fn member(&self) -> &Member {
+            &self.member
+        }
+
+        fn became_keeper(&self) {}
+
+        fn connected(&self, _: MemberId) {}
+
+        fn left(&self, member: MemberId) {
+            lock(&self.left).push(member);
+        }
+
+        fn woken(&self) {}
+
+        fn asks_to_seal(&self) -> &EventFd {
+            &self.asks_to_seal
+        }
+
+        fn asked_to_seal(&self) {}
+
+        fn wait_quiet(&self) {}
+    }
+
+    #[test]
+    fn a_connection_that_ends_is_that_of_the_keeper_which_had_accepted_it() {
+        let geometry = Geometry { slots: 64, segments: 8, pages_per_segment: 256 };
+        let index = Arc::new(Index::create(geometry).expect("memory"));
+        let [first, second, third] = [(); 3].map(|()| Fake::join(&index));
+        assert!(first.member.stand());
+        let (secret, listener) = elect::listen().expect("a name");
+        first.member.set_secret(secret);
+        let channel = Channel::connect(&elect::name_of(secret)).expect("it listens");
+        let mut follower = Follower { channel: listener.accept().expect("one"), member: None };
+        // It is the keeper no more before the third one has said who it is.
+        first.member.step_down();
+        assert!(second.member.stand());
+        drop(listener);
+        let shared = Arc::new(Shared {
+            stop: EventFd::new().expect("a descriptor"),
+            is_stopped: AtomicBool::new(false),
+            keeper: Mutex::default(),
+            is_keeper: AtomicBool::new(false),
+        });
+        let memory = || Fd::new(index.memory().as_fd().try_clone_to_owned().expect("open"));
+        let mut run = Run {
+            shared: Arc::clone(&shared),
+            place: Place::Follower(Arc::new(channel)),
+            keeper: None,
+            names: Names { directories: Vec::new(), beacon: Vec::new() },
+            memory: memory(),
+            keep: Arc::clone(&third),
+        };
+        std::thread::scope(|scope| {
+            let serving = scope.spawn(move || run.serve());
+            let memory = memory();
+            eventually("it says who it is", || {
+                assert!(follower.answer(&memory, &*first));
+                follower.member == Some(third.member.id())
+            });
+            drop(follower);
+            eventually("it sees the end", || !lock(&third.left).is_empty());
+            shared.is_stopped.store(true, Ordering::Release);
+            serving.join().expect("no panic");
+        });
+        assert_eq!(*lock(&third.left), [first.member.id()]);
     }
 }

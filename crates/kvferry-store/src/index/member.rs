@@ -211,6 +211,11 @@ impl Member {
         self.id
     }
 
+    /// The index that it is a member of.
+    pub fn index(&self) -> &Arc<Index> {
+        &self.index
+    }
+
     /// Becomes the keeper, unless another member that lives is. The index is the only place where this is decided, so
     /// there is one keeper, whatever names other programs take and whichever directories can be read.
     pub fn stand(&self) -> bool {
