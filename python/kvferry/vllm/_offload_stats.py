@@ -30,6 +30,7 @@ _STORE_GAUGES = {
     "disk_bytes": "Bytes of the store's files.",
     "capacity_bytes": "Bytes that the store's files may have.",
     "processes": "Processes that have the store open.",
+    "hanging_directories": "Directories of the store whose device does not answer.",
     "is_away": "1 while the object store does not answer.",
 }
 
