@@ -2,6 +2,7 @@
 
 use crate::fd::Tracked;
 use crate::lock::try_flock;
+use crate::map::Mapping;
 use crate::pins::Pins;
 use crate::retry_on_intr;
 use crate::span::HostSpan;
@@ -57,6 +58,22 @@ pub struct Alignment {
     pub offset: u64,
 }
 
+/// Reads the beginning of a file from its device, past the page cache where the file system can.
+///
+/// # Errors
+/// The kernel's error.
+pub fn read_device(path: &Path) -> io::Result<()> {
+    let how = How { read: true, direct: true, ..How::default() };
+    let file = File::open(path, how).or_else(|_| {
+        let file = File::open(path, How { direct: false, ..how })?;
+        file.forget_cached();
+        Ok::<_, io::Error>(file)
+    })?;
+    let len = usize::try_from(page()).expect("short");
+    let memory = Mapping::anonymous(len)?;
+    file.read_at(memory.span(0, len), 0).map(drop)
+}
+
 /// As [`File::forget_cached`], of any file.
 pub fn forget_cached(file: &impl AsFd) {
     let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
@@ -68,6 +85,7 @@ pub struct File {
     /// Before the descriptor: rings let go of the file before it is closed.
     pins: Pins,
     fd: Tracked<OwnedFd>,
+    device: u64,
 }
 
 impl File {
@@ -90,7 +108,13 @@ impl File {
 
     /// Takes an open file.
     pub fn from_fd(fd: OwnedFd) -> Self {
-        Self { pins: Pins::new(), fd: Tracked::new(fd) }
+        let device = rustix::fs::fstat(&fd).map_or(0, |it| it.st_dev);
+        Self { pins: Pins::new(), fd: Tracked::new(fd), device }
+    }
+
+    /// The number of the file system that the file is on; 0 if the kernel does not say.
+    pub fn device(&self) -> u64 {
+        self.device
     }
 
     /// The registrations of the file with rings.
@@ -266,7 +290,6 @@ fn position(offset: u64) -> io::Result<libc::off_t> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::map::Mapping;
 
     fn how() -> How {
         How { read: true, write: true, create: true, direct: false }

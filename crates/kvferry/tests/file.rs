@@ -5,8 +5,8 @@ use kvferry::{
     Options, Region, TransportKind,
 };
 use kvferry_sys::map::Mapping;
-use kvferry_testkit::eventually;
 use kvferry_testkit::hanging::HangingDisk;
+use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::fs;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -622,4 +622,35 @@ fn a_shutdown_ends_a_transfer_without_a_deadline_whose_device_hangs() {
         assert_eq!((e.kind(), e.quiesced()), (ErrorKind::Shutdown, Some(false)), "{e}");
         disk.release();
     }
+}
+
+#[test]
+fn a_device_that_hangs_takes_no_thread_from_files_of_others() {
+    let _watchdog = Watchdog::new(PATIENCE);
+    let rig = Rig::new(FileEngine::Posix).expect("always there");
+    let at = rig.folder.join("hangs");
+    fs::create_dir(&at).expect("a folder");
+    let Some(disk) = HangingDisk::mount(&at) else { return };
+    let memory = rig.memory(64 * 4 * KIB);
+    let options = FileOptions::create(64 * 4 * KIB).direct(DirectIo::Off);
+    let hanging = rig.file("hangs/file", &options);
+    let other = rig.file("other", &options);
+    let batch = |file: &FileRegion| {
+        let mut batch = Batch::new();
+        for at in (0..64).map(|it| it * 4 * KIB) {
+            batch.push(&memory, at, &file.remote(), at, 4 * KIB).expect("inside");
+        }
+        batch
+    };
+    disk.hold();
+    // More operations than threads.
+    let without_end = Options { timeout: Some(Duration::MAX), ..Options::default() };
+    let waits = rig.agent.files().write_async(&batch(&hanging), &without_end);
+    eventually("the device is asked", || disk.is_asked());
+    let written = rig.write(&batch(&other));
+    let is_early = waits.outcome().is_some();
+    disk.release();
+    written.expect("its device answers");
+    assert!(!is_early);
+    waits.wait(None).expect("it ends").expect("the device answers");
 }

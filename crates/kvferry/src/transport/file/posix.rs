@@ -1,4 +1,7 @@
 //! Threads that call `pread` and `pwrite`, for systems that forbid io_uring.
+//!
+//! A thread waits for its device, for ever if that hangs. So each file system has a lane of its own, which takes a part
+//! of the threads at most: operations on others are carried out by the rest.
 
 use super::engine::{Operation, Queue};
 use crate::sync::atomic::{AtomicBool, Ordering};
@@ -6,13 +9,17 @@ use crate::sync::{Arc, Condvar, Mutex, lock, wait, wait_timeout};
 use kvferry_sys::poll::EventFd;
 use kvferry_sys::thread;
 use kvferry_sys::uring::Way;
+use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
+use std::collections::hash_map::Entry;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
-/// Threads at most: a device works on several operations at once.
-const THREADS_MAX: usize = 16;
+/// Threads for one file system at most: a device works on several operations at once.
+const LANE_MAX: usize = 16;
+/// File systems that may take as many threads as they can at the same time.
+const LANES_BUSY_MAX: usize = 8;
 /// How long a pool that ends waits for its threads. A thread whose device does not answer ends later.
 const JOIN_MAX: Duration = Duration::from_secs(1);
 
@@ -22,20 +29,59 @@ pub(super) struct Pool(Arc<State>);
 struct State {
     work: Mutex<Work>,
     changed: Condvar,
-    threads_max: usize,
+    /// Threads for one file system.
+    lane_max: usize,
 }
 
 #[derive(Default)]
 struct Work {
-    queue: VecDeque<Task>,
+    /// By the number of the file system. Those without tasks are removed.
+    lanes: FxHashMap<u64, Lane>,
     threads: usize,
-    sleeping: usize,
     ends: bool,
+}
+
+/// The tasks of one file system.
+#[derive(Default)]
+struct Lane {
+    queue: VecDeque<Task>,
+    /// Tasks that are being carried out.
+    busy: usize,
 }
 
 struct Task {
     operation: Operation,
     results: Arc<Results>,
+}
+
+impl Work {
+    /// Threads that have something to do.
+    fn wanted(&self, lane_max: usize) -> usize {
+        let of = |lane: &Lane| (lane.busy + lane.queue.len()).min(lane_max);
+        self.lanes.values().map(of).sum::<usize>().min(lane_max * LANES_BUSY_MAX)
+    }
+
+    /// A task of the lane that has the fewest threads, and the lane's number.
+    fn take(&mut self, lane_max: usize) -> Option<(u64, Task)> {
+        let may_begin = |lane: &Lane| lane.busy < lane_max && !lane.queue.is_empty();
+        let (number, lane) = self
+            .lanes
+            .iter_mut()
+            .filter(|(_, lane)| may_begin(lane))
+            .min_by_key(|(_, lane)| lane.busy)?;
+        lane.busy += 1;
+        Some((*number, lane.queue.pop_front().expect("it has one")))
+    }
+
+    /// A task of a lane has ended.
+    fn ended(&mut self, number: u64) {
+        if let Entry::Occupied(mut lane) = self.lanes.entry(number) {
+            lane.get_mut().busy -= 1;
+            if lane.get().busy == 0 && lane.get().queue.is_empty() {
+                lane.remove();
+            }
+        }
+    }
 }
 
 /// The completions of one queue.
@@ -55,17 +101,18 @@ impl Results {
 
 impl Pool {
     pub(super) fn new() -> Self {
-        let threads_max = (2 * thread::cores()).clamp(4, THREADS_MAX);
+        let lane_max = (2 * thread::cores()).clamp(4, LANE_MAX);
         let (work, changed) = (Mutex::default(), Condvar::new());
-        Self(Arc::new(State { work, changed, threads_max }))
+        Self(Arc::new(State { work, changed, lane_max }))
     }
 
     /// Has the threads carry out tasks. If there is none, and none can be started, the tasks fail.
     fn start(&self, tasks: &mut Vec<Task>) {
         let mut work = lock(&self.0.work);
-        let busy = work.threads - work.sleeping;
-        let wanted = (busy + work.queue.len() + tasks.len()).min(self.0.threads_max);
-        while work.threads < wanted {
+        for task in tasks.drain(..) {
+            work.lanes.entry(task.operation.file.device()).or_default().queue.push_back(task);
+        }
+        while work.threads < work.wanted(self.0.lane_max) {
             let state = Arc::clone(&self.0);
             let name = format!("kvferry-file-{}", work.threads);
             match thread::spawn(name, move || state.run()) {
@@ -73,7 +120,8 @@ impl Pool {
                 // Those that there are do the work.
                 Err(_) if work.threads > 0 => break,
                 Err(e) => {
-                    for Task { operation, results } in tasks.drain(..) {
+                    let lanes = std::mem::take(&mut work.lanes);
+                    for Task { operation, results } in lanes.into_values().flat_map(|it| it.queue) {
                         let why = format!("no thread can be started: {e}");
                         results.end(operation, Err(io::Error::new(e.kind(), why)));
                     }
@@ -81,7 +129,6 @@ impl Pool {
                 }
             }
         }
-        work.queue.extend(tasks.drain(..));
         drop(work);
         self.0.changed.notify_all();
     }
@@ -91,13 +138,11 @@ impl State {
     fn run(&self) {
         let mut work = lock(&self.work);
         loop {
-            let Some(Task { operation, results }) = work.queue.pop_front() else {
+            let Some((lane, Task { operation, results })) = work.take(self.lane_max) else {
                 if work.ends {
                     break;
                 }
-                work.sleeping += 1;
                 work = wait(&self.changed, work);
-                work.sleeping -= 1;
                 continue;
             };
             drop(work);
@@ -111,6 +156,7 @@ impl State {
             };
             results.end(operation, moved);
             work = lock(&self.work);
+            work.ended(lane);
         }
         work.threads -= 1;
         drop(work);
