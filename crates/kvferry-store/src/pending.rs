@@ -8,7 +8,7 @@ use std::future::Future;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::pin::Pin;
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -186,6 +186,12 @@ pub(crate) struct Pool {
     queue: Arc<Queue>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     substitutes: Mutex<Vec<JoinHandle<()>>>,
+    start: fn(Task) -> io::Result<JoinHandle<()>>,
+}
+
+/// A thread of a pool.
+fn start(serve: Task) -> io::Result<JoinHandle<()>> {
+    kvferry_sys::thread::spawn("kvferry-store-io".into(), serve)
 }
 
 #[derive(Default)]
@@ -210,7 +216,7 @@ struct Tasks {
 impl Pool {
     pub(crate) fn new(threads_max: usize, bytes_max: u64) -> Self {
         let (queue, threads, substitutes) = Default::default();
-        Self { threads_max, bytes_max, patience: None, queue, threads, substitutes }
+        Self { threads_max, bytes_max, patience: None, queue, threads, substitutes, start }
     }
 
     /// Has another thread take part while nothing was carried out for so long.
@@ -219,7 +225,8 @@ impl Pool {
         Self { patience: Some(longest), ..self }
     }
 
-    /// Has a task of `bytes` carried out. False if too many bytes wait and `may_refuse`: the task is dropped.
+    /// Has a task of `bytes` carried out. False if too many bytes wait and `may_refuse`: the task is dropped. If the
+    /// first thread can't be started, such as beyond the limit of threads, the caller's thread carries it out.
     ///
     /// # Errors
     /// `Closed`.
@@ -248,9 +255,15 @@ impl Pool {
             return self.start_substitute();
         }
         let queue = Arc::clone(&self.queue);
-        // If no thread can be started, the tasks wait for those that run, or for `close`.
-        let new = kvferry_sys::thread::spawn("kvferry-store-io".into(), move || queue.serve());
-        threads.extend(new);
+        match (self.start)(Box::new(move || queue.serve())) {
+            Ok(new) => threads.push(new),
+            Err(_) if threads.is_empty() => {
+                drop(threads);
+                drop(self.queue.carry_out());
+            }
+            // The tasks wait for those that run.
+            Err(_) => {}
+        }
     }
 
     fn start_substitute(&self) {
@@ -265,8 +278,7 @@ impl Pool {
             return;
         }
         let queue = Arc::clone(&self.queue);
-        let serve = move || queue.substitute(patience);
-        match kvferry_sys::thread::spawn("kvferry-store-io".into(), serve) {
+        match (self.start)(Box::new(move || queue.substitute(patience))) {
             Ok(new) => substitutes.push(new),
             Err(_) => lock(&self.queue.tasks).has_substitute = false,
         }
@@ -304,27 +316,31 @@ pub(crate) fn join_unless(thread: JoinHandle<()>, gives_up: impl Fn() -> bool) {
 impl Queue {
     /// Carries out tasks until the pool is closed and none is left.
     fn serve(&self) {
-        let mut tasks = lock(&self.tasks);
         loop {
-            if let Some((bytes, task)) = tasks.waiting.pop_front() {
-                tasks.bytes -= bytes;
-                tasks.begun += 1;
-                drop(tasks);
-                // A panic ends the task, whose promise says so, and not the thread.
-                let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(task));
-                tasks = lock(&self.tasks);
-            } else if tasks.is_closed {
+            let mut tasks = self.carry_out();
+            if tasks.is_closed {
                 return;
-            } else {
-                tasks.idle += 1;
-                tasks = self.changed.wait(tasks).unwrap_or_else(PoisonError::into_inner);
-                tasks.idle -= 1;
             }
+            tasks.idle += 1;
+            tasks = self.changed.wait(tasks).unwrap_or_else(PoisonError::into_inner);
+            tasks.idle -= 1;
         }
     }
-}
 
-impl Queue {
+    /// Carries out tasks until none waits.
+    fn carry_out(&self) -> MutexGuard<'_, Tasks> {
+        let mut tasks = lock(&self.tasks);
+        while let Some((bytes, task)) = tasks.waiting.pop_front() {
+            tasks.bytes -= bytes;
+            tasks.begun += 1;
+            drop(tasks);
+            // A panic ends the task, whose promise says so, and not the thread.
+            let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(task));
+            tasks = lock(&self.tasks);
+        }
+        tasks
+    }
+
     /// Waits until nothing was carried out for so long although tasks wait, and carries out tasks then. Ends if none
     /// waits.
     fn substitute(&self, patience: Duration) {
@@ -405,6 +421,19 @@ mod tests {
         pool.close_unless(|| true);
         assert!(pool.submit(0, false, Box::new(|| ())).is_err());
         drop(release);
+    }
+
+    #[test]
+    fn without_a_thread_the_caller_carries_out_its_task() {
+        let refuses = |_: Task| Err(io::Error::from_raw_os_error(11));
+        let pool = Pool { start: refuses, ..Pool::new(2, 100).patience(Duration::from_millis(1)) };
+        for _ in 0..3 {
+            let (pending, promise) = Pending::new();
+            let task = Box::new(move || promise.finish(Ok(())));
+            assert!(pool.submit(10, true, task).expect("it is open"));
+            assert!(pending.outcome().is_some());
+        }
+        pool.close_unless(|| false);
     }
 
     #[test]
