@@ -14,12 +14,12 @@
 //! asks for it to be adopted: a device may not be mounted, and its folder be on the system's disk.
 
 use crate::error::{Error, Result};
-use crate::gate::unanswered;
+use crate::gate::ask_all;
 use crate::log::format::VERSION;
 use crate::log::{self, PAGE_BYTES, SegmentHeader, Superblock, superblock};
 use crate::own::FileUser;
 use kvferry_sys::private;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -97,30 +97,19 @@ pub(crate) enum Whose {
 /// `Format`, with the directory that is not as it must be; `Directory` if there is no store and one of
 /// the directories can't be read.
 pub(crate) fn arrange(paths: &[PathBuf], whose: Whose) -> Result<Arranged> {
-    arrange_without(paths, whose, BTreeMap::new())
+    arrange_found(paths, paths.iter().map(|path| look(path, whose)).collect())
 }
 
 /// As [`arrange`], of this process's user. Of several directories, one that does not answer within `limit` is lost.
 pub(crate) fn arrange_within(paths: &[PathBuf], limit: Duration) -> Result<Arranged> {
-    let hanging = match paths {
-        [_] => BTreeMap::new(),
-        several => unanswered(several, limit),
-    };
-    arrange_without(paths, Whose::Own, hanging)
+    let looked = ask_all(paths, limit, |path| Ok(look(path, Whose::Own)));
+    let lost = |error| Look { directory: None, found: Ok(Found::Lost(error)) };
+    arrange_found(paths, looked.into_iter().map(|it| it.unwrap_or_else(lost)).collect())
 }
 
-/// As [`arrange`], where the directories of `lost` can't be read.
-fn arrange_without(
-    paths: &[PathBuf],
-    whose: Whose,
-    mut lost: BTreeMap<PathBuf, io::Error>,
-) -> Result<Arranged> {
-    refuse_repeated(paths.iter().filter(|path| !lost.contains_key(*path)))?;
-    let look = |path: &PathBuf| match lost.remove(path) {
-        Some(error) => Ok(Found::Lost(error)),
-        None => look(path, whose),
-    };
-    let found = paths.iter().map(look).collect::<Result<Vec<_>>>()?;
+fn arrange_found(paths: &[PathBuf], looked: Vec<Look>) -> Result<Arranged> {
+    refuse_repeated(paths.iter().zip(&looked))?;
+    let found = looked.into_iter().map(|it| it.found).collect::<Result<Vec<_>>>()?;
     let stores = paths.iter().zip(&found).filter_map(|(path, found)| match found {
         Found::Store(superblock, version) => Some((path, *superblock, *version)),
         _ => None,
@@ -264,8 +253,20 @@ pub(crate) fn is_empty() -> io::Error {
     io::Error::new(io::ErrorKind::NotFound, what)
 }
 
+/// What a directory is, and which one.
+struct Look {
+    /// The numbers of its file system, and in it; `None` if it can't be read.
+    directory: Option<(u64, u64)>,
+    found: Result<Found>,
+}
+
 /// Reads what a directory is.
-fn look(path: &Path, whose: Whose) -> Result<Found> {
+fn look(path: &Path, whose: Whose) -> Look {
+    let directory = fs::metadata(path).ok().map(|it| (it.dev(), it.ino()));
+    Look { directory, found: find(path, whose) }
+}
+
+fn find(path: &Path, whose: Whose) -> Result<Found> {
     let read = match whose {
         Whose::Own => Superblock::read_own(path, &FileUser::default()),
         Whose::Any => Superblock::read(path),
@@ -301,12 +302,12 @@ fn look_at_segments(path: &Path) -> io::Result<Segments> {
     Ok(segments)
 }
 
-fn refuse_repeated<'a>(paths: impl Iterator<Item = &'a PathBuf>) -> Result<()> {
+fn refuse_repeated<'a>(looked: impl Iterator<Item = (&'a PathBuf, &'a Look)>) -> Result<()> {
     let mut seen = BTreeSet::new();
-    for path in paths {
+    for (path, look) in looked {
         // The same directory under two names, such as by a link or a bind mount, has the same number.
-        let Ok(metadata) = fs::metadata(path) else { continue };
-        if !seen.insert((metadata.dev(), metadata.ino())) {
+        let Some(directory) = look.directory else { continue };
+        if !seen.insert(directory) {
             return Err(format(path, "it was given twice: give each directory of a store once"));
         }
     }

@@ -45,8 +45,8 @@ pub(crate) fn alone(directories: &[PathBuf], superblock: &Superblock) -> Result<
     let in_use = || Error::InUse { path: first.clone() };
     // As a process that joins: `join` first, so that none meets `members` locked by a process that
     // is no member. In all directories: a process may have them open that could read only some of them.
-    let lock = |name: &str| {
-        let files = membership::lock_files(directories, name)?;
+    let lock = |name: &'static str| {
+        let files = membership::lock_files(directories, name, Duration::MAX)?;
         for file in &files {
             membership::wait_until(LOCK_TIMEOUT, || file.try_exclusive())
                 .map_err(|source| Error::Directory { path: first.join(name), source })?

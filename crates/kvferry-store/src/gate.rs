@@ -5,11 +5,9 @@
 //! such an operation may take; nothing enters then. That is computed when it is asked, and over once the operation has
 //! ended.
 
-use crate::log::superblock;
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
@@ -53,32 +51,36 @@ pub(crate) fn is_hang(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|it| it.is::<Hangs>())
 }
 
-/// The directories that can't be looked at within `limit`, with the error of each. The threads that wait for them end
-/// once they answer.
-pub(crate) fn unanswered(paths: &[PathBuf], limit: Duration) -> BTreeMap<PathBuf, io::Error> {
-    let (answers, answered) = mpsc::channel();
-    let mut waiting: BTreeMap<PathBuf, io::Error> = BTreeMap::new();
-    for path in paths {
-        let (asked, answers) = (path.clone(), answers.clone());
-        let look = move || {
-            // What the device says is found out by who asks next.
-            let _ = fs::metadata(&asked);
-            let _ = fs::read_dir(&asked).map(|entries| entries.map(drop).count());
-            let _ = fs::read(asked.join(superblock::FILE));
-            let _ = answers.send(asked);
-        };
-        if kvferry_sys::thread::spawn("kvferry-store-io".into(), look).is_ok() {
-            let hangs = Hangs { path: path.clone(), since: limit };
-            waiting.insert(path.clone(), io::Error::new(io::ErrorKind::TimedOut, hangs));
+/// What `ask` says of each directory, on a thread of its own where there are several. One that has not answered within
+/// `limit` hangs; its thread ends, and drops what it was told, once it answers.
+pub(crate) fn ask_all<T: Send + 'static>(
+    paths: &[PathBuf],
+    limit: Duration,
+    ask: impl Fn(&Path) -> io::Result<T> + Clone + Send + 'static,
+) -> Vec<io::Result<T>> {
+    if let [one] = paths {
+        return vec![ask(one)];
+    }
+    let (tell, told) = mpsc::channel();
+    let mut answers: Vec<Option<io::Result<T>>> = paths.iter().map(|_| None).collect();
+    for (at, path) in paths.iter().enumerate() {
+        let (asked, tell, of_thread) = (path.clone(), tell.clone(), ask.clone());
+        let run = move || _ = tell.send((at, of_thread(&asked)));
+        if kvferry_sys::thread::spawn("kvferry-store-io".into(), run).is_err() {
+            answers[at] = Some(ask(path));
         }
     }
     let began = Instant::now();
-    while !waiting.is_empty()
-        && let Ok(path) = answered.recv_timeout(limit.saturating_sub(began.elapsed()))
+    while answers.iter().any(Option::is_none)
+        && let Ok((at, answer)) = told.recv_timeout(limit.saturating_sub(began.elapsed()))
     {
-        waiting.remove(&path);
+        answers[at] = Some(answer);
     }
-    waiting
+    let hangs = |path: &PathBuf| {
+        let hangs = Hangs { path: path.clone(), since: limit };
+        Err(io::Error::new(io::ErrorKind::TimedOut, hangs))
+    };
+    answers.into_iter().zip(paths).map(|(it, path)| it.unwrap_or_else(|| hangs(path))).collect()
 }
 
 #[derive(Debug)]
@@ -162,6 +164,18 @@ impl Gate {
         first.map_or(self.limit, |((at, _), _)| at.saturating_duration_since(Instant::now()))
     }
 
+    /// How long an operation of [`Pace::Quick`] may take.
+    pub(crate) fn limit(&self) -> Duration {
+        self.limit
+    }
+
+    /// How long the operation may take that the directory waits for first.
+    #[cfg(test)]
+    pub(crate) fn first_limit(&self) -> Option<Duration> {
+        let doing = lock(&self.doing);
+        doing.begun.first_key_value().map(|((hangs_at, _), begun)| *hangs_at - *begun)
+    }
+
     /// Nothing enters from now on.
     pub(crate) fn close(&self) {
         lock(&self.doing).is_closed = true;
@@ -207,6 +221,26 @@ mod tests {
         gate.close();
         let refused = gate.enter(Pace::Quick).expect_err("it is closed");
         assert!(!is_hang(&refused));
+    }
+
+    #[test]
+    fn of_several_directories_those_that_do_not_answer_hang() {
+        let (release, held) = mpsc::channel::<()>();
+        let held = Arc::new(Mutex::new(held));
+        let paths = ["/mnt/a", "/mnt/b", "/mnt/c"].map(PathBuf::from);
+        let ask = move |path: &Path| {
+            if path.ends_with("b") {
+                let _ = lock(&held).recv();
+            }
+            Ok(path.to_path_buf())
+        };
+        let [a, b, c] = ask_all(&paths, Duration::from_secs(2), ask).try_into().expect("three");
+        assert_eq!(
+            (a.expect("it answers"), c.expect("it answers")),
+            (paths[0].clone(), paths[2].clone())
+        );
+        assert!(is_hang(&b.expect_err("it does not answer")));
+        drop(release);
     }
 
     #[test]

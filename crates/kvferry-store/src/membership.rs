@@ -15,6 +15,7 @@
 
 use crate::elect::{self, Beacon, Secret, Taken, check_user};
 use crate::error::{Error, Result};
+use crate::gate::{ask_all, is_hang};
 use crate::index::{Index, Member, MemberId};
 use crate::log::Superblock;
 use crate::pending::join_unless;
@@ -96,6 +97,8 @@ pub(crate) struct Joined {
 #[derive(Debug)]
 struct Names {
     directories: Vec<PathBuf>,
+    /// How long a directory may take to answer.
+    limit: Duration,
     beacon: Vec<u8>,
 }
 
@@ -117,15 +120,22 @@ struct Follower {
 /// directory that has no such file, and where none can be made, does without.
 ///
 /// # Errors
-/// If there is none in any directory.
-pub(crate) fn lock_files(directories: &[PathBuf], name: &str) -> Result<Vec<LockFile>> {
+/// If there is none in any directory, or one of several does not answer within `limit`.
+pub(crate) fn lock_files(
+    directories: &[PathBuf],
+    name: &'static str,
+    limit: Duration,
+) -> Result<Vec<LockFile>> {
     let (mut files, mut first_error) = (BTreeMap::new(), None);
-    for directory in directories {
+    let open = move |directory: &Path| {
+        let file = LockFile::open(&directory.join(name))?;
+        directory.metadata().map(|it| ((it.dev(), it.ino()), file))
+    };
+    for (directory, opened) in directories.iter().zip(ask_all(directories, limit, open)) {
         let path = directory.join(name);
-        let opened = LockFile::open(&path)
-            .and_then(|file| directory.metadata().map(|it| ((it.dev(), it.ino()), file)));
         match opened {
             Ok((number, file)) => _ = files.insert(number, file),
+            Err(source) if is_hang(&source) => return Err(Error::Directory { path, source }),
             Err(source) => {
                 first_error.get_or_insert(Error::Directory { path, source });
             }
@@ -144,8 +154,12 @@ fn try_exclusive(locks: &[LockFile]) -> io::Result<bool> {
 
 /// Joins the processes that have the store open, or makes the index if there are none. `directories` are those that
 /// can be read. `open` makes or reads the store's superblock; `fill` makes the index and reads the store into it.
+///
+/// # Errors
+/// `Directory` with an error for which [`is_hang`] holds, if one of several directories does not answer within `limit`.
 pub(crate) fn join(
     directories: &[PathBuf],
+    limit: Duration,
     open: impl FnOnce() -> Result<Superblock>,
     fill: impl FnOnce(&Superblock) -> Result<Arc<Index>>,
 ) -> Result<(Superblock, Joined)> {
@@ -155,7 +169,7 @@ pub(crate) fn join(
     };
     let directory = &directories[0];
     let busy = |detail: &str| Error::Busy { path: directory.into(), detail: detail.into() };
-    let joining = lock_files(directories, JOIN)?;
+    let joining = lock_files(directories, JOIN, limit)?;
     for lock in &joining {
         wait_until(JOIN_TIMEOUT, || lock.try_exclusive())
             .map_err(failed(&directory.join(JOIN)))?
@@ -163,8 +177,8 @@ pub(crate) fn join(
     }
     let superblock = open()?;
     let names =
-        Names { directories: directories.to_vec(), beacon: elect::beacon(superblock.store) };
-    let members = lock_files(directories, MEMBERS)?;
+        Names { directories: directories.to_vec(), limit, beacon: elect::beacon(superblock.store) };
+    let members = lock_files(directories, MEMBERS, limit)?;
     let mut last = busy("");
     let began = Instant::now();
     let found = wait_until_some(ANSWER_TIMEOUT, || match place(&members, &names, began) {
@@ -221,7 +235,7 @@ fn place(members: &[LockFile], names: &Names, began: Instant) -> io::Result<Foun
         return Ok(Found::NoProcess { secret, listener, beacon });
     }
     let found = |(index, channel)| Found::Keeper(index, channel);
-    for name in elect::announced(&names.directories) {
+    for name in elect::announced(&names.directories, names.limit) {
         if let Ok(asked) = ask(&name) {
             return Ok(found(asked));
         }
@@ -581,7 +595,8 @@ impl Follower {
 mod tests {
     use super::*;
     use crate::index::Geometry;
-    use kvferry_testkit::eventually;
+    use kvferry_testkit::hanging::HangingDisk;
+    use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 
     struct Fake {
         member: Member,
@@ -621,6 +636,25 @@ mod tests {
     }
 
     #[test]
+    fn a_directory_that_hangs_before_it_is_locked_is_not_waited_for() {
+        let _watchdog = Watchdog::new(PATIENCE);
+        let folder =
+            std::env::temp_dir().join(format!("kvferry-lock-hangs-{}", std::process::id()));
+        let directories = ["a", "b"].map(|it| folder.join(it));
+        directories.iter().for_each(|it| std::fs::create_dir_all(it).expect("a folder"));
+        let Some(disk) = HangingDisk::mount(&directories[1]) else { return };
+        let limit = Duration::from_secs(2);
+        assert_eq!(lock_files(&directories, JOIN, limit).expect("they answer").len(), 2);
+        disk.hold();
+        let refused = lock_files(&directories, JOIN, limit).expect_err("it does not answer");
+        disk.release();
+        let Error::Directory { path, source } = refused else { panic!("{refused}") };
+        assert!(is_hang(&source) && path.starts_with(&directories[1]), "{source}");
+        drop(disk);
+        std::fs::remove_dir_all(&folder).expect("made above");
+    }
+
+    #[test]
     fn a_connection_that_ends_is_that_of_the_keeper_which_had_accepted_it() {
         let geometry = Geometry { slots: 64, segments: 8, pages_per_segment: 256 };
         let index = Arc::new(Index::create(geometry).expect("memory"));
@@ -645,7 +679,7 @@ mod tests {
             shared: Arc::clone(&shared),
             place: Place::Follower(Arc::new(channel)),
             keeper: None,
-            names: Names { directories: Vec::new(), beacon: Vec::new() },
+            names: Names { directories: Vec::new(), limit: Duration::MAX, beacon: Vec::new() },
             memory: memory(),
             keep: Arc::clone(&third),
         };

@@ -6,6 +6,7 @@ use crate::behind::Behind;
 use crate::core::Core;
 use crate::error::{Error, Result};
 use crate::flights::Flights;
+use crate::gate::is_hang;
 use crate::get::Wanted;
 use crate::host::{HOST_BYTES_MIN, Host};
 use crate::index::{Entry, Inserted, New, PinId, SlotId};
@@ -136,6 +137,7 @@ impl Store {
         let join = |opening: &Opening<'_>| {
             join(
                 &opening.readable(),
+                options.hang_after,
                 || opening.open_superblock(),
                 |superblock| {
                     let segment_bytes = superblock.geometry.segment_bytes();
@@ -155,7 +157,10 @@ impl Store {
         let mut opening = Opening::new(agent, options)?;
         let mut joined = join(&opening);
         for _ in 0..OVERTAKEN_MAX {
-            if !opening.is_overtaken() {
+            // Of several directories, one that hangs is lost in the next try.
+            let has_lost = options.directories.len() > 1
+                && matches!(&joined, Err(Error::Directory { source, .. }) if is_hang(source));
+            if !(opening.is_overtaken() || has_lost) {
                 break;
             }
             opening = Opening::new(agent, options)?;
