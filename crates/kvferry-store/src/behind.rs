@@ -8,7 +8,11 @@
 //!
 //! A pass begins when a put or a sync asks for it, when a segment was freed since a pass that left blocks, and each
 //! [`RETRY_EVERY`] while blocks wait. The last one begins when the store is closed. A pass that begins with a block that
-//! was left tries this one alone first.
+//! was left tries this one alone first. A block whose lock a stopped process holds is left out of passes for a time,
+//! unless a sync asks for one, or the store is closed: each try costs space on the disk.
+//!
+//! Where one of several directories hangs, a write to it is given up: its blocks are left, and written to another one by
+//! the next pass. Their memory is the tier's own, and stays until the device has answered.
 //!
 //! So what others may say of a block is one question to the tier: one that waits is present, one that is left was not
 //! stored, and a sync succeeds if a pass that began behind it has left none of the blocks before it.
@@ -48,6 +52,8 @@ struct Work {
     /// Passes that were asked for, and those of them that have ended: one pass answers all who asked before it.
     asked: u64,
     done: u64,
+    /// The next pass is also for blocks that are to be tried later.
+    is_for_all: bool,
     /// Callers wait no longer: the store is being closed.
     is_hurried: bool,
     /// The last pass ends the thread.
@@ -70,8 +76,14 @@ impl Work {
 impl Behind {
     /// Asks for a pass. Returns its number.
     pub(crate) fn ask(&self, space: &Space) -> u64 {
+        self.ask_for(space, false)
+    }
+
+    /// As [`Behind::ask`], also for blocks that are to be tried later, if so.
+    fn ask_for(&self, space: &Space, all: bool) -> u64 {
         let asked = self.change(&space.store.core.member, |work| {
             work.asked += 1;
+            work.is_for_all |= all;
             work.asked
         });
         let mut thread = lock(&self.thread);
@@ -81,7 +93,7 @@ impl Behind {
             match kvferry_sys::thread::spawn("kvferry-store-io".into(), serve) {
                 Ok(new) => *thread = Some(new),
                 // By this thread, then, while the lock keeps others from doing the same.
-                Err(_) => self.pass_for(asked, space, Patience::behind()),
+                Err(_) => self.pass_for(asked, space, Patience::behind(), all),
             }
         }
         asked
@@ -106,14 +118,14 @@ impl Behind {
     /// Returns how many of the blocks that were put before can't be written; the others are.
     pub(crate) fn drain(&self, space: &Space, host: &Host) -> usize {
         let end = host.next_number();
-        if host.next_waiting(0..end, 0).is_empty() {
+        if host.next_waiting(0..end, 0, None).is_empty() {
             return 0;
         }
-        let asked = self.ask(space);
+        let asked = self.ask_for(space, true);
         self.wait(space, asked, None);
         if lock(&self.work).done < asked {
             // A directory hangs.
-            return host.next_waiting(0..end, u64::MAX).len();
+            return host.next_waiting(0..end, u64::MAX, None).len();
         }
         host.left(end)
     }
@@ -159,7 +171,7 @@ impl Behind {
                 {
                     work.looks += 1;
                 }
-                let has_left = !host.next_waiting(0..u64::MAX, 0).is_empty();
+                let has_left = !host.next_waiting(0..u64::MAX, 0, None).is_empty();
                 let Some((at, freed)) = last.filter(|_| has_left) else {
                     work = self.changed.wait(work).unwrap_or_else(PoisonError::into_inner);
                     continue;
@@ -182,10 +194,11 @@ impl Behind {
                 work.waits_for_space = false;
             }
             let (asked, is_closing) = (work.asked, work.is_closing);
+            let is_for_all = std::mem::take(&mut work.is_for_all) || is_closing;
             drop(work);
             let freed = member.freed();
             let patience = if is_closing { Patience::last(member) } else { Patience::behind() };
-            self.pass_for(asked, space, patience);
+            self.pass_for(asked, space, patience, is_for_all);
             last = Some((Instant::now(), freed));
             if is_closing {
                 return;
@@ -193,10 +206,11 @@ impl Behind {
         }
     }
 
-    fn pass_for(&self, asked: u64, space: &Space, patience: Patience) {
+    fn pass_for(&self, asked: u64, space: &Space, patience: Patience, is_for_all: bool) {
         let Some(host) = &space.store.host else { return };
         let end = host.next_number();
-        if catch_unwind(AssertUnwindSafe(|| pass(space, host, end, patience))).is_err() {
+        let due = (!is_for_all).then(Instant::now);
+        if catch_unwind(AssertUnwindSafe(|| pass(space, host, end, patience, due))).is_err() {
             host.leave(0..end, NotStored::Failed);
         }
         let mut work = lock(&self.work);
@@ -219,18 +233,22 @@ impl Behind {
     }
 }
 
-/// Writes the blocks that wait with numbers below `end`.
-fn pass(space: &Space, host: &Host, end: u64, patience: Patience) {
+/// Writes the blocks that wait with numbers below `end`. Without those that are to be tried after `due`, if it is given.
+fn pass(space: &Space, host: &Host, end: u64, patience: Patience, due: Option<Instant>) {
     let Inner { core, .. } = &*space.store;
     let (mut next, mut is_tried) = (0, false);
     loop {
-        let mut chain = host.next_waiting(next..end, WRITE_BEHIND as u64 * CHUNK_BYTES);
+        let mut chain = host.next_waiting(next..end, WRITE_BEHIND as u64 * CHUNK_BYTES, due);
         if !is_tried && chain.first().is_some_and(|(_, first)| first.left.is_some()) {
             chain.truncate(1);
         }
         let Some((last, _)) = chain.last() else { return };
         next = last + 1;
-        let candidate = |it: &Waiting| Candidate { block: it.record, memory: it.block.memory() };
+        // Kept, so that a write to a device that hangs is not waited for.
+        let candidate = |it: &Waiting| Candidate {
+            block: it.record,
+            memory: it.block.memory().kept_by(&it.block),
+        };
         let candidates: Vec<_> = chain.iter().map(|(_, it)| candidate(it)).collect();
         let mut put = Put::default();
         space.write_all(&candidates, patience, &mut put);
@@ -250,9 +268,7 @@ fn pass(space: &Space, host: &Host, end: u64, patience: Patience) {
             None => is_tried = true,
             // A process that is stopped holds the lock of these blocks. It has nothing to do with others.
             Some(why @ NotStored::Refused(Refusal::Contended)) => {
-                for (number, _) in &chain {
-                    host.leave(*number..number + 1, why);
-                }
+                host.leave_for_long(chain.iter().map(|(number, _)| *number), why);
             }
             Some(why) => return host.leave(0..end, why),
         }

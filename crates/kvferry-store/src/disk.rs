@@ -16,10 +16,9 @@ use crate::own::{self, FileUser};
 use crate::steps::{Op, Step, step};
 use crate::sync::lock;
 use device::{Device, Segment};
-use kvferry::{Access, Agent, Batch, DirectIo, Options, Region, Transfer};
+use kvferry::{Access, Agent, Batch, DirectIo, Options, Region, Transfer, TransferStats};
 use std::fmt;
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -102,6 +101,31 @@ pub(crate) struct UnderWay {
     began: io::Result<Option<Transfer>>,
     uses: Uses,
     step: Option<Step>,
+    /// Of a write that is given up once its directory hangs.
+    kept: Option<Kept>,
+}
+
+/// A write whose memory is not a caller's: it may go on without the one that has begun it.
+#[derive(Debug)]
+struct Kept {
+    device: Arc<Device>,
+    segment: u32,
+    _memory: Vec<BlockMemory>,
+}
+
+impl Kept {
+    /// Waits for the end of a transfer, until the directory hangs.
+    fn wait(&self, transfer: &Transfer) -> io::Result<kvferry::Result<TransferStats>> {
+        loop {
+            let left = self.device.gate.left().max(Duration::from_millis(1));
+            if let Some(outcome) = transfer.wait(left) {
+                return Ok(outcome);
+            }
+            if let Some(hangs) = self.device.gate.hangs() {
+                return Err(hangs);
+            }
+        }
+    }
 }
 
 /// What a transfer uses beside the memory of blocks.
@@ -140,34 +164,57 @@ impl UnderWay {
     fn begin(began: io::Result<(Transfer, Uses, Step)>) -> Self {
         match began {
             Ok((transfer, uses, step)) => {
-                Self { began: Ok(Some(transfer)), uses, step: Some(step) }
+                Self { began: Ok(Some(transfer)), uses, step: Some(step), kept: None }
             }
             Err(e) => Self::ended(Err(e)),
         }
     }
 
     fn ended(outcome: io::Result<()>) -> Self {
-        Self { began: outcome.map(|()| None), uses: Uses::default(), step: None }
+        let began = outcome.map(|()| None);
+        Self { began, uses: Uses::default(), step: None, kept: None }
     }
 
-    /// Waits for the end.
+    /// Waits for the end; of a write of memory that is kept, until its directory hangs.
     pub(crate) fn end(mut self) -> io::Result<()> {
+        self.wait()
+    }
+
+    fn wait(&mut self) -> io::Result<()> {
         let Some(transfer) = std::mem::replace(&mut self.began, Ok(None))? else { return Ok(()) };
-        let outcome = transfer.wait(None).expect("waits without an end");
-        if let Some(step) = self.step.take() {
-            step.end(outcome.is_ok());
+        let (step, uses) = (self.step.take(), std::mem::take(&mut self.uses));
+        let Some(kept) = self.kept.take() else {
+            let outcome = transfer.wait(None).expect("waits without an end");
+            if let Some(step) = step {
+                step.end(outcome.is_ok());
+            }
+            return uses.end(outcome);
+        };
+        match kept.wait(&transfer) {
+            Ok(outcome) => {
+                if let Some(step) = step {
+                    step.end(outcome.is_ok());
+                }
+                uses.end(outcome)
+            }
+            Err(hangs) => {
+                kept.device.hold(kept.segment);
+                transfer.on_end(move |outcome| {
+                    if let Some(step) = step {
+                        step.end(outcome.is_ok());
+                    }
+                    kept.device.let_go(kept.segment);
+                    let _ = uses.end(outcome);
+                });
+                Err(hangs)
+            }
         }
-        std::mem::take(&mut self.uses).end(outcome)
     }
 }
 
 impl Drop for UnderWay {
     fn drop(&mut self) {
-        if let Ok(Some(transfer)) = &self.began
-            && let Some(outcome) = transfer.wait(None)
-        {
-            let _ = std::mem::take(&mut self.uses).end(outcome);
-        }
+        let _ = self.wait();
     }
 }
 
@@ -288,11 +335,10 @@ impl Directories {
         for (at, block) in blocks {
             self.push(&mut batch, &segment, *at, block, true).map_err(io::Error::other)?;
         }
-        let write = || match &copy {
-            Some(_) => Ok(()),
-            None => segment.file.write_all_at(header, header_at),
-        };
-        step(|| Op::write(self.path_of(number), header_at, header), write)?;
+        match &copy {
+            Some(_) => step(|| Op::write(self.path_of(number), header_at, header), || Ok(()))?,
+            None => device.write_at(number, header_at, header)?,
+        }
         Ok((batch, Uses { entered: vec![entered], files: vec![segment], _header: copy }))
     }
 
@@ -326,14 +372,23 @@ impl Directories {
         header: (u64, &[u8]),
         blocks: &[(u64, BlockMemory)],
     ) -> UnderWay {
-        if !self.is_direct() {
+        let is_kept = self.all.len() > 1 && blocks.iter().all(|(_, it)| it.is_kept());
+        if !self.is_direct() && !is_kept {
             let written = log::Disk::write_blocks(self, segment, header, blocks);
             return UnderWay::ended(written);
         }
-        UnderWay::begin(self.writes(segment, header, blocks).and_then(|(batch, uses)| {
+        let begun = self.writes(segment, header, blocks).and_then(|(batch, uses)| {
             let step = Step::begin(|| Op::write_blocks(self.path_of(segment), blocks))?;
             Ok((self.agent.files().write_async(&batch, &without_end()), uses, step))
-        }))
+        });
+        let kept = is_kept.then(|| Kept {
+            device: Arc::clone(self.of(segment)),
+            segment,
+            _memory: blocks.iter().map(|(_, it)| it.clone()).collect(),
+        });
+        let mut under_way = UnderWay::begin(begun);
+        under_way.kept = kept;
+        under_way
     }
 
     /// As [`log::Disk::read_blocks`], but returns at once.

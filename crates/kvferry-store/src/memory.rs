@@ -1,9 +1,11 @@
 //! Where the bytes of blocks are in memory.
 
 use crate::error::{Error, Result};
+use crate::host;
 use crc_fast::{CrcAlgorithm, Digest};
 use kvferry::{Batch, Region, RemoteRegion};
 use smallvec::SmallVec;
+use std::sync::Arc;
 
 /// Bytes of a block, at most.
 pub const BLOCK_LEN_MAX: u64 = 64 << 20;
@@ -14,6 +16,8 @@ pub const BLOCK_LEN_MAX: u64 = 64 << 20;
 pub struct BlockMemory {
     pieces: SmallVec<[Piece; 1]>,
     len: u64,
+    /// The block of the tier in host memory that has these bytes. Others are a caller's.
+    owner: Option<Arc<host::Block>>,
 }
 
 #[derive(Clone, Debug)]
@@ -37,6 +41,17 @@ impl BlockMemory {
             self.len = self.len.saturating_add(len);
         }
         self
+    }
+
+    /// As long as this value lives, nothing else is put there.
+    #[must_use]
+    pub(crate) fn kept_by(self, owner: &Arc<host::Block>) -> Self {
+        Self { owner: Some(Arc::clone(owner)), ..self }
+    }
+
+    /// Whether [`BlockMemory::kept_by`] holds.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.owner.is_some()
     }
 
     /// Bytes of all pieces.
@@ -63,7 +78,7 @@ impl BlockMemory {
     /// A part of the bytes: `len` from `at` on, which it has.
     pub(crate) fn part(&self, at: u64, len: u64) -> Self {
         let (mut before, mut rest) = (at, len);
-        let mut part = Self::default();
+        let mut part = Self { owner: self.owner.clone(), ..Self::default() };
         for piece in &self.pieces {
             let skipped = before.min(piece.len);
             let taken = rest.min(piece.len - skipped);

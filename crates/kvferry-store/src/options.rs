@@ -120,7 +120,8 @@ impl StoreOptions {
     }
 
     /// How long an operation on a directory may take until the directory *hangs*: 10 s by default. Syncing, making and
-    /// removing a file may take six times as long.
+    /// removing a file may take six times as long; of several directories, one that does not answer a read beside them
+    /// hangs after twice the time.
     ///
     /// A directory hangs until the operation has ended. Meanwhile its blocks are missed, and nothing is put there; they
     /// are there again afterwards. With several directories, the threads of the store do not wait for one that hangs.

@@ -72,6 +72,8 @@ pub(super) struct State {
     /// Whether the directory could be written to, and when that was found out.
     writable: Mutex<Option<(Instant, bool)>>,
     late: Mutex<Late>,
+    /// A thread is in [`Device::ask`].
+    is_asked: AtomicBool,
     /// Memory of the last operation that was carried out by another thread.
     spare: Mutex<Vec<u8>>,
 }
@@ -225,6 +227,8 @@ impl Device {
             drop(entered);
         };
         self.helpers.submit(Box::new(job))?;
+        // `None` is later than any clock.
+        let mut ask_at = Instant::now().checked_add(self.gate.limit());
         let (state, changed) = &*shared;
         let mut state = lock(state);
         loop {
@@ -238,13 +242,55 @@ impl Device {
             if let Some(hangs) = self.gate.hangs() {
                 *state = Outcome::GivenUp;
                 if let Some(segment) = segment {
-                    *lock(&self.state.late).held.entry(segment).or_default() += 1;
+                    self.hold(segment);
                 }
                 return Err(hangs);
             }
-            let waited = changed.wait_timeout(state, self.gate.left());
+            let mut left = self.gate.left();
+            if pace == Pace::Slow
+                && let Some(at) = ask_at
+            {
+                // The device may hang, or have much to do.
+                let now = Instant::now();
+                if now >= at {
+                    self.ask();
+                    ask_at = now.checked_add(self.gate.limit());
+                    continue;
+                }
+                left = left.min(at - now);
+            }
+            let waited = changed.wait_timeout(state, left);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// Has another thread read something from the device, unless one does: while it does not answer, the directory hangs
+    /// as soon as by any other read.
+    fn ask(self: &Arc<Self>) {
+        if self.state.is_asked.swap(true, Relaxed) {
+            return;
+        }
+        let (entered, device) = (self.enter(Pace::Quick), Arc::clone(self));
+        let ask = move || {
+            let path = device.path.join(log::superblock::FILE);
+            // What it answers is not asked.
+            let _ = kvferry_sys::file::read_device(&path);
+            device.state.is_asked.store(false, Relaxed);
+            drop(entered);
+        };
+        if self.helpers.submit(Box::new(ask)).is_err() {
+            self.state.is_asked.store(false, Relaxed);
+        }
+    }
+
+    /// A write to a segment was given up.
+    pub(super) fn hold(&self, segment: u32) {
+        *lock(&self.state.late).held.entry(segment).or_default() += 1;
+    }
+
+    /// A write to a segment that was given up has ended.
+    pub(super) fn let_go(&self, segment: u32) {
+        self.ended_late(Some(segment), false);
     }
 
     /// An operation that was given up has ended.

@@ -8,7 +8,8 @@ use crate::opening::Opening;
 use crate::options::StoreOptions;
 use crate::recover;
 use crate::writer::begin_segment;
-use kvferry_testkit::eventually;
+use kvferry_testkit::hanging::HangingDisk;
+use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::sync::mpsc;
 
 /// Long enough that no other operation takes as long.
@@ -115,6 +116,25 @@ fn a_sync_that_fails_after_it_was_given_up_is_not_followed_by_one_that_succeeds(
     let late = core.disk.sync(1).expect_err("blocks may be lost");
     assert_eq!(late.raw_os_error(), Some(EIO));
     core.disk.sync(1).expect("it was told");
+}
+
+#[test]
+fn a_device_that_hangs_while_a_file_is_synced_is_known_to_hang_as_soon_as_by_a_read() {
+    let _watchdog = Watchdog::new(PATIENCE);
+    let bench = Bench::new("asked");
+    let hangs = bench.folder.join("b");
+    std::fs::create_dir_all(&hangs).expect("a folder");
+    let Some(device) = HangingDisk::mount(&hangs) else { return };
+    let core = bench.open();
+    core.disk.ensure(1).expect("no device fails");
+    device.hold();
+    let given_up = core.disk.sync(1).expect_err("it does not end");
+    assert!(is_hang(&given_up), "{given_up}");
+    let first = core.disk.of(1).gate.first_limit();
+    device.release();
+    assert_eq!(first, Some(HANG_AFTER), "a read shows it, and not the sync");
+    eventually("it is well again", || !core.disk.hangs(1));
+    core.disk.wait_quiet();
 }
 
 #[test]

@@ -25,6 +25,7 @@ use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 /// Bytes of a tier, at least.
 pub(crate) const HOST_BYTES_MIN: u64 = 1 << 20;
@@ -32,6 +33,9 @@ pub(crate) const HOST_BYTES_MIN: u64 = 1 << 20;
 const BLOCKS_MAX: u64 = 1 << 24;
 /// The part of the tier that may wait to be written.
 const WAITING_SHARE: u64 = 2;
+/// How long a block is not tried again whose lock a stopped process holds: each try writes its bytes anew.
+const AGAIN_MIN: Duration = Duration::from_secs(1);
+const AGAIN_MAX: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
 pub(crate) struct Host {
@@ -62,6 +66,8 @@ pub(crate) struct Waiting {
     pub(crate) record: log::Block,
     /// Why it could not be written when that was last tried.
     pub(crate) left: Option<NotStored>,
+    /// When it may be tried again, and after how long once more. `None`: whenever others are.
+    again: Option<(Instant, Duration)>,
 }
 
 /// What has become of a block that is to wait.
@@ -217,7 +223,8 @@ impl Host {
         if block.check != check || waiting_bytes > self.bytes / WAITING_SHARE {
             return Taken::No;
         }
-        let waiting = Waiting { block: Arc::clone(block), record: record(block), left: None };
+        let (block, record) = (Arc::clone(block), record(block));
+        let waiting = Waiting { block, record, left: None, again: None };
         state.policy.pin(slot);
         state.waiting_bytes = waiting_bytes;
         state.waiting.insert(state.next_number, waiting);
@@ -238,11 +245,19 @@ impl Host {
     }
 
     /// Blocks that wait with these numbers and follow each other in a prompt: the first, and others while all are no
-    /// longer than `bytes_max`.
-    pub(crate) fn next_waiting(&self, numbers: Range<u64>, bytes_max: u64) -> Vec<(u64, Waiting)> {
+    /// longer than `bytes_max`. Without those that are to be tried after `now`, if it is given.
+    pub(crate) fn next_waiting(
+        &self,
+        numbers: Range<u64>,
+        bytes_max: u64,
+        now: Option<Instant>,
+    ) -> Vec<(u64, Waiting)> {
         let state = lock(&self.state);
         let (mut chain, mut bytes): (Vec<(u64, Waiting)>, _) = (Vec::new(), 0);
-        for (number, waiting) in state.waiting.range(numbers) {
+        let is_due = |(_, it): &(&u64, &Waiting)| {
+            now.zip(it.again).is_none_or(|(now, (again, _))| now >= again)
+        };
+        for (number, waiting) in state.waiting.range(numbers).filter(is_due) {
             bytes += waiting.block.len;
             if let Some((_, last)) = chain.last()
                 && (bytes > bytes_max || waiting.record.parent != Some(last.record.key))
@@ -272,6 +287,17 @@ impl Host {
     pub(crate) fn leave(&self, numbers: Range<u64>, why: NotStored) {
         for (_, waiting) in lock(&self.state).waiting.range_mut(numbers) {
             waiting.left = Some(why);
+        }
+    }
+
+    /// As [`Host::leave`], of blocks that are tried again after a time which becomes longer with each try.
+    pub(crate) fn leave_for_long(&self, numbers: impl Iterator<Item = u64>, why: NotStored) {
+        let mut state = lock(&self.state);
+        for number in numbers {
+            let Some(waiting) = state.waiting.get_mut(&number) else { continue };
+            let after = waiting.again.map_or(AGAIN_MIN, |(_, last)| (last * 2).min(AGAIN_MAX));
+            waiting.left = Some(why);
+            waiting.again = Some((Instant::now() + after, after));
         }
     }
 

@@ -226,6 +226,37 @@ fn blocks_that_found_no_space_are_written_once_there_is_some_without_another_cal
 }
 
 #[test]
+fn a_block_whose_lock_a_stopped_process_holds_is_not_written_again_with_each_put_behind_it() {
+    let bench = Bench::new("contended");
+    let (store, kv) = bench.with_host();
+    let (other, _) = bench.open(&bench.options());
+    let contended = prompt(1, 1);
+    let key = kv.keys(&contended).expect("a hash")[0];
+    let held = other.inner().core.member.hold_stripe(&key);
+    let recording = Recording::start(&bench.folder);
+    bench.put(&kv, 0, &contended);
+    let bytes = bench.memory(0, 1)[0].to_vec().expect("registered");
+    until("it is tried", || store.stats().unwritten_blocks == 1);
+    for block in 100..130 {
+        let new = prompt(block, 1);
+        bench.put(&kv, 1, &new);
+        until("it is on the disk", || on_disk(&kv, &new) == 1);
+    }
+    let is_of_it = |it: &Event| match it {
+        Event::Begin(_, Op::Write { pieces, .. }) => {
+            pieces.iter().any(|(_, piece)| piece.starts_with(&bytes))
+        }
+        _ => false,
+    };
+    let tries = recording.take().into_iter().filter(is_of_it).count();
+    assert!((1..10).contains(&tries), "{tries} times");
+    assert!(store.sync().is_err());
+    drop(held);
+    store.sync().expect("it is tried at once");
+    assert_eq!(on_disk(&kv, &contended), 1);
+}
+
+#[test]
 fn closing_the_store_writes_blocks_that_found_no_space_before() {
     let bench = Bench::new("space-at-close");
     let (store, kv) = bench.with_host();

@@ -325,6 +325,41 @@ fn a_directory_that_hangs_is_missed_while_the_others_serve_and_serves_again_once
 }
 
 #[test]
+fn blocks_in_host_memory_are_written_to_other_directories_while_one_hangs() {
+    let _watchdog = Watchdog::new(LIMIT);
+    for direct in [DirectIo::Auto, DirectIo::Off] {
+        let Some(mut four) = Four::new(&format!("behind-{direct:?}")) else { return };
+        four.with = four.with.clone().direct(direct).host_bytes(8 * MIB);
+        let (store, kv) = four.open();
+        let put = |seed| {
+            assert_eq!(four.put(&kv, seed).stored, 1);
+            store.sync()
+        };
+        let mut seeds = 0..0;
+        // The next blocks are written to the third directory.
+        while four.segments().iter().max().is_none_or(|it| it % 4 != 2) {
+            put(seeds.end).expect("no device fails");
+            seeds.end += 1;
+        }
+        four.disk.hold();
+        let _release = Release(&four.disk);
+        for seed in 1000..1040 {
+            let _ = put(seed);
+        }
+        eventually("the directory hangs", || store.stats().hanging_directories == 1);
+        eventually("they are on the disk", || store.stats().waiting_bytes == 0);
+        assert_eq!(store.stats().hanging_directories, 1);
+        four.disk.release();
+        eventually("it is well again", || store.stats().hanging_directories == 0);
+        eventually("all is synced", || store.sync().is_ok());
+        assert!((1000..1040).chain(seeds).all(|seed| four.get(&kv, seed)));
+        assert_eq!(store.stats().corrupt, 0);
+        store.close();
+        four.agent.shutdown();
+    }
+}
+
+#[test]
 fn a_store_closes_while_a_directory_hangs_and_opens_again_once_it_answers() {
     let _watchdog = Watchdog::new(LIMIT);
     let Some(four) = Four::new("closes") else { return };
