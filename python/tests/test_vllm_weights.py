@@ -289,19 +289,37 @@ def test_blocks_of_weights_of_an_earlier_version_are_not_handed_over(
     assert begins_with_cached_tokens(connector, "f")
 
 
-def test_blocks_since_a_reset_of_the_connector_are_of_the_weights_that_are_named_after_it(connector: Any) -> None:
+def test_blocks_since_a_reset_of_the_connector_may_be_of_the_weights_before(connector: Any) -> None:
+    version(connector, "1")
+    assert is_handed_over(connector, "a")
+    # It only slept, and is not given its version again.
+    assert reset(connector)
+    assert not is_handed_over(connector, "b")
+    # An update in flight, which resets nothing.
+    version(connector, "2")
+    assert not begins_with_cached_tokens(connector, "c")
+    assert is_handed_over(connector, "d")
+    assert reset(connector)
+    version(connector, "3")
+    # There is no step between the reset and the version.
+    assert begins_with_cached_tokens(connector, "e")
+
+
+def test_blocks_since_a_reset_of_the_connector_are_of_the_version_that_is_given_again(connector: Any) -> None:
+    version(connector, "2")
     assert is_handed_over(connector, "a")
     assert reset(connector)
-    # vLLM goes on with the new weights before they are given their version.
     assert not is_handed_over(connector, "b")
     version(connector, "2")
     assert begins_with_cached_tokens(connector, "c")
-    # It only slept: the blocks since are of the same version.
-    assert reset(connector)
-    version(connector, "2")
-    assert begins_with_cached_tokens(connector, "d")
     version(connector, "3")
-    assert not begins_with_cached_tokens(connector, "e")
+    assert not begins_with_cached_tokens(connector, "d")
+
+
+def test_what_another_connector_loads_without_a_step_is_cached(connector: Any) -> None:
+    connector.update_state_after_alloc(Request("a", None, list(TOKENS)), None, 0)
+    version(connector, "2")
+    assert not begins_with_cached_tokens(connector, "b")
 
 
 def test_a_reset_that_leaves_blocks_in_the_cache_is_none(connector: Any) -> None:

@@ -252,28 +252,24 @@ class _Cached:
 
     def __init__(self) -> None:
         self.are_mixed = False
-        # Blocks of weights that have a version, and of those that have none since a reset of the connector.
-        self._has_named = self._has_unnamed = False
+        self._has_blocks = False
         self._times_emptied = 0
 
-    def add(self, *, was_reset: bool) -> None:
+    def add(self) -> None:
         """A step or a load may have blocks cached."""
-        if was_reset:
-            self._has_unnamed = True
-        else:
-            self._has_named = True
+        self._has_blocks = True
 
     def follow(self, times_emptied: int) -> None:
         """How often the cache was emptied: there is no step between that and this call."""
         if times_emptied != self._times_emptied:
             self._times_emptied = times_emptied
-            self.are_mixed = self._has_named = self._has_unnamed = False
+            self.are_mixed = self._has_blocks = False
 
-    def were_named(self, *, is_new: bool) -> None:
-        """The weights were given a version, which is also that of blocks since a reset of the connector."""
-        self.are_mixed |= is_new and self._has_named
-        self._has_named |= self._has_unnamed
-        self._has_unnamed = False
+    def got_new_version(self) -> None:
+        """The weights have another version. Blocks that are cached may be of the weights before, also those since a
+        reset of the connector: weights may have stayed the same at that reset, and changed after these blocks.
+        """
+        self.are_mixed |= self._has_blocks
 
 
 class _Scheduler:
@@ -429,9 +425,9 @@ class _Scheduler:
         version = self._core.version()
         is_new, self._version = version != self._version, version
         if is_new or self._core.times_named != self._times_named:
-            self._cached.were_named(is_new=is_new)
             self._times_named, self._was_reset = self._core.times_named, False
         if is_new:
+            self._cached.got_new_version()
             self._forget()
             if self._cached.are_mixed:
                 logger.warning_once(
@@ -473,9 +469,10 @@ class _Scheduler:
         return tokens, bool(tokens)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
+        # Also for another connector beside this one: what it loads is cached without a step.
+        self._cached.add()
         live = self._live.get(request.request_id)
         if live is not None and not live.produces and self.half.waits_for_blocks(request.request_id):
-            self._cached.add(was_reset=self._was_reset)
             table = self._selected(blocks.get_block_ids())
             self.half.allocated(request.request_id, live.prompt_tokens, live.computed, external, table)
 
@@ -490,7 +487,7 @@ class _Scheduler:
     def step(self, output: Any) -> KVFerryMetadata:
         self._follow_weights()
         if output.num_scheduled_tokens:
-            self._cached.add(was_reset=self._was_reset)
+            self._cached.add()
         scheduled: list[tuple[str, int, int, bool, Sequence[list[int]]]] = []
         lost: list[str] = []
         produced, tokens = self._produced, output.num_scheduled_tokens
@@ -538,7 +535,7 @@ class _Scheduler:
         """Of a step that `step` failed with: what the half does not know it may not hand over, and what lost its blocks
         it may not offer any more.
         """
-        self._cached.add(was_reset=self._was_reset)
+        self._cached.add()
         named = tried(lambda: {*output.num_scheduled_tokens, *(output.preempted_req_ids or ())})
         lost = set(self._produced) if named is None else self._produced & named
         self._produced -= lost
