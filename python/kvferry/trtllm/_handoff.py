@@ -9,7 +9,6 @@ in `kvferry.connector`: here are its two halves, one worker half for each rank, 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import os
@@ -19,7 +18,6 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,6 +29,7 @@ from kvferry.trtllm._meta import Part
 from kvferry.trtllm._pages import Group, Pages
 from kvferry.trtllm._settings import HandoffSettings
 from kvferry.trtllm._staging import Arena, Extents
+from kvferry.trtllm._threads import Threads
 
 logger = logging.getLogger("kvferry.trtllm")
 
@@ -236,11 +235,11 @@ class Handoff:
         self._followers: dict[str, float] = {}
         # Addresses that may be those of decode engines: each is connected to before it is one of the followers.
         self._met: set[str] = set()
-        self._meeters = ThreadPoolExecutor(_MET_AT_ONCE, thread_name_prefix="kvferry-handoff-meet")
+        self._meeters = Threads(_MET_AT_ONCE, "kvferry-handoff-meet")
         # Engines that messages are on their way to: one that takes its time holds no other's thread.
         self._lines: dict[str, _Line] = {}
         talkers = _FOLLOWERS_MAX + len(settings.prefill)
-        self._talkers = ThreadPoolExecutor(talkers, thread_name_prefix="kvferry-handoff-talk")
+        self._talkers = Threads(talkers, "kvferry-handoff-talk")
         # Addresses that did not answer, with the time at which they are tried again, the first one first.
         self._deaf: OrderedDict[str, float] = OrderedDict()
         self._heard = _HeardOffers()
@@ -629,18 +628,27 @@ class Handoff:
         if address in self._followers:
             self._followers[address] = now + _FORGET_S
             return
-        of_host = _of_host(self._met, address)
-        if address in self._deaf or address in self._met or of_host >= _MET_OF_HOST_MAX or len(self._met) >= _MET_MAX:
+        if address in self._deaf or address in self._met:
             return
-        if self._has_room_for(address):
+        if len(self._met) >= _MET_MAX or _of_host(self._met, address) >= _MET_OF_HOST_MAX:
+            self._counts["refused_followers"] += 1
+            self._say(
+                "the decode engine at %s has to wait: %d addresses that engines have said come first; where "
+                "it goes on, a peer makes addresses up, which secret_file on all engines prevents",
+                address,
+                len(self._met),
+            )
+        elif self._has_room_for(address):
             self._met.add(address)
-            with contextlib.suppress(RuntimeError):
-                # At exit there are no new threads.
-                self._meeters.submit(self._meet, address)
+            if not self._meeters.submit(self._meet, address):
+                # It says again that it follows.
+                self._met.discard(address)
+                self._say("no thread can be started to connect to the decode engine at %s", address)
 
     def _has_room_for(self, address: str) -> bool:
         has = len(self._followers) < _FOLLOWERS_MAX and _of_host(self._followers, address) < _FOLLOWERS_OF_HOST_MAX
         if not has:
+            self._counts["refused_followers"] += 1
             self._say(
                 "the decode engine at %s is not told of prompts: there are %d at most, and %d of one host",
                 address,
@@ -650,17 +658,17 @@ class Handoff:
         return has
 
     def _meet(self, address: str) -> None:
+        why: Exception | None = None
         try:
             self._control.peer(address).notify((_FOLLOWED, b""), timeout=_NOTIFY_S)
-        except kvferry.Error as error:
-            with self._lock:
-                self._met.discard(address)
-                self._is_out_of_reach(address, error)
-        else:
-            with self._lock:
-                self._met.discard(address)
-                if self._has_room_for(address):
-                    self._followers[address] = time.monotonic() + _FORGET_S
+        except Exception as error:
+            why = error
+        with self._lock:
+            self._met.discard(address)
+            if why is not None:
+                self._is_out_of_reach(address, why)
+            elif self._has_room_for(address):
+                self._followers[address] = time.monotonic() + _FORGET_S
 
     def _is_out_of_reach(self, address: str, why: object) -> None:
         self._followers.pop(address, None)
@@ -712,9 +720,10 @@ class Handoff:
             line.messages.append((name, message))
             return
         line = self._lines[address] = _Line(deque([(name, message)]))
-        with contextlib.suppress(RuntimeError):
-            # At exit there are no new threads.
-            self._talkers.submit(self._talk, address, line)
+        if not self._talkers.submit(self._talk, address, line):
+            del self._lines[address]
+            if not self._is_closed:
+                self._say("no thread can be started to tell %s of a prompt, or that it is followed", address)
 
     def _talk(self, address: str, line: _Line) -> None:
         while True:
@@ -725,7 +734,7 @@ class Handoff:
                 name, message = line.messages.popleft()
             try:
                 self._control.peer(address).notify((name, message), timeout=_NOTIFY_S)
-            except kvferry.Error as error:
+            except Exception as error:
                 with self._lock:
                     line.messages.clear()
                     self._is_out_of_reach(address, error)
@@ -749,7 +758,7 @@ class Handoff:
         atexit.unregister(self.close)
         self._wake.set()
         for threads in (self._talkers, self._meeters):
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.close()
         if self._thread is not threading.current_thread():
             self._thread.join(10 * _NOTIFY_S)
         _close(self._halves, self._agents)

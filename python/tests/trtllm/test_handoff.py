@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib
 import json
 import os
 import socket
@@ -13,13 +14,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import kvferry
 import pytest
+from kit import PATIENCE, run_python
 from kvferry.trtllm import _handoff
 from kvferry.trtllm._handoff import Prompt
 from kvferry.trtllm._keys import chain
+from kvferry.trtllm._threads import Threads
 from kvferry.trtllm.reference import Ranks, Request, Shape
 from trtllm_kit import BLOCK, Bench, Served, data, output, prompt, reference
 
@@ -36,7 +40,7 @@ def to_compute(length: int) -> int:
 
 
 def until(is_so: Callable[[], bool], why: Callable[[], Any] = lambda: None) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while not is_so():
         assert time.monotonic() < deadline, why()
         time.sleep(0.005)
@@ -84,8 +88,13 @@ def closed() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def pair(bench: Bench) -> Iterator[Pair]:
-    yield Pair(bench)
+def pair(bench: Bench) -> Pair:
+    made = Pair(bench)
+    # An engine that takes long to answer, on a machine that is busy, is told all the same.
+    module = importlib.import_module("kvferry.trtllm._handoff")
+    bench.monkeypatch.setattr(module, "_NOTIFY_S", PATIENCE)
+    bench.monkeypatch.setattr(module, "_FORGET_S", 10 * PATIENCE)
+    return made
 
 
 def handoff(served: Served) -> Any:
@@ -484,7 +493,7 @@ def test_an_engine_does_not_follow_itself(pair: Pair, closed: list[str]) -> None
 def test_an_engine_that_does_not_answer_delays_no_other(pair: Pair) -> None:
     prefill, decode = pair.prefill(), pair.decode()
     # The engine that does not answer is waited for until its socket is closed.
-    pair.bench.monkeypatch.setattr(sys.modules[type(handoff(prefill)).__module__], "_NOTIFY_S", 600.0)
+    pair.bench.monkeypatch.setattr(module_of(prefill), "_NOTIFY_S", 600.0)
     with contextlib.ExitStack() as sockets:
         silent = [sockets.enter_context(socket.socket()) for _ in range(12)]
         for it in silent:
@@ -520,7 +529,12 @@ def test_followers_are_bounded_in_all_and_of_one_host(pair: Pair) -> None:
     prefill = pair.prefill()
     own, module = handoff(prefill), module_of(prefill)
     asked: list[str] = []
-    pair.bench.monkeypatch.setattr(own._meeters, "submit", lambda _, address: asked.append(address))
+
+    def submit(_: Any, address: str) -> bool:
+        asked.append(address)
+        return True
+
+    pair.bench.monkeypatch.setattr(own._meeters, "submit", submit)
 
     def hear(*addresses: str) -> list[str]:
         asked.clear()
@@ -539,6 +553,7 @@ def test_followers_are_bounded_in_all_and_of_one_host(pair: Pair) -> None:
     # Those that wait for an answer.
     assert hear(*hosts(1000)) == hosts(module._MET_MAX)
     assert hear(*ports(1000)) == ports(module._MET_OF_HOST_MAX)
+    assert prefill.scheduler.stats()["refused_followers"] == 2000 - module._MET_MAX - module._MET_OF_HOST_MAX
     # Those that have answered.
     with own._lock:
         later = time.monotonic() + 600
@@ -555,11 +570,36 @@ def test_followers_are_bounded_in_all_and_of_one_host(pair: Pair) -> None:
         own._followers.clear()
 
 
+def test_threads_carry_out_calls_in_order_and_end_with_them() -> None:
+    threads = Threads(2, "kvferry-test")
+    gates = [threading.Event() for _ in range(4)]
+    begun: list[int] = []
+
+    def call(at: int) -> None:
+        begun.append(at)
+        assert gates[at].wait(PATIENCE)
+        if at == 1:
+            raise ValueError("a failure of the test")
+
+    for at in range(4):
+        assert threads.submit(call, at)
+    until(lambda: begun == [0, 1])
+    # One that has failed is followed by the next.
+    gates[1].set()
+    until(lambda: begun == [0, 1, 2])
+    threads.close()
+    assert not threads.submit(call, 0)
+    for gate in gates:
+        gate.set()
+    until(lambda: not any(it.name == "kvferry-test" for it in threading.enumerate()))
+    assert begun == [0, 1, 2]
+
+
 def test_an_engine_that_is_slower_than_what_it_is_told_is_forgotten(pair: Pair) -> None:
     prefill = pair.prefill()
     own, module = handoff(prefill), module_of(prefill)
     pair.bench.monkeypatch.setattr(module, "_LINE_MAX", 3)
-    pair.bench.monkeypatch.setattr(own._talkers, "submit", lambda *_: None)
+    pair.bench.monkeypatch.setattr(own._talkers, "submit", lambda *_: True)
     with own._lock:
         own._followers["10.1.1.1:1"] = time.monotonic() + 600
         for _ in range(10):
@@ -567,6 +607,71 @@ def test_an_engine_that_is_slower_than_what_it_is_told_is_forgotten(pair: Pair) 
             assert len(own._lines["10.1.1.1:1"].messages) <= 3
         assert not own._followers and "10.1.1.1:1" in own._deaf
         own._lines.clear()
+
+
+def test_an_engine_for_which_no_thread_can_be_started_is_met_and_told_later(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill = pair.prefill()
+    own = handoff(prefill)
+    with own._lock, pair.bench.monkeypatch.context() as broken:
+
+        def start(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        broken.setattr(threading.Thread, "start", start)
+        own._hear_follower("127.0.0.1:1", time.monotonic())
+        own._say_to("127.0.0.1:1", "name", b"message")
+        assert not own._met and not own._lines
+    assert "no thread can be started" in caplog.text
+    decode = pair.decode()
+    (ended,) = hand_over(prefill, decode, lambda **options: [Request(1, prompt(41), **options)])
+    assert ended.computed_tokens == 1
+    settled(prefill, decode)
+
+
+ENDING = """
+    import sys, threading, time
+    import trtllm_kit
+    from kvferry.trtllm import KVFerryConnectorWorker
+    from kvferry.trtllm.reference import Cache, Shape
+
+    sys.modules["tensorrt_llm._utils"] = trtllm_kit._utilities()
+    worker = KVFerryConnectorWorker(trtllm_kit.args())
+    worker.register_kv_caches(Cache(Shape()).tensors[0])
+    own = worker._local.handoff
+    begun = threading.Semaphore(0)
+
+    class Silent:
+        # Its peers never answer.
+        address = own.address
+
+        def peer(self, address):
+            begun.release()
+            threading.Event().wait()
+
+        def notifications(self):
+            return []
+
+    with own._lock:
+        own._control = Silent()
+        for at in range(16):
+            own._hear_follower(f"10.0.0.{at}:1", time.monotonic())
+        for _ in range(100):
+            own._say_to("10.0.1.1:1", "name", b"message")
+    # Four connect, and one is told.
+    for _ in range(5):
+        begun.acquire()
+    print("ends", flush=True)
+"""
+
+
+def test_a_process_ends_whatever_engines_do_not_answer(tmp_path: Path) -> None:
+    settings = {"DISK": tmp_path / "kv", "DISK_GIB": "0.0625", "HANDOFF_GIB": 1 / 64}
+    settings |= {"HANDOFF": "prefill", "LISTEN": "127.0.0.1:0"}
+    env = {f"TLLM_KVFERRY_{name}": str(value) for name, value in settings.items()}
+    ended = run_python(ENDING, env=env | {"PYTHONPATH": str(Path(__file__).parents[1])})
+    assert (ended.returncode, ended.stdout) == (0, "ends\n"), ended.stderr
 
 
 def test_addresses_that_did_not_answer_are_remembered_for_a_time_and_within_a_bound(pair: Pair) -> None:
