@@ -60,11 +60,11 @@ class AgentCore(Backends):
     def __init__(self, name: str, wanted: list[str] | None) -> None:
         if not name:
             raise ValueError("an agent needs a name")
+        self._lock = threading.RLock()
+        self._agent: kvferry.Agent | None = None
         super().__init__(wanted)
         self.name = name
         self._is_forked = False
-        self._lock = threading.RLock()
-        self._agent: kvferry.Agent | None = None
         self._shut_down = False
         self._local = Local()
         self._remotes: dict[str, Remote] = {}
@@ -99,12 +99,19 @@ class AgentCore(Backends):
             if self._shut_down:
                 raise nixlBackendError("the agent was shut down")
             if self._agent is None:
-                host = "0.0.0.0" if "UCX" in self.backends else "127.0.0.1"
-                listen = None if os.environ.get("KVFERRY_LISTEN") else f"{host}:0"
+                listen = None if os.environ.get("KVFERRY_LISTEN") else f"{self._host_of_backends()}:0"
                 with as_nixl():
                     timeout = None if os.environ.get("KVFERRY_TIMEOUT_MS") else TIMEOUT_S
                     self._agent = kvferry.Agent(self.name, listen=listen, timeout=timeout, mooncake=False)
+                self._started(self._agent)
             return self._agent
+
+    def _host_of_backends(self) -> str:
+        """Loopback without a backend that reaches other hosts' memory."""
+        return "0.0.0.0" if "UCX" in self.backends else "127.0.0.1"
+
+    def _started(self, agent: kvferry.Agent) -> None:
+        """Called once, when kvferry's agent has started. The caller holds the lock."""
 
     def _ended(self, handle: nixl_xfer_handle) -> None:
         with self._lock:

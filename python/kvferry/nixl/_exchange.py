@@ -38,24 +38,46 @@ class Exchange(AgentCore):
     def __init__(self, name: str, wanted: list[str] | None, listen_port: int | None) -> None:
         self._listener: _listener.Listener | None = None
         super().__init__(name, wanted)
-        if listen_port is not None:
-            # Without a backend that reaches other hosts' memory, the agent itself is on loopback. A backend may come
-            # later where there is none yet.
-            is_local = bool(self.backends) and "UCX" not in self.backends
-            listen = os.environ.get("KVFERRY_LISTEN") or ("127.0.0.1:0" if is_local else "")
-            host = listen.rpartition(":")[0].strip("[]")
-            # The listener's thread does not keep the agent alive.
-            weak = weakref.WeakMethod(self._answer)
+        if listen_port is None:
+            return
+        if os.environ.get("KVFERRY_LISTEN"):
+            # The variable says where the agent listens, whatever backends it gets.
+            agent = self._core()
+            self._listen(agent.local_address[0], listen_port)
+        else:
+            # A backend may come later where there is none yet.
+            self._listen(self._host_of_backends() if self.backends else "0.0.0.0", listen_port)
 
-            def answer(operation: int, body: bytes) -> bytes:
-                alive = weak()
-                if alive is None:
-                    raise ConnectionError("the agent has ended")
-                return alive(operation, body)
+    def _listen(self, host: str, port: int) -> None:
+        # The listener's thread does not keep the agent alive.
+        weak = weakref.WeakMethod(self._answer)
 
-            with as_nixl():
-                self._listener = _listener.Listener(host, listen_port, answer)
-            weakref.finalize(self, self._listener.close).atexit = False
+        def answer(operation: int, body: bytes) -> bytes:
+            alive = weak()
+            if alive is None:
+                raise ConnectionError("the agent has ended")
+            return alive(operation, body)
+
+        with as_nixl():
+            self._listener = _listener.Listener(host, port, answer)
+        weakref.finalize(self, self._listener.close).atexit = False
+
+    def _move_listener(self, host: str) -> None:
+        """Has the metadata listener on another interface, at the same port. The caller holds the lock."""
+        listener = self._listener
+        if listener is not None and listener.host != host:
+            listener.close()
+            self._listen(host, listener.port)
+
+    def _started(self, agent: kvferry.Agent) -> None:
+        self._move_listener(agent.local_address[0])
+
+    def create_backend(self, backend: str, initParams: dict[str, str] | None = None) -> None:  # noqa: N803
+        super().create_backend(backend, initParams)
+        with self._lock:
+            # An agent that has started stays where it is.
+            if self._listener is not None and self._agent is None:
+                self._move_listener(self._host_of_backends())
 
     def _forked(self) -> None:
         super()._forked()

@@ -73,8 +73,11 @@ class Listener:
         # What strangers send may fail at any rate.
         self._say = Seldom(_log, "").say
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._socket = socket.create_server((host, port))
-        self.port: int = self._socket.getsockname()[1]
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # All interfaces are those of IPv4, too.
+        dual = host == "::" and socket.has_dualstack_ipv6()
+        self._socket = socket.create_server((host, port), family=family, dualstack_ipv6=dual)
+        self.host, self.port = str(self._socket.getsockname()[0]), int(self._socket.getsockname()[1])
         threading.Thread(target=self._serve, name="kvferry-nixl-listen", daemon=True).start()
 
     def _serve(self) -> None:
