@@ -24,8 +24,9 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
+from errno import ENOENT
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 DEFAULT_PORT = 8998
@@ -44,6 +45,10 @@ PROOF = "X-KVFerry-Proof"
 # The header with the challenge that ``GET /register`` answered. The server takes each for one registration, so no
 # registration can be replayed.
 CHALLENGE = "X-KVFerry-Challenge"
+
+# netlink(7) and sock_diag(7): `struct nlmsghdr`, and numbers.
+_MESSAGE = struct.Struct("=IHHII")
+_SOCK_DIAG, _BY_FAMILY, _REQUEST, _LISTENS = 4, 20, 1, 10
 
 WorkerAddr = Mapping[int, Mapping[int, str]]
 """Tensor-parallel rank, then pipeline rank, then the address ``host:port`` of that worker's agent."""
@@ -206,9 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(403, "this engine has no other data-parallel ranks")
         text = self._body()
         number = None
-        if secret is None:
-            self._check_user()
-        else:
+        if secret is not None:
             challenge = self.headers.get(CHALLENGE, "")
             proof = _proof(secret, challenge, text)
             if not hmac.compare_digest(proof, self.headers.get(PROOF, "").encode()):
@@ -224,13 +227,15 @@ class _Handler(BaseHTTPRequestHandler):
         dp_rank = _rank(body, "dp_rank")
         if not 1 <= dp_rank < ranks:
             raise _RefusedError(403, f"dp_rank must be one of the other {ranks - 1} ranks, from 1 on")
+        if secret is None:
+            self._check_user()
         self.server.registry.add(dp_rank, _text(body, "engine_id"), workers, self.client_address[0], number)
         return {"status": "ok"}
 
     def _check_user(self) -> None:
         """Of a process of this host. Where the kernel does not tell users, those of agents are not checked either."""
-        user = user_of(self.connection.getpeername(), self.connection.getsockname())
-        if user is not None and user not in (0, os.getuid()):
+        user = self.server.owners.user_of(self.client_address, self.connection.getsockname())
+        if user is not None and user not in (0, os.geteuid()):
             raise _RefusedError(403, "without a secret, only processes of this server's user register from its host")
 
     def _body(self) -> bytes:
@@ -268,6 +273,7 @@ class _Server(ThreadingHTTPServer):
         # From the address, since a name may have addresses of either family.
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         super().__init__((host, port), _Handler)
+        self.owners = Owners(self.server_address)
 
     def server_bind(self) -> None:
         if self.address_family == socket.AF_INET6:
@@ -316,31 +322,76 @@ class _Server(ThreadingHTTPServer):
         _log.debug("connection from %s failed", client_address, exc_info=True)
 
 
-def user_of(client: tuple[Any, ...], server: tuple[Any, ...]) -> int | None:
-    """Whose socket of this host is connected from `client` to `server`; -1 if its process has closed it. None for one
-    of another host, or where the kernel does not tell.
+class Owners:
+    """Tells the users of connections within this host, as the kernel knows them: sock_diag(7)."""
+
+    def __init__(self, listening: tuple[Any, ...]) -> None:
+        """`listening`: where this process listens. The kernel's answer about it shows whether it tells users."""
+        anywhere = "::" if ":" in listening[0] else "0.0.0.0"
+        try:
+            self.tell = _owner(listening, (anywhere, 0), is_listener=True) == os.geteuid()
+        except OSError:
+            self.tell = False
+
+    def user_of(self, client: tuple[Any, ...], server: tuple[Any, ...]) -> int | None:
+        """Whose socket is connected from `client` to `server`; -1 if no process has it open, or that is not known. None
+        for a client of another host, and where the kernel does not tell.
+        """
+        if not self.tell or not _is_of_this_host(client):
+            return None
+        try:
+            user = _owner(client, server)
+        except OSError:
+            return -1
+        return -1 if user is None else user
+
+
+def _is_of_this_host(client: tuple[Any, ...]) -> bool:
+    """The kernel's own address for a way to one of this host's is that address itself."""
+    host = _canonical(client)
+    to = (str(host), client[1] or 1, *client[2:4]) if host.version == 6 else (str(host), client[1] or 1)
+    with contextlib.suppress(OSError), socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+        # Sends nothing.
+        probe.connect(to)
+        return _canonical(probe.getsockname()) == host
+    return False
+
+
+_Host: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def _canonical(end: tuple[Any, ...]) -> _Host:
+    host = ipaddress.ip_address(str(end[0]).partition("%")[0])
+    return getattr(host, "ipv4_mapped", None) or host
+
+
+def _family(host: _Host) -> int:
+    return socket.AF_INET if host.version == 4 else socket.AF_INET6
+
+
+def _owner(of: tuple[Any, ...], to: tuple[Any, ...], *, is_listener: bool = False) -> int | None:
+    """The user of the socket at `of` that is connected to `to`, or listens. None if no process has it open. Raises
+    OSError.
     """
-    ends = [(ipaddress.ip_address(host.partition("%")[0]), port) for host, port, *_ in (client, server)]
-    for family, name in ((4, "tcp"), (6, "tcp6")):
-        wanted = [_as_kernel_writes(host, port, family) for host, port in ends]
-        with contextlib.suppress(OSError, ValueError), open(f"/proc/net/{name}") as lines:
-            for line in lines:
-                found = line.split()
-                if found[1:3] == wanted:
-                    # A socket that was closed has no inode, and the superuser for its user.
-                    return int(found[7]) if found[9] != "0" else -1
-    return None
-
-
-def _as_kernel_writes(host: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int, family: int) -> str | None:
-    """An address in a file of ``/proc/net``: in words of the processor's byte order. None if it has none there."""
-    mapped = getattr(host, "ipv4_mapped", None) or host
-    if mapped.version == 6:
-        packed = host.packed if family == 6 else b""
-    else:
-        packed = mapped.packed if family == 4 else bytes(10) + b"\xff\xff" + mapped.packed
-    words = struct.unpack(f">{len(packed) // 4}I", packed)
-    return f"{struct.pack(f'={len(words)}I', *words).hex().upper()}:{port:04X}" if packed else None
+    host = _canonical(of)
+    # `struct inet_diag_req_v2`: the family, any state, the ends, the interface, no cookie.
+    body = struct.pack("=BBHI", _family(host), socket.IPPROTO_TCP, 0, 0xFFFF_FFFF) + struct.pack("!HH", of[1], to[1])
+    body += b"".join(it.packed.ljust(16, b"\0") for it in (host, _canonical(to)))
+    body += struct.pack("=I", of[3] if len(of) > 3 else 0) + b"\xff" * 8
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
+        # The kernel answers before `send` returns.
+        kernel.send(_MESSAGE.pack(_MESSAGE.size + len(body), _BY_FAMILY, _REQUEST, 1, 0) + body)
+        answer = kernel.recv(512, socket.MSG_DONTWAIT)
+    kind = _MESSAGE.unpack_from(answer)[1]
+    if kind != _BY_FAMILY:
+        errno = -struct.unpack_from("=i", answer, _MESSAGE.size)[0]
+        if errno == ENOENT:
+            return None
+        raise OSError(errno, os.strerror(errno))
+    # `struct inet_diag_msg`: the state is its second byte; the user and the inode are its last numbers.
+    state, (user, inode) = answer[_MESSAGE.size + 1], struct.unpack_from("=II", answer, _MESSAGE.size + 64)
+    # Where there is no such connection, the kernel finds what listens at its address.
+    return user if inode and (state == _LISTENS) is is_listener else None
 
 
 def place(parallel: Any, own_host: str) -> tuple[int, str | None]:

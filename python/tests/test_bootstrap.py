@@ -160,28 +160,71 @@ def test_no_engine_replaces_another_process_or_host(server: BootstrapServer) -> 
 def test_without_a_secret_no_process_of_another_user_registers(
     server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_connection((server.host, server.port)) as connection:  # type: ignore[attr-defined]
-        user = _bootstrap.user_of(connection.getsockname(), connection.getpeername())
-        if user is None:
-            pytest.skip("this kernel does not tell whose connections are")
-        assert user == os.getuid()
-        # One of another host.
-        assert _bootstrap.user_of(("192.0.2.1", 1), connection.getpeername()) is None
     assert ask(server, "POST", "/register", worker())[0] == 200
-    for user, status in ((0, 200), (os.getuid() + 1, 403), (-1, 403)):
-        monkeypatch.setattr(_bootstrap, "user_of", lambda *_, user=user: user)
+    for user, status in ((0, 200), (os.geteuid() + 1, 403), (-1, 403)):
+        monkeypatch.setattr(_bootstrap.Owners, "user_of", lambda *_, user=user: user)
         assert ask(server, "POST", "/register", worker(engine_id=OTHER))[0] == status
     assert ask(server, "GET", "/query")[1]["1"]["engine_id"] == OTHER
 
 
-def test_a_process_that_reaches_ipv4_from_ipv6_has_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = BootstrapServer("::", 0, 2)
-    if server.error is not None:
-        pytest.skip(server.error)
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        mapped = [(f"::ffff:{host}", port, 0, 0) for host, port in (connection.getsockname(), connection.getpeername())]
-        assert _bootstrap.user_of(*mapped) in (None, os.getuid())
-    server.close()
+@pytest.fixture(params=["127.0.0.1", "::1", "::"])
+def listening(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
+    """At an address of which the kernel tells users."""
+    family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
+    try:
+        made = socket.create_server((request.param, 0), family=family, dualstack_ipv6=request.param == "::")
+    except OSError as error:
+        pytest.skip(f"no {request.param} here: {error}")
+    with made:
+        if not _bootstrap.Owners(made.getsockname()).tell:
+            pytest.skip("this kernel does not tell whose connections are")
+        yield made
+
+
+def test_a_connection_within_this_host_has_its_user(listening: socket.socket) -> None:
+    owners, port = _bootstrap.Owners(listening.getsockname()), listening.getsockname()[1]
+    # All interfaces take both families.
+    hosts = ["127.0.0.1", "::1"] if listening.getsockname()[0] == "::" else [listening.getsockname()[0]]
+    for host in hosts:
+        with socket.create_connection((host, port)):
+            accepted, client = listening.accept()
+            assert owners.user_of(client, accepted.getsockname()) == os.geteuid()
+            accepted.close()
+
+
+def test_a_connection_within_this_host_that_nobody_has_is_no_users(listening: socket.socket) -> None:
+    owners, (own, port) = _bootstrap.Owners(listening.getsockname()), listening.getsockname()[:2]
+    with socket.create_connection(("::1" if own == "::" else own, port)) as connection:
+        accepted, client = listening.accept()
+        connection.close()
+        assert owners.user_of(client, accepted.getsockname()) == -1
+        accepted.close()
+    # Of a client that listens at its own port, and of none.
+    assert owners.user_of((client[0], port), (client[0], 1)) == -1
+    assert owners.user_of((client[0], 1), (client[0], port)) == -1
+    # Of another host.
+    assert owners.user_of(("192.0.2.1", 1), ("192.0.2.2", port)) is None
+
+
+def test_of_a_kernel_that_does_not_tell_users_no_client_is_refused(
+    server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: Any, **__: Any) -> int:
+        raise OSError("a kernel without INET_DIAG")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_bootstrap, "_owner", none)
+        silent = _bootstrap.Owners(("127.0.0.1", 1))
+        assert silent.user_of(("127.0.0.1", 1), ("127.0.0.1", 2)) is None
+        # One that tells, and fails once.
+        silent.tell = True
+        assert silent.user_of(("127.0.0.1", 1), ("127.0.0.1", 2)) == -1
+
+
+def test_what_no_rank_registers_asks_for_no_user(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_bootstrap.Owners, "user_of", lambda *_: pytest.fail("the user was asked for"))
+    assert ask(server, "POST", "/register", b"{")[0] == 422
+    assert ask(server, "POST", "/register", worker(dp_rank=0))[0] == 403
 
 
 def test_an_engine_without_other_ranks_takes_no_registration() -> None:
