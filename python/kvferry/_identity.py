@@ -175,9 +175,11 @@ def _sampled(
     commit = _commit(folder)
     if found and found.has_weights and not made and commit is None and found.changed > process_began():
         logger.warning(
-            "kvferry: files of %s have changed since this process began, so that the weights it has loaded may be "
-            "others: until it is started again, no other engine shares its KV",
+            "kvferry: files of %s, or folders on the way to them, have changed since this process began (%s), so that "
+            "the weights it has loaded may be others: until it is started again, no other engine shares its KV. Put "
+            "models where nothing else is made on the way to them, or set model",
             name,
+            found.what,
         )
         return revision, hash_of([found.digest, engine])
     if name and not made and commit is None and not (found and found.has_weights):

@@ -51,6 +51,8 @@ class Sample(NamedTuple):
     has_weights: bool
     # When the path, one of the files, or what leads to them was changed or put there last, in seconds since the epoch.
     changed: float
+    # Names what was changed then.
+    what: str
 
 
 def sample_of(path: str | Path | None, *, code: bool = False) -> Sample | None:
@@ -64,32 +66,35 @@ def sample_of(path: str | Path | None, *, code: bool = False) -> Sample | None:
     path = Path(path)
     found = hashlib.sha256()
     named, weights = _files(path, code=code)
-    changed = 0.0
+    changed = (0.0, "")
     for files, are_weights in ((named, False), (weights, True)):
         for name, file in sorted(files):
-            changed = max(changed, _add(found, name, file, is_weights=are_weights))
+            changed = max(changed, (_add(found, name, file, is_weights=are_weights), str(file)))
     # After the files were read, so that a change meanwhile is seen.
     of_files = [file for _, file in named + weights]
     # An entry that was taken out of a folder changes the folder.
     folders = {file.parent for file in of_files} if path.is_dir() else set()
     for it in {path, *of_files, *folders}:
-        changed = max(changed, it.lstat().st_ctime, it.stat().st_ctime)
-    return Sample(found.hexdigest()[:32], bool(weights), max(changed, _led([path, *of_files])))
+        changed = max(changed, (max(it.lstat().st_ctime, it.stat().st_ctime), str(it)))
+    return Sample(found.hexdigest()[:32], bool(weights), *max(changed, _led([path, *of_files])))
 
 
-def _led(paths: Iterable[Path]) -> float:
+def _led(paths: Iterable[Path]) -> tuple[float, str]:
     """When the paths were made to lead where they lead, at the latest: by a rename or a new link somewhere on the way.
+    And where that was.
 
     Either changes both the entry and the folder that has it. A folder alone changes also with each entry that is made
-    in it, of another model for example.
+    in it, of another model for example. Entries that are made in a folder and in the one above it look like a rename:
+    the times of files do not tell them apart.
     """
-    led = 0.0
+    led = (0.0, "")
     seen: set[str] = set()
     for path in paths:
         for folder, entry in _way(path):
             if entry not in seen:
                 seen.add(entry)
-                led = max(led, min(os.lstat(folder).st_ctime, os.lstat(entry).st_ctime))
+                at = min(os.lstat(folder).st_ctime, os.lstat(entry).st_ctime)
+                led = max(led, (at, f"{entry}, or something beside it and something in it"))
     return led
 
 

@@ -11,9 +11,10 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,16 @@ from kvferry._core import core_of_callers
 from kvferry._identity import Identity, PromptIdentity
 from kvferry.connector import prompt_id
 from vllm_stand_in import EngineCore
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder right in that of temporary files. pytest's own is in a folder of all its runs: one that begins or ends
+    meanwhile changes it, which counts for the files below.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvferry-") as made:
+        yield Path(made)
+
 
 IDENTITY = Identity(
     model="m",
@@ -569,10 +580,10 @@ def test_an_adapter_on_a_file_system_that_hangs_equals_nothing_and_is_waited_for
 
     monkeypatch.setattr(_adapters, "_state_of", hangs)
     monkeypatch.setattr(_adapters, "_WAIT_S", 0.01)
-    adapters, looks = Adapters(), threading.active_count()
+    adapters, before = Adapters(), looking()
     names = {tuple(extra(adapters, lora_request=lora(path))) for _ in range(3)}
     assert len(names) == 3
-    assert threading.active_count() == looks + 1
+    assert len(looking() - before) == 1
     answers.set()
     assert adapters._known[1].look.ended.wait(60)
     monkeypatch.setattr(_adapters, "_state_of", state_of)
@@ -934,6 +945,10 @@ def test_two_servers_of_different_weights_under_one_path_restarted_in_turns_find
         it.stop()
 
 
+def looking() -> set[threading.Thread]:
+    return {it for it in threading.enumerate() if it.name == "kvferry-adapter"}
+
+
 def _rename_of_a_file(model: Path, other: Path) -> None:
     (other / "model.safetensors").rename(model / "model.safetensors")
 
@@ -1022,6 +1037,26 @@ def test_a_rename_of_a_folder_that_a_link_leads_through_is_seen(
     (tmp_path / "v").rename(tmp_path / "old")
     (tmp_path / "new").rename(tmp_path / "v")
     assert weights(path) not in (before, new)
+
+
+def test_the_warning_names_what_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tensors(tmp_path / "data" / "models" / "a", 20)
+    began = _began_now(tmp_path)
+    monkeypatch.setattr(_identity, "process_began", lambda: began)
+    weights(model)
+    assert not caplog.text
+    # A log beside the models' folder, and another model in it: the times are those of a rename of that folder.
+    (tmp_path / "data" / "log").mkdir()
+    tensors(tmp_path / "data" / "models" / "b", 20)
+    weights(model)
+    assert f"({tmp_path / 'data' / 'models'}, or something beside it and something in it)" in caplog.text
+    assert "set model" in caplog.text
+    caplog.clear()
+    (model / "config.json").touch()
+    weights(model)
+    assert f"({model / 'config.json'})" in caplog.text
 
 
 def test_another_model_beside_one_is_no_change_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
