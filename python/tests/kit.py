@@ -9,17 +9,29 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from child import Memory
 
-__all__ = ["OVER_TCP", "Child", "ChildError", "Memory", "eventually", "run_python"]
+__all__ = [
+    "OVER_TCP",
+    "PATIENCE",
+    "Child",
+    "ChildError",
+    "Memory",
+    "eventually",
+    "kept_port",
+    "run_python",
+    "ticks_during",
+]
 
 HERE = Path(__file__).parent
 PATIENCE = 60.0
@@ -47,7 +59,9 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 
 class Child:
-    """Another Python process. `run` executes statements there and returns the value of the last one."""
+    """Another Python process. `run` executes statements there and returns the value of the last one. Statements call
+    `begun` where a test waits for them with `has_begun`.
+    """
 
     def __init__(
         self, setup: str = "", *, python: str = sys.executable, env: dict[str, str] | None = None, quiet: bool = False
@@ -90,12 +104,23 @@ class Child:
         self.start(code)
         return self.result(patience)
 
+    def has_begun(self) -> None:
+        """Waits until the statements started last have called `begun`."""
+        line = self._line(PATIENCE)
+        assert line == {"begun": True}, line
+
     def _answer(self, patience: float) -> dict[str, Any]:
+        until = time.monotonic() + patience
+        while "begun" in (line := self._line(until - time.monotonic())):
+            continue
+        return line
+
+    def _line(self, patience: float) -> dict[str, Any]:
         out, err = self.process.stdout, self.process.stderr
         assert out is not None
         until = time.monotonic() + patience
         open_ends = [end for end in (out, err) if end is not None]
-        while not self._buffer.endswith(b"\n"):
+        while b"\n" not in self._buffer:
             left = until - time.monotonic()
             ready = select.select(open_ends, [], [], max(left, 0))[0]
             if not ready:
@@ -146,7 +171,7 @@ class Child:
                     end.close()
 
 
-def eventually(condition: Callable[[], Any], patience: float = 10.0, what: str = "it") -> Any:
+def eventually(condition: Callable[[], Any], patience: float = PATIENCE, what: str = "it") -> Any:
     """Waits until something is true, and returns it."""
     until = time.monotonic() + patience
     while True:
@@ -155,6 +180,39 @@ def eventually(condition: Callable[[], Any], patience: float = 10.0, what: str =
             return value
         assert time.monotonic() < until, f"{what} did not happen within {patience} s"
         time.sleep(0.005)
+
+
+def ticks_during(call: Callable[[], object]) -> int:
+    """How often another thread runs meanwhile, which does so each millisecond. Three times show that the call lets other
+    threads run; on a busy machine it takes several calls to see it.
+    """
+    ticks: list[float] = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.wait(0.001):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.monotonic()
+    call()
+    ended = time.monotonic()
+    stop.set()
+    thread.join()
+    return sum(began < at < ended for at in ticks)
+
+
+@contextlib.contextmanager
+def kept_port() -> Iterator[str]:
+    """The address of a port at which servers listen, one after another. The kernel gives it to nobody else, also between
+    two of them.
+    """
+    with socket.socket() as bound:
+        # Sockets that listen may share an address with one that has the option, too, and does not listen.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
 
 
 def run_python(

@@ -12,9 +12,9 @@ from kit import Child, ChildError, eventually
 
 BIG = 64 << 20
 # How long a peer may be silent, in seconds. A call that waits for a silent peer's confirmation may do so for this time, so
-# it is longer than the call runs before Ctrl-C. All others end at the next check: with a limit that no test lives to
+# it is much longer than the call runs before Ctrl-C. All others end at the next check: with a limit that no test lives to
 # see, nothing but Ctrl-C can end them.
-SILENCE = 3.0
+SILENCE = 6.0
 NEVER = 600.0
 
 SETUP = f"""
@@ -65,7 +65,8 @@ def test_ctrl_c_ends(name: str, targets: Callable[..., Target], children: Callab
         # More bytes than the kernels' buffers hold: the transfer runs until the peer continues.
         big = f"identity = engine.batch_transfer_async_write(session, [mine.addr], [{target.base}], [{BIG}]); identity"
         assert caller.run(big) > 0
-    caller.start(code % target.base if "%d" in code else code)
+    caller.start("begun()\n" + (code % target.base if "%d" in code else code))
+    caller.has_begun()
     time.sleep(0.4)
     caller.send(signal.SIGINT)
     with pytest.raises(ChildError) as caught:
@@ -92,10 +93,12 @@ def test_another_signal_whose_handler_returns_does_not_end_a_call(
     targets: Callable[..., Target], children: Callable[..., Child]
 ) -> None:
     target = targets(BIG)
-    caller = children(SETUP % target.address)
+    # The stopped peer is waited for, however long the machine takes.
+    caller = children(SETUP % target.address, env={"KVFERRY_SILENCE_MS": str(int(NEVER * 1000))})
     caller.run("import signal; seen = []; signal.signal(signal.SIGUSR1, lambda *_: seen.append(1)); peer.connect()")
     target.child.send(signal.SIGSTOP)
-    caller.start(f"peer.write(mine.addr, {target.base}, {BIG}).nbytes")
+    caller.start(f"begun(); peer.write(mine.addr, {target.base}, {BIG}).nbytes")
+    caller.has_begun()
     time.sleep(0.2)
     caller.send(signal.SIGUSR1)
     time.sleep(0.2)
@@ -129,7 +132,7 @@ def test_ctrl_c_does_not_interrupt_calls_of_other_threads(
     targets: Callable[..., Target], children: Callable[..., Child]
 ) -> None:
     target = targets(BIG)
-    caller = children(SETUP % target.address)
+    caller = children(SETUP % target.address, env={"KVFERRY_SILENCE_MS": str(int(NEVER * 1000))})
     caller.run("peer.connect()")
     target.child.send(signal.SIGSTOP)
     caller.start(
@@ -140,11 +143,14 @@ def test_ctrl_c_does_not_interrupt_calls_of_other_threads(
             try: outcome.append(peer.write(mine.addr, {target.base}, {BIG}).nbytes)
             except BaseException as e: outcome.append(type(e).__name__)
         thread = threading.Thread(target=work)
-        thread.start()
-        try: time.sleep(10)
+        try:
+            thread.start()
+            begun()
+            time.sleep(600)
         except KeyboardInterrupt: pass
         """
     )
+    caller.has_begun()
     time.sleep(0.3)
     caller.send(signal.SIGINT)
     caller.result()

@@ -240,11 +240,10 @@ def test_other_threads_run_while_a_call_blocks(
         mine = Memory(64 << 20)
         peer = agent.peer({target.address!r})
         peer.connect()
-        counted, stop = 0, False
+        counted, stop = [], False
         def count():
-            global counted
             while not stop:
-                counted += 1
+                counted.append(time.monotonic())
                 time.sleep(0.001)
         """,
         env={"KVFERRY_SILENCE_MS": "1000"},
@@ -257,14 +256,16 @@ def test_other_threads_run_while_a_call_blocks(
         began = time.monotonic()
         try: {call.format(base=target.base, address=target.address)}
         except kvferry.Error: pass
-        took = time.monotonic() - began
+        ended = time.monotonic()
         stop = True
         thread.join()
-        counted, took
+        sum(began < at < ended for at in counted), ended - began
         """
     )
+    # The call blocks for that time at least, and a thread that runs each millisecond runs meanwhile: not as often on a
+    # busy machine, but more often than the interpreter's own switches before and after the call let it.
     assert took > 0.3
-    assert counted > took * 100
+    assert counted >= 5
 
 
 def test_nothing_is_printed_without_kvferry_log() -> None:
@@ -319,9 +320,14 @@ def test_agents_leak_no_descriptor_and_no_thread(children: Callable[..., Child])
 
 
 def test_importing_kvferry_is_quick_and_starts_no_thread() -> None:
-    ended = run_python(
-        "import time; t = time.perf_counter(); import kvferry; took = time.perf_counter() - t;"
-        "import os; print(len(os.listdir('/proc/self/task')), took < 0.5)"
-    )
-    assert (ended.stdout, ended.stderr) == ("1 True\n", "")
+    # Of the processor, which a busy machine gives late, but not more of it.
+    program = "import time; t = time.process_time(); import kvferry; took = time.process_time() - t;"
+    program += "import os; print(len(os.listdir('/proc/self/task')), took < 0.5)"
+    for _ in range(5):
+        ended = run_python(program)
+        assert ended.stdout in ("1 True\n", "1 False\n") and ended.stderr == ""
+        if "True" in ended.stdout:
+            break
+    else:
+        pytest.fail("importing kvferry took half a second of the processor each time")
     assert os.environ.get("KVFERRY_LOG") is None

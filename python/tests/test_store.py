@@ -19,7 +19,7 @@ from typing import Any
 import kvferry
 import pytest
 from conftest import LOOPBACK
-from kit import Child, eventually, run_python
+from kit import Child, eventually, run_python, ticks_during
 
 KIB = 1024
 MIB = 1 << 20
@@ -235,25 +235,6 @@ def test_other_threads_run_while_blocks_are_put_and_read(agent: kvferry.Agent, t
         put = next((it for it in names if ticks_during(partial(space.put, it, pool.blocks)) >= 3), None)
         assert put is not None
         assert any(ticks_during(partial(space.get, put, pool.blocks)) >= 3 for _ in range(50))
-
-
-def ticks_during(call: Callable[[], object]) -> int:
-    """How often another thread runs meanwhile, which does so each millisecond."""
-    ticks: list[float] = []
-    stop = threading.Event()
-
-    def tick() -> None:
-        while not stop.wait(0.001):
-            ticks.append(time.monotonic())
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    began = time.monotonic()
-    call()
-    ended = time.monotonic()
-    stop.set()
-    thread.join()
-    return sum(began < at < ended for at in ticks)
 
 
 def test_the_counters_have_names(agent: kvferry.Agent, store: kvferry.Store) -> None:
@@ -555,11 +536,14 @@ def test_ctrl_c_ends_the_wait_for_an_operation(tmp_path: Path, children: Callabl
         """
         puts = [space.put_async([os.urandom(32) for _ in range(8)], blocks) for _ in range(4)]
         try:
+            begun()
             while True: puts[-1].wait(60)
         except KeyboardInterrupt: pass
         "interrupted"
         """
     )
+    child.has_begun()
+    # While it waits, most of the time.
     time.sleep(0.3)
     child.send(signal.SIGINT)
     assert child.result() == "interrupted"
