@@ -320,6 +320,24 @@ def test_a_call_that_fails_in_a_manager_is_a_miss_or_a_load_without_blocks(
     made.complete_load([key(0)], Context(BLOCKS))
 
 
+def test_a_call_that_fails_in_a_tier_is_a_miss_or_a_job_that_ends_without_blocks(
+    tier: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tier()
+    made = engine.made
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("as a bug")
+
+    monkeypatch.setattr(made, "_asked", fails)
+    assert made.on_new_request(Context(BLOCKS)) is not None
+    assert engine.lookup(0) == "MISS"
+    made.touch([key(0)], Context(BLOCKS))
+    stored = engine.store(0)
+    made.submit_load(SimpleNamespace(job_id=7, keys=[key(0)], chunk_ids=None, req_context=Context(BLOCKS)))
+    assert {it.job_id: it.success for it in made.get_finished_jobs()} == {stored: False, 7: False}
+
+
 def test_a_request_whose_adapter_is_not_known_neither_finds_nor_stores_a_block() -> None:
     adapters = importlib.import_module("kvferry.vllm._offload_adapters")
     core = importlib.import_module("kvferry._core").Core(None)

@@ -43,6 +43,7 @@ from kvferry._identity import (
     vllm_config_of_callers,
 )
 from kvferry.vllm import _offload_stats as counters
+from kvferry.vllm._guard import store_guarded
 from kvferry.vllm._of_vllm import check_tier
 from kvferry.vllm._offload_adapters import RequestNames, StoredAdapters
 from kvferry.vllm._offload_events import StoreEvents
@@ -56,6 +57,7 @@ logger: Any = init_logger("vllm.kvferry")
 # Blocks that were found and could not be read are missed for so long, and so many are remembered.
 _UNREADABLE_S = 60.0
 _UNREADABLE_MAX = 65_536
+_guarded = store_guarded("KVFerryTier")
 # Names the tier in vLLM's events.
 _OWNERSHIP = "kvferry"
 # Prefetches of a request, per group of layers.
@@ -164,6 +166,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             req_context.set_state(asked)
         return asked
 
+    @_guarded(lambda self, _: RequestOffloadingContext())
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         self._asked(req_context)
         return RequestOffloadingContext()
@@ -178,6 +181,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         self._stats.looked[result] += 1
         return result
 
+    @_guarded(lambda self, *_: LookupResult.MISS)
     def _lookup(self, key: bytes, req_context: Any) -> LookupResult:
         until = self._unreadable.get(key)
         if until is not None:
@@ -211,6 +215,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         self._stats.counted.increase_counter(counters.PREFETCHES)
         return True
 
+    @_guarded(lambda self, *_: None)
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         names = self._asked(req_context).names
         with suppress(kvferry.Error):
@@ -221,6 +226,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
 
     # Jobs.
 
+    @_guarded(lambda self, job: self._lost(job, is_load=False))
     def submit_store(self, job_metadata: Any) -> None:
         keys = list(job_metadata.keys)
         chunks = dict(zip(keys, job_metadata.chunk_ids.tolist(), strict=True))
@@ -264,6 +270,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
     def _memory(self, chunks: list[int]) -> kvferry.Blocks:
         return kvferry.Blocks(self._region, [chunk * self.block_size_bytes for chunk in chunks], self.block_size_bytes)
 
+    @_guarded(lambda self, job: self._lost(job, is_load=True))
     def submit_load(self, job_metadata: Any) -> None:
         keys = list(job_metadata.keys)
         names = self._asked(job_metadata.req_context).names
@@ -279,6 +286,12 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             with suppress(kvferry.Error):
                 pending = space.get_async(job.names.of(keys), self._memory(chunks))
                 job.runs.append(_Run(pending, keys, chunks))
+
+    def _lost(self, job_metadata: Any, *, is_load: bool) -> None:
+        """vLLM waits for a job that could not be begun: it ends without the blocks that were not."""
+        if job_metadata.job_id not in self._jobs:
+            names = RequestNames(None, None, is_known=False)
+            self._jobs[job_metadata.job_id] = _Job(is_load, list(job_metadata.keys), names)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         finished = []
