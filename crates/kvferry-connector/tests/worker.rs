@@ -9,7 +9,7 @@ use kvferry_connector::{
 use kvferry_models::engines::{layout, model};
 use kvferry_proto::WireCode;
 use kvferry_proto::layout::{Heads, Layout, Packing, Shape};
-use kvferry_testkit::{Watchdog, eventually};
+use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::ops::Range;
@@ -120,7 +120,7 @@ impl Engine {
     }
 
     fn await_gauge(&self, name: &str) {
-        let until = Instant::now() + Duration::from_secs(20);
+        let until = Instant::now() + PATIENCE / 2;
         for rank in &self.ranks {
             while !rank.worker.gauges().iter().any(|(is, count)| *is == name && *count > 0) {
                 assert!(Instant::now() < until, "{name} stays zero: {:?}", rank.worker.gauges());
@@ -138,7 +138,7 @@ impl Engine {
     /// Waits until all ranks have reported `request` as fetched. Returns the outcome on each.
     fn fetched(&self, request: &str) -> Vec<(WireCode, String)> {
         let of_rank = |rank: &RankOf| loop {
-            assert!(rank.worker.wait(Duration::from_secs(50)), "{request} never ends");
+            assert!(rank.worker.wait(PATIENCE / 2), "{request} never ends");
             let reports = rank.worker.reports();
             let notes = Notes::decode(&reports.notes.expect("a fetch has ended"))
                 .expect("it was just encoded");
@@ -159,7 +159,7 @@ impl Engine {
 
     fn assert_sent(&self, request: &str) {
         for rank in &self.ranks {
-            assert!(rank.worker.wait(Duration::from_secs(50)), "{request} is never sent");
+            assert!(rank.worker.wait(PATIENCE / 2), "{request} is never sent");
             assert_eq!(rank.worker.reports().sent, [request]);
         }
     }
@@ -179,7 +179,7 @@ impl Engine {
                     .filter(|(name, n)| *n > 0 && !idle.contains(name))
                     .collect::<Vec<_>>()
             };
-            let until = Instant::now() + Duration::from_secs(20);
+            let until = Instant::now() + PATIENCE / 2;
             while !busy().is_empty() {
                 assert!(Instant::now() < until, "still kept: {:?}", busy());
                 std::thread::sleep(Duration::from_millis(5));
@@ -190,7 +190,7 @@ impl Engine {
 
 /// Waits until a producer's rank has heard of a consumer.
 fn await_consumer(producer: &Engine) {
-    let until = Instant::now() + Duration::from_secs(50);
+    let until = Instant::now() + PATIENCE / 2;
     let is_heard = |(name, n): (&str, usize)| name == "watched" && n > 0;
     while !producer.ranks[0].worker.gauges().into_iter().any(is_heard) {
         assert!(Instant::now() < until, "the producer hears of no consumer");
@@ -397,7 +397,7 @@ fn a_layer_is_fetched_after_its_event_not_after_its_call() {
         std::thread::sleep(Duration::from_millis(30));
         assert!(!is_there(layer), "layer {layer} was fetched before it was computed");
         events[layer as usize].0.get_or_init(|| ());
-        let until = Instant::now() + Duration::from_secs(20);
+        let until = Instant::now() + PATIENCE / 2;
         while !is_there(layer) {
             assert!(Instant::now() < until, "layer {layer} is never fetched");
             std::thread::sleep(Duration::from_millis(1));
@@ -550,7 +550,7 @@ fn held_blocks_that_the_engine_needs_are_given_up_unless_a_consumer_has_asked_fo
     let reclaims = ["a", "b", "unknown"].map(str::to_owned).to_vec();
     p.apply(&ConnectorMetadata { reclaims, ..metadata() });
     let rank = &p.ranks[0].worker;
-    assert!(rank.wait(Duration::from_secs(50)), "it is never sent");
+    assert!(rank.wait(PATIENCE / 2), "it is never sent");
     let reports = rank.reports();
     assert_eq!(reports.sent, ["b"]);
     let lost = Notes::decode(&reports.notes.expect("it was lost")).expect("just encoded").lost;
@@ -838,7 +838,7 @@ fn routers_may_send_the_id_of_an_engines_earlier_life_to_decode() {
     hand_over(&old, "a", 1);
     drop(old);
     let engines = || d.ranks[0].worker.gauges().iter().find(|it| it.0 == "engines").map(|it| it.1);
-    let until = Instant::now() + Duration::from_secs(20);
+    let until = Instant::now() + PATIENCE / 2;
     while engines() != Some(0) {
         assert!(Instant::now() < until, "the loss of the old engine is not noticed");
         std::thread::sleep(Duration::from_millis(1));
@@ -950,7 +950,7 @@ fn boundaries_at_layers_that_are_never_reported_are_announced_with_the_next_one(
     assert_eq!([0, 1, 2, 3].map(|layer| worker.wants_layer(layer)), [true, true, true, false]);
     // Layers 0 and 2 have no attention.
     worker.layer_computed(1, None);
-    let until = Instant::now() + Duration::from_secs(20);
+    let until = Instant::now() + PATIENCE / 2;
     while !(0..2).all(|layer| d.ranks[0].has(1, &here, 0, layer)) {
         assert!(Instant::now() < until, "layers 0 and 1 are never fetched");
         std::thread::sleep(Duration::from_millis(1));
@@ -1152,7 +1152,7 @@ fn dropping_a_worker_half_ends_its_handoffs_on_the_other_side() {
     await_consumer(&p);
     drop(d.ranks.pop().expect("a rank"));
     let producer = &p.ranks[0].worker;
-    assert!(producer.wait(Duration::from_secs(50)), "the producer never notices");
+    assert!(producer.wait(PATIENCE / 2), "the producer never notices");
     let notes = producer.reports().notes.expect("the loss is noted");
     let lost = Notes::decode(&notes).expect("it was just encoded").lost;
     assert_eq!((lost[0].request.as_str(), lost[0].code), ("b", WireCode::Shutdown));
@@ -1204,7 +1204,7 @@ fn a_fetch_from_a_producer_that_is_not_accepted_sends_nothing_and_fails() {
         let fetches = vec![fetch(&request, address, &[0], 0..4)];
         worker.apply(&ConnectorMetadata { fetches, ..metadata() }.encode()).expect("valid");
         worker.fetch();
-        assert!(worker.wait(Duration::from_secs(50)), "{address} never ends");
+        assert!(worker.wait(PATIENCE / 2), "{address} never ends");
         let notes = worker.reports().notes.expect("a fetch has ended");
         let ended = Notes::decode(&notes).expect("it was just encoded").fetched;
         assert_eq!(ended[0].code, WireCode::ForbiddenProducer, "{address}: {}", ended[0].detail);

@@ -1383,6 +1383,7 @@ mod tests {
     use crate::recover;
     use crate::writer::{Candidate, Which, Writer};
     use kvferry::{Access, Agent, Region};
+    use kvferry_testkit::PATIENCE;
     use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::path::PathBuf;
 
@@ -1504,7 +1505,7 @@ mod tests {
                 std::thread::yield_now();
             }
             scope.spawn(move || done.send(put(core, writer, &pools[1], 3)));
-            let short = is_done.recv_timeout(Duration::from_secs(20));
+            let short = is_done.recv_timeout(PATIENCE / 2);
             assert!(!long.is_finished());
             drop(held);
             assert_eq!(short, Ok(first));
@@ -1556,7 +1557,7 @@ mod tests {
             worker.wake();
             let began = Instant::now();
             while worker.writer.has_full() {
-                assert!(began.elapsed() < Duration::from_secs(20), "{} wait", unsealed(&core));
+                assert!(began.elapsed() < PATIENCE / 2, "{} wait", unsealed(&core));
                 std::thread::sleep(Duration::from_millis(1));
                 if is_short {
                     // The puts go on.

@@ -373,6 +373,7 @@ impl std::fmt::Debug for Pool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvferry_testkit::PATIENCE;
     use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
     use std::task::Wake;
 
@@ -415,7 +416,7 @@ mod tests {
             pool.submit(0, false, Box::new(move || promise.finish(Ok(())))).expect("it is open");
         }
         for pending in pendings {
-            let outcome = pending.wait(Some(Duration::from_secs(20))).expect("an outcome");
+            let outcome = pending.wait(Some(PATIENCE / 2)).expect("an outcome");
             assert!(outcome.is_ok(), "{outcome:?}");
         }
         pool.close_unless(|| true);
@@ -446,7 +447,7 @@ mod tests {
             promise.finish(Ok(()));
         };
         pool.submit(0, false, Box::new(task)).expect("it is open");
-        let outcome = pending.wait(Some(Duration::from_secs(20))).expect("an outcome");
+        let outcome = pending.wait(Some(PATIENCE / 2)).expect("an outcome");
         assert!(outcome.is_ok(), "{outcome:?}");
     }
 }

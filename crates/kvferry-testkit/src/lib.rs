@@ -12,7 +12,7 @@
 //! | [`user`] | another user of the host |
 //! | [`hanging`] | a disk whose device can stop answering |
 //! | [`network`], [`netem`] | two hosts that can be cut off from each other; delay, reordering and loss |
-//! | [`ports`] | a port at which no process listens |
+//! | [`ports`] | a port at which no process listens, and one that stays with agents that restart |
 //! | [`watchdog`] | abort of tests that hang, and waiting for what another thread does |
 //! | [`broken`] | a small transport in memory, and the faults in it that the suite must notice |
 

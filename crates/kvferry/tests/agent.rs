@@ -6,6 +6,7 @@ use kvferry::{
 };
 use kvferry_sys::map::Mapping;
 use kvferry_testkit::pattern::Pattern;
+use kvferry_testkit::ports::ClosedPort;
 use kvferry_testkit::region::{batch, content, filled};
 use kvferry_testkit::slow::SlowMemory;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
@@ -297,12 +298,10 @@ fn calls_to_a_missing_or_mute_peer_fail() {
     let _bound = bounded();
     let near = agent();
     let from = filled(&near, 64, Access::NONE, 1);
-    let dead = {
-        let far = agent();
-        (far.advertised().to_owned(), far.allocate(64, Access::WRITE).expect("memory").remote())
-    };
-    let peer = near.peer(&dead.0).expect("an address");
-    let moves = batch(&from, &dead.1, 64);
+    let closed = ClosedPort::new();
+    let dead = agent().allocate(64, Access::WRITE).expect("memory").remote();
+    let peer = near.peer(closed.address()).expect("an address");
+    let moves = batch(&from, &dead, 64);
     for _ in 0..5 {
         assert_eq!(kind(peer.write(&moves, &Options::default())), ErrorKind::Unreachable);
         assert_eq!(kind(peer.connect(Duration::from_secs(5))), ErrorKind::Unreachable);

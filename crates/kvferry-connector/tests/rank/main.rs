@@ -10,6 +10,7 @@ use kvferry_connector::{
     Source,
 };
 use kvferry_proto::WireCode;
+use kvferry_testkit::ports::ClosedPort;
 use kvferry_testkit::{PATIENCE, Watchdog};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -218,11 +219,9 @@ fn a_peer_may_have_two_addresses() {
 fn a_fetch_from_an_address_without_an_agent_fails() {
     let _bound = bounded();
     let mut d = Node::new("tcp");
-    let gone = Node::new("tcp");
-    let (address, pool) = (gone.address(), gone.pool.remote());
-    gone.agent.shutdown();
-    drop(gone);
-    d.fetch(1, 8, &address, &pool);
+    let closed = ClosedPort::new();
+    let pool = Node::new("tcp").pool.remote();
+    d.fetch(1, 8, closed.address(), &pool);
     assert_eq!(d.consumed().code, WireCode::Closed);
     d.assert_empty();
 }

@@ -3,8 +3,8 @@
 use crate::{Engine, Folder, MIB, POOL, content, options, prompt};
 use kvferry::Access;
 use kvferry_store::{BlockMemory, Error, Namespace, Put, Retain, Store};
-use kvferry_testkit::PATIENCE;
 use kvferry_testkit::forked::in_forked_process;
+use kvferry_testkit::{PATIENCE, eventually};
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -261,9 +261,10 @@ fn a_disk_that_is_full_when_a_segment_is_made_costs_no_other_segment() {
     }
     assert_eq!(engine.store.stats().corrupt, 0);
     disk.grow(16 << 10);
-    std::thread::sleep(Duration::from_millis(1100));
-    fill(&engine, LEN, 40 * MIB);
-    assert!(engine.store.stats().blocks > 40, "{:?}", engine.store.stats());
+    eventually("blocks are stored again", || {
+        fill(&engine, LEN, 40 * MIB);
+        engine.store.stats().blocks > 40
+    });
 }
 
 #[test]

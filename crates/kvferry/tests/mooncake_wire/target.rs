@@ -255,7 +255,7 @@ fn an_agent_shuts_down_under_connections() {
 
 #[test]
 fn a_stopped_agent_discards_the_bytes_that_its_kernel_held() {
-    let config = json!({"name": "target", "mooncake": true, "silence_ms": 400});
+    let config = json!({"name": "target", "mooncake": true, "silence_ms": 2000});
     let (mut child, address) = Child::with_agent(config);
     let region = child.allocate(2 * PAGE, "rw", 1);
     let port = data_port(&address);
@@ -268,7 +268,7 @@ fn a_stopped_agent_discards_the_bytes_that_its_kernel_held() {
     settles("the first half is not applied", || written(&child) == PAGE);
     child.stop();
     stream.write_all(second).expect("its kernel takes it");
-    thread::sleep(Duration::from_secs(1));
+    thread::sleep(Duration::from_secs(4));
     child.resume();
     assert!(ends(&mut stream), "no status");
     assert_eq!(child.stats()["requests_in_flight"], 0);

@@ -101,15 +101,17 @@ fn messages_arrive_in_order_and_once_in_both_directions() {
 fn a_killed_peer_ends_its_channel_and_a_restarted_peer_gets_a_new_one() {
     let _bound = bounded();
     let (agent, log) = writer();
-    let (mut child, address) = echo();
+    let port = KeptPort::new();
+    let mut config = peer_config();
+    config["listen"] = json!(port.address());
+    let (mut child, address) = Child::with_agent(config.clone());
+    child.call(json!({"op": "echo"}));
     let channel = channel_to(&agent, &address);
     let _watch = channel.watch();
     child.kill();
     eventually("the end is reported", || log.end().is_some());
     assert_eq!(log.end(), Some(ErrorKind::PeerReset));
     assert_eq!(channel.send(b"too late".to_vec()).expect_err("over").kind(), ErrorKind::PeerReset);
-    let mut config = peer_config();
-    config["listen"] = json!(address);
     let (mut child, _) = Child::with_agent(config);
     child.call(json!({"op": "echo"}));
     let again = channel_to(&agent, &address);

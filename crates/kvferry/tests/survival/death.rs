@@ -50,14 +50,18 @@ fn a_killed_peer_fails_calls_at_once() {
 #[test]
 fn a_restarted_peer_is_reconnected_and_old_handles_are_refused() {
     let _bound = bounded();
-    let Pair { agent, from, mut child, address, region: old, peer } = pair(MIB);
+    let port = KeptPort::new();
+    let mut config = peer_config();
+    config["listen"] = json!(port.address());
+    let (mut child, address) = Child::with_agent(config.clone());
+    let old = child.allocate(MIB, "rw", 2);
+    let Pair { agent, from, mut child, address, region: old, peer } =
+        pair_with(agent(), child, address, old);
     let stale = batch(&from, &old.remote, 4096);
     peer.write(&stale, &Options::default()).expect("a healthy write");
     child.kill();
 
     // At the same address.
-    let mut config = peer_config();
-    config["listen"] = json!(address);
     let (mut second, again) = Child::with_agent(config);
     assert_eq!(address, again);
     let new = second.allocate(MIB, "rw", 3);

@@ -193,7 +193,10 @@ fn a_killed_peer_fails_writes_at_once_and_a_restarted_peer_is_reconnected() {
     let _bound = bounded();
     let agent = near();
     let from = source(&agent, 16 * MIB, 1);
-    let (mut child, address) = far();
+    let port = KeptPort::new();
+    let mut config = peer_config_over(LOCAL);
+    config["listen"] = json!(port.address());
+    let (mut child, address) = Child::with_agent(config.clone());
     for is_private in [true, false] {
         let region = allocate(&mut child, is_private, 16 * MIB);
         let peer = agent.peer(&address).expect("an address");
@@ -215,9 +218,7 @@ fn a_killed_peer_fails_writes_at_once_and_a_restarted_peer_is_reconnected() {
         assert!(gone.contains(&error.kind()), "{error:?}");
         assert_ne!(error.quiesced(), Some(false), "the copier is ours: {error:?}");
         // A restarted peer at the same address.
-        let mut config = peer_config_over(LOCAL);
-        config["listen"] = json!(address);
-        let (second, again) = Child::with_agent(config);
+        let (second, again) = Child::with_agent(config.clone());
         assert_eq!(again, address);
         child = second;
         let stale =

@@ -18,6 +18,7 @@ mod unauthenticated;
 
 use kvferry::{Access, Agent, Batch, ErrorKind, Options, Peer, Region, RemoteRegion, Transports};
 use kvferry_testkit::pattern::{MARKER, Pattern};
+use kvferry_testkit::ports::KeptPort;
 use kvferry_testkit::process::{Child, ChildRegion};
 use kvferry_testkit::region::{batch, content, filled, moved, refill};
 use kvferry_testkit::{PATIENCE, Watchdog, Way, eventually};

@@ -1,9 +1,10 @@
-use super::processes::{joined, killed, spawn, wait_for};
+use super::processes::{joined, killed, spawn};
 use super::threads::churn;
 use super::*;
 use crate::index::stripe::STRIPES;
 use crate::index::tests::crash::POINTS;
 use crate::index::{Changes, Polled, RING_KEYS};
+use kvferry_testkit::eventually;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -178,7 +179,7 @@ fn no_change_of_a_member_that_dies_at_any_point_of_it_is_lost() {
         let mut shadow = Shadow::new(&keeper);
         let child = spawn(&index, "churn", Some(point));
         let dead = joined(&index, &keeper);
-        wait_for(point, || index.has_died(dead));
+        eventually(point, || index.has_died(dead));
         shadow.follow(1000);
         killed(child);
         assert!(keeper.sweep(dead));
@@ -194,7 +195,7 @@ fn a_change_of_a_member_that_died_is_published_by_the_next_one_that_changes_the_
     // Killed when the block is live and its key is in no ring.
     let child = spawn(&index, "churn", Some("publish: begun"));
     let dead = joined(&index, &keeper);
-    wait_for("it dies", || index.has_died(dead));
+    eventually("it dies", || index.has_died(dead));
     killed(child);
     // Not the keeper's sweep: each stripe is locked once, as a put does.
     for n in 0..24 {
@@ -212,9 +213,9 @@ fn changes_of_a_dead_member_are_published_though_a_stopped_one_keeps_its_slots_f
     let mut shadow = Shadow::new(&keeper);
     let child = spawn(&index, "churn", Some("publish: begun"));
     let others = || index.members().find(|it| *it != keeper.id() && *it != stopped.id());
-    wait_for("it joins", || others().is_some());
+    eventually("it joins", || others().is_some());
     let dead = others().expect("it has joined");
-    wait_for("it dies", || index.has_died(dead));
+    eventually("it dies", || index.has_died(dead));
     killed(child);
     let stripe = |n| index.bucket_of(&key(n)) % STRIPES;
     let n = (1000..).find(|n| index.stripe_owner(stripe(*n)) == 0).expect("most are free");
@@ -235,7 +236,7 @@ fn the_subscriptions_of_a_dead_member_end_with_its_sweep() {
     let child = spawn(&index, "subscribe", None);
     let dead = joined(&index, &keeper);
     let count = || index.shared.word(super::super::layout::SUBSCRIBERS).load(SeqCst);
-    wait_for("it subscribes", || count() == 3);
+    eventually("it subscribes", || count() == 3);
     super::processes::signal(&child, rustix::process::Signal::KILL);
     killed(child);
     assert!(keeper.sweep(dead));
