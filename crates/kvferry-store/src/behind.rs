@@ -54,6 +54,8 @@ struct Work {
     done: u64,
     /// The next pass is also for blocks that are to be tried later.
     is_for_all: bool,
+    /// Counts the parts of passes that were written, or left.
+    parts: u64,
     /// Callers wait no longer: the store is being closed.
     is_hurried: bool,
     /// The last pass ends the thread.
@@ -99,12 +101,19 @@ impl Behind {
         asked
     }
 
-    /// Waits until a pass has ended that was asked for, until `until`, or until the store is closed. Not while a
-    /// directory hangs and there are others.
+    /// Waits until a pass has ended that was asked for, until `until`, or until the store is closed. Where one of several
+    /// directories hangs, no longer than a device may take for a part.
     pub(crate) fn wait(&self, space: &Space, asked: u64, until: Option<Instant>) {
-        let gives_up = || space.store.core.disk.is_any_given_up();
+        let hang_after = space.store.hang_after;
         let mut work = lock(&self.work);
-        while work.done < asked && !(work.is_hurried && until.is_some()) && !gives_up() {
+        let mut last = (work.parts, Instant::now());
+        while work.done < asked && !(work.is_hurried && until.is_some()) {
+            if last.0 != work.parts {
+                last = (work.parts, Instant::now());
+            }
+            if last.1.elapsed() >= hang_after && space.store.core.disk.is_any_given_up() {
+                return;
+            }
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             if left == Some(Duration::ZERO) {
                 return;
@@ -125,7 +134,7 @@ impl Behind {
         self.wait(space, asked, None);
         if lock(&self.work).done < asked {
             // A directory hangs.
-            return host.next_waiting(0..end, u64::MAX, None).len();
+            return host.waiting(end);
         }
         host.left(end)
     }
@@ -235,7 +244,7 @@ impl Behind {
 
 /// Writes the blocks that wait with numbers below `end`. Without those that are to be tried after `due`, if it is given.
 fn pass(space: &Space, host: &Host, end: u64, patience: Patience, due: Option<Instant>) {
-    let Inner { core, .. } = &*space.store;
+    let Inner { core, behind, .. } = &*space.store;
     let (mut next, mut is_tried) = (0, false);
     loop {
         let mut chain = host.next_waiting(next..end, WRITE_BEHIND as u64 * CHUNK_BYTES, due);
@@ -252,6 +261,7 @@ fn pass(space: &Space, host: &Host, end: u64, patience: Patience, due: Option<In
         let candidates: Vec<_> = chain.iter().map(|(_, it)| candidate(it)).collect();
         let mut put = Put::default();
         space.write_all(&candidates, patience, &mut put);
+        lock(&behind.work).parts += 1;
         Counters::add(&core.counters.stored, put.stored);
         Counters::add(&core.counters.present, put.present);
         let is_written = |(_, it): &&(u64, Waiting)| {

@@ -105,9 +105,22 @@ impl Core {
         self.member.die();
     }
 
+    /// Whether the directory of a block hangs.
+    pub(crate) fn hangs(&self, entry: &Entry) -> bool {
+        self.disk.hangs(self.superblock.geometry.locate(entry.page).0)
+    }
+
+    /// How many of these blocks, from the first, are in directories that do not hang.
+    pub(crate) fn readable(&self, found: &[Entry]) -> usize {
+        if found.is_empty() || !self.disk.is_any_hanging() {
+            return found.len();
+        }
+        found.iter().take_while(|it| !self.hangs(it)).count()
+    }
+
     /// The block that a put finds, under a name of this check. One that may be torn is compared with its sum, and
     /// leaves if it is not whole: the put stores it again. One that can't be compared at the moment stays, and is not
-    /// taken for whole.
+    /// taken for whole: the put stores another copy, which takes its place.
     pub(crate) fn find_whole(&self, key: &Key, check: impl Fn() -> u64) -> Option<Entry> {
         loop {
             let entry = self.member.find(key)?;
@@ -118,10 +131,8 @@ impl Core {
             let sum = log::recover::sum_of(&self.disk, segment, page, entry.len);
             match &sum {
                 Ok(sum) if sum ^ check() == entry.sum => return Some(entry),
-                // It is there, for all that is known.
-                Err(e) if is_hang(e) => return Some(entry),
-                // This process is short of descriptors or memory.
-                Err(e) if !is_of_device(e) => {
+                // This process is short of descriptors or memory, or the device hangs.
+                Err(e) if !is_of_device(e) || is_hang(e) => {
                     self.fault("read a block of", segment, e);
                     return None;
                 }
@@ -198,18 +209,20 @@ impl Core {
         true
     }
 
-    /// Does what waits for operations that were given up. Returns whether more of it waits.
-    pub(crate) fn settle_late(&self) -> bool {
+    /// Does what waits for operations that were given up.
+    pub(crate) fn settle_late(&self) {
         let late = std::mem::take(&mut *lock(&self.late));
         let (held, ended): (Vec<_>, Vec<_>) =
             late.into_iter().partition(|(segment, ..)| self.disk.is_held(*segment));
         for (segment, from, to) in ended {
             self.member.set_segment(segment, from, to);
         }
-        let mut late = lock(&self.late);
-        late.extend(held);
-        let unsealed = lock(&self.unsealed).len();
-        !late.is_empty() || unsealed > 0
+        lock(&self.late).extend(held);
+    }
+
+    /// Whether something waits for operations that were given up.
+    pub(crate) fn awaits_device(&self) -> bool {
+        !lock(&self.late).is_empty() || !lock(&self.unsealed).is_empty()
     }
 
     /// Keeps a segment of the keeper's own that can't be sealed now.

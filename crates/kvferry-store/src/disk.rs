@@ -96,9 +96,13 @@ impl Drop for Header {
 /// Blocks that are being read or written. Dropping it waits until that has ended: their memory is the caller's
 /// again after that.
 #[derive(Debug)]
-pub(crate) struct UnderWay {
-    /// `None` if it has ended.
-    began: io::Result<Option<Transfer>>,
+pub(crate) struct UnderWay(io::Result<Vec<Moving>>);
+
+/// A transfer of blocks of one directory.
+#[derive(Debug)]
+struct Moving {
+    /// `None` once its end was waited for.
+    transfer: Option<Transfer>,
     uses: Uses,
     step: Option<Step>,
     /// Of a write that is given up once its directory hangs.
@@ -131,16 +135,22 @@ impl Kept {
 /// What a transfer uses beside the memory of blocks.
 #[derive(Debug, Default)]
 struct Uses {
-    /// Of each directory, until the device has answered.
-    entered: Vec<Entered>,
     files: Vec<Arc<Segment>>,
     _header: Option<Header>,
 }
 
+/// Blocks of one directory that are to be read.
+struct Part {
+    directory: usize,
+    /// The segment of the last block.
+    last: u32,
+    batch: Batch,
+    files: Vec<Arc<Segment>>,
+}
+
 impl Uses {
     /// The transfer has ended. If the agent was shut down, a device may use all that for as long as it takes.
-    fn end<T>(mut self, outcome: kvferry::Result<T>) -> io::Result<()> {
-        self.entered.clear();
+    fn end<T>(self, outcome: kvferry::Result<T>) -> io::Result<()> {
         if outcome.as_ref().is_err_and(|e| e.quiesced() == Some(false)) {
             self.files.iter().for_each(|it| it.leave());
             std::mem::forget(self);
@@ -160,28 +170,20 @@ pub(crate) fn may_move(error: &io::Error) -> Option<kvferry::Error> {
     (error.quiesced() == Some(false)).then(|| error.clone())
 }
 
-impl UnderWay {
-    fn begin(began: io::Result<(Transfer, Uses, Step)>) -> Self {
-        match began {
-            Ok((transfer, uses, step)) => {
-                Self { began: Ok(Some(transfer)), uses, step: Some(step), kept: None }
-            }
-            Err(e) => Self::ended(Err(e)),
-        }
-    }
-
-    fn ended(outcome: io::Result<()>) -> Self {
-        let began = outcome.map(|()| None);
-        Self { began, uses: Uses::default(), step: None, kept: None }
+impl Moving {
+    /// The directory that was entered for a transfer is left when the device has answered, whenever the caller looks.
+    fn new(transfer: Transfer, entered: Entered, uses: Uses, step: Step) -> Self {
+        transfer.on_end(move |_| drop(entered));
+        Self { transfer: Some(transfer), uses, step: Some(step), kept: None }
     }
 
     /// Waits for the end; of a write of memory that is kept, until its directory hangs.
-    pub(crate) fn end(mut self) -> io::Result<()> {
+    fn end(mut self) -> io::Result<()> {
         self.wait()
     }
 
     fn wait(&mut self) -> io::Result<()> {
-        let Some(transfer) = std::mem::replace(&mut self.began, Ok(None))? else { return Ok(()) };
+        let Some(transfer) = self.transfer.take() else { return Ok(()) };
         let (step, uses) = (self.step.take(), std::mem::take(&mut self.uses));
         let Some(kept) = self.kept.take() else {
             let outcome = transfer.wait(None).expect("waits without an end");
@@ -212,9 +214,28 @@ impl UnderWay {
     }
 }
 
-impl Drop for UnderWay {
+impl Drop for Moving {
     fn drop(&mut self) {
         let _ = self.wait();
+    }
+}
+
+impl UnderWay {
+    fn ended(outcome: io::Result<()>) -> Self {
+        Self(outcome.map(|()| Vec::new()))
+    }
+
+    /// Waits for the end.
+    pub(crate) fn end(self) -> io::Result<()> {
+        let mut outcome = Ok(());
+        for moving in self.0? {
+            outcome = match (outcome, moving.end()) {
+                // That the memory may still be used counts for more.
+                (Err(_), Err(next)) if may_move(&next).is_some() => Err(next),
+                (before, ended) => before.and(ended),
+            };
+        }
+        outcome
     }
 }
 
@@ -320,7 +341,7 @@ impl Directories {
         segment: u32,
         (header_at, header): (u64, &[u8]),
         blocks: &[(u64, BlockMemory)],
-    ) -> io::Result<(Batch, Uses)> {
+    ) -> io::Result<(Batch, Entered, Uses)> {
         let (number, device) = (segment, self.of(segment));
         let segment = device.find_to_write(number)?;
         let entered = device.enter(Pace::Quick)?;
@@ -339,29 +360,47 @@ impl Directories {
             Some(_) => step(|| Op::write(self.path_of(number), header_at, header), || Ok(()))?,
             None => device.write_at(number, header_at, header)?,
         }
-        Ok((batch, Uses { entered: vec![entered], files: vec![segment], _header: copy }))
+        Ok((batch, entered, Uses { files: vec![segment], _header: copy }))
     }
 
-    /// The batch reads blocks. The files stay open as long as they are held.
-    fn reads(&self, blocks: &[(u32, u64, BlockMemory)]) -> io::Result<(Batch, Uses)> {
-        let mut batch = Batch::with_capacity(blocks.len());
-        let mut files: Vec<Arc<Segment>> = Vec::with_capacity(1);
-        let mut last = None;
+    /// Blocks that are to be read, those of each directory by themselves: a transfer that waits for a device must not
+    /// have another one seem to hang. Their files stay open as long as they are held.
+    fn reads(&self, blocks: &[(u32, u64, BlockMemory)]) -> io::Result<Vec<Part>> {
+        let mut parts: Vec<Part> = Vec::with_capacity(1);
         for (segment, at, block) in blocks {
-            if last != Some(segment) {
-                files.push(self.of(*segment).find_open(*segment, false)?);
-                last = Some(segment);
-            }
-            let file = files.last().expect("pushed with the first block");
-            self.push(&mut batch, file, *at, block, false).map_err(io::Error::other)?;
+            let (device, directory) = (self.of(*segment), self.number_of(*segment));
+            let known = parts.iter_mut().find(|it| it.directory == directory);
+            let part = match known {
+                Some(part) if part.last == *segment => part,
+                Some(part) => {
+                    part.files.push(device.find_open(*segment, false)?);
+                    part.last = *segment;
+                    part
+                }
+                None => {
+                    let files = vec![device.find_open(*segment, false)?];
+                    let batch = Batch::with_capacity(blocks.len());
+                    parts.push(Part { directory, last: *segment, batch, files });
+                    parts.last_mut().expect("just pushed")
+                }
+            };
+            let file = part.files.last().expect("pushed with the first block");
+            self.push(&mut part.batch, file, *at, block, false).map_err(io::Error::other)?;
         }
-        // Once all are open: to open one may have waited for another directory.
-        let mut entered = Vec::with_capacity(1);
-        let of_run = blocks.chunk_by(|(one, ..), (next, ..)| one == next).map(|run| run[0].0);
-        for segment in of_run {
-            entered.push(self.of(segment).enter(Pace::Quick)?);
-        }
-        Ok((batch, Uses { entered, files, _header: None }))
+        Ok(parts)
+    }
+
+    fn begin_parts(&self, parts: Vec<Part>) -> io::Result<Vec<Moving>> {
+        // All directories first: what is begun is waited for.
+        let enter = |part: Part| Ok((self.all[part.directory].enter(Pace::Quick)?, part));
+        let entered = parts.into_iter().map(enter).collect::<io::Result<Vec<_>>>()?;
+        let begin = |(entered, part): (Entered, Part)| {
+            let step = Step::begin(|| Op::Read(self.path_of(part.last)))?;
+            let transfer = self.agent.files().read_async(&part.batch, &without_end());
+            let uses = Uses { files: part.files, _header: None };
+            Ok(Moving::new(transfer, entered, uses, step))
+        };
+        entered.into_iter().map(begin).collect()
     }
 
     /// As [`log::Disk::write_blocks`], but returns at once where the device is what takes its time. Into the page cache
@@ -377,26 +416,24 @@ impl Directories {
             let written = log::Disk::write_blocks(self, segment, header, blocks);
             return UnderWay::ended(written);
         }
-        let begun = self.writes(segment, header, blocks).and_then(|(batch, uses)| {
+        let begun = self.writes(segment, header, blocks).and_then(|(batch, entered, uses)| {
             let step = Step::begin(|| Op::write_blocks(self.path_of(segment), blocks))?;
-            Ok((self.agent.files().write_async(&batch, &without_end()), uses, step))
+            let transfer = self.agent.files().write_async(&batch, &without_end());
+            let kept = is_kept.then(|| Kept {
+                device: Arc::clone(self.of(segment)),
+                segment,
+                _memory: blocks.iter().map(|(_, it)| it.clone()).collect(),
+            });
+            let mut moving = Moving::new(transfer, entered, uses, step);
+            moving.kept = kept;
+            Ok(vec![moving])
         });
-        let kept = is_kept.then(|| Kept {
-            device: Arc::clone(self.of(segment)),
-            segment,
-            _memory: blocks.iter().map(|(_, it)| it.clone()).collect(),
-        });
-        let mut under_way = UnderWay::begin(begun);
-        under_way.kept = kept;
-        under_way
+        UnderWay(begun)
     }
 
     /// As [`log::Disk::read_blocks`], but returns at once.
     pub(crate) fn begin_read(&self, blocks: &[(u32, u64, BlockMemory)]) -> UnderWay {
-        UnderWay::begin(self.reads(blocks).and_then(|(batch, uses)| {
-            let step = Step::begin(|| Op::Read(self.path_of(blocks[0].0)))?;
-            Ok((self.agent.files().read_async(&batch, &without_end()), uses, step))
-        }))
+        UnderWay(self.reads(blocks).and_then(|parts| self.begin_parts(parts)))
     }
 
     /// Makes the segment's file unless it exists. One of another length is made anew.
@@ -425,6 +462,16 @@ impl Directories {
     /// Whether a segment's directory hangs.
     pub(crate) fn hangs(&self, segment: u32) -> bool {
         self.of(segment).gate.hangs().is_some()
+    }
+
+    /// Whether any directory hangs.
+    pub(crate) fn is_any_hanging(&self) -> bool {
+        self.all.iter().any(|it| it.gate.hangs().is_some())
+    }
+
+    /// A directory that hangs, with its error.
+    pub(crate) fn find_hanging(&self) -> Option<(PathBuf, io::Error)> {
+        self.all.iter().find_map(|it| it.gate.hangs().map(|hangs| (it.path.clone(), hangs)))
     }
 
     /// How many directories hang.
@@ -493,6 +540,11 @@ impl Directories {
     #[cfg(test)]
     pub(crate) fn close_all(&self) {
         self.all.iter().for_each(|it| it.close_all());
+    }
+
+    /// Closes all segments' files that nothing reads.
+    pub(crate) fn close_files(&self) {
+        self.all.iter().for_each(|it| it.close_files());
     }
 
     /// Tells tests that the keeper has removed a block.
@@ -630,15 +682,26 @@ impl log::Disk for Directories {
         header: (u64, &[u8]),
         blocks: &[(u64, BlockMemory)],
     ) -> io::Result<()> {
-        let (batch, uses) = self.writes(segment, header, blocks)?;
+        let (batch, entered, uses) = self.writes(segment, header, blocks)?;
         let write = || uses.end(self.agent.files().write(&batch, &without_end()));
-        step(|| Op::write_blocks(self.path_of(segment), blocks), write)
+        let written = step(|| Op::write_blocks(self.path_of(segment), blocks), write);
+        drop(entered);
+        written
     }
 
     fn read_blocks(&self, blocks: &[(u32, u64, BlockMemory)]) -> io::Result<()> {
-        let (batch, uses) = self.reads(blocks)?;
-        let read = || uses.end(self.agent.files().read(&batch, &without_end()));
-        step(|| Op::Read(self.path_of(blocks[0].0)), read)
+        let parts = self.reads(blocks)?;
+        if self.is_direct() && parts.len() > 1 {
+            // Several devices at a time.
+            return UnderWay(self.begin_parts(parts)).end();
+        }
+        for Part { directory, last, batch, files } in parts {
+            let _entered = self.all[directory].enter(Pace::Quick)?;
+            let uses = Uses { files, _header: None };
+            let read = || uses.end(self.agent.files().read(&batch, &without_end()));
+            step(|| Op::Read(self.path_of(last)), read)?;
+        }
+        Ok(())
     }
 
     fn sync(&self, segment: u32) -> io::Result<()> {

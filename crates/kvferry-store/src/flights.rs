@@ -108,19 +108,20 @@ impl Joined {
         }
     }
 
-    /// Waits for a block that another call leads, or until `gives_up`, as the device hangs that the other call waits for.
+    /// Waits for a block that another call leads, or until `gives_up`, as that call may wait for a device that hangs.
     /// True if it is there. False for others.
     pub(crate) fn wait(&mut self, block: usize, gives_up: impl Fn() -> bool) -> bool {
         match std::mem::replace(&mut self.roles[block], Role::Ended) {
             Role::Follow(pending) => {
-                let mut outcome = pending.wait(Some(LOOK_EVERY));
-                while outcome.is_none() {
+                loop {
+                    // First: a call that follows many blocks waits for none of them then.
                     if gives_up() {
                         self.flights.leave(&self.keys[block], &pending);
                     }
-                    outcome = pending.wait(Some(LOOK_EVERY));
+                    if let Some(outcome) = pending.wait(Some(LOOK_EVERY)) {
+                        return matches!(*outcome, Ok(true));
+                    }
                 }
-                outcome.is_some_and(|outcome| matches!(*outcome, Ok(true)))
             }
             role => {
                 self.roles[block] = role;

@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 
 /// How many times as long an operation may take that works on a whole file, such as to sync it.
 const SLOW: u32 = 6;
+/// A thread that is awake later than it should by so much, or more, was not only kept waiting by others.
+const SLEPT_MIN: Duration = Duration::from_millis(500);
 
 /// How long an operation may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,6 +101,8 @@ struct Doing {
     /// Counts operations.
     count: u64,
     is_closed: bool,
+    /// When it was last found out that this process had slept.
+    woke: Option<Instant>,
 }
 
 /// An operation in progress.
@@ -119,7 +123,10 @@ impl Gate {
     /// # Errors
     /// The directory hangs ([`is_hang`]), or the store was closed.
     pub(crate) fn enter(self: &Arc<Self>, pace: Pace) -> io::Result<Entered> {
-        let now = Instant::now();
+        self.enter_at(pace, Instant::now())
+    }
+
+    fn enter_at(self: &Arc<Self>, pace: Pace, now: Instant) -> io::Result<Entered> {
         let limit = if pace == Pace::Slow { self.limit.saturating_mul(SLOW) } else { self.limit };
         // Longer than any clock: never.
         let hangs_at = now.checked_add(limit).unwrap_or(now + Duration::from_secs(u32::MAX.into()));
@@ -148,6 +155,38 @@ impl Gate {
     /// The error of operations, while the directory hangs.
     pub(crate) fn hangs(&self) -> Option<io::Error> {
         self.hangs_at(&lock(&self.doing), Instant::now())
+    }
+
+    /// A thread was to look at this directory again after `asked` and some moments, and looks only `late` after them. If
+    /// that is so long that this process must have slept, such as while it was stopped, no device was asked meanwhile:
+    /// operations in progress get the time once more.
+    pub(crate) fn looked_late(&self, asked: Instant, late: Duration) {
+        if late < (self.limit / 2).max(SLEPT_MIN) {
+            return;
+        }
+        let mut doing = lock(&self.doing);
+        if doing.woke.is_some_and(|woke| woke >= asked) {
+            // Another thread has found out.
+            return;
+        }
+        let now = Instant::now();
+        doing.woke = Some(now);
+        let begun = std::mem::take(&mut doing.begun);
+        let later = |((hangs_at, count), begun): ((Instant, u64), Instant)| {
+            ((hangs_at.checked_add(late).unwrap_or(hangs_at), count), begun)
+        };
+        doing.begun = begun.into_iter().map(later).collect();
+    }
+
+    /// As if all operations in progress had begun so much earlier.
+    #[cfg(test)]
+    pub(crate) fn age(&self, by: Duration) {
+        let mut doing = lock(&self.doing);
+        let begun = std::mem::take(&mut doing.begun);
+        let earlier = |((hangs_at, count), begun): ((Instant, u64), Instant)| {
+            ((hangs_at.checked_sub(by).expect("clocks go back so far"), count), begun)
+        };
+        doing.begun = begun.into_iter().map(earlier).collect();
     }
 
     /// The error of an operation on a file on which another one that was given up is in progress.
@@ -192,7 +231,10 @@ impl Gate {
 impl Drop for Entered {
     fn drop(&mut self) {
         let mut doing = lock(&self.gate.doing);
-        doing.begun.remove(&self.key);
+        if doing.begun.remove(&self.key).is_none() {
+            // Its time was put off.
+            doing.begun.retain(|(_, count), _| *count != self.key.1);
+        }
         if doing.begun.is_empty() {
             self.gate.ended.notify_all();
         }
@@ -203,17 +245,21 @@ impl Drop for Entered {
 mod tests {
     use super::*;
 
+    const LIMIT: Duration = Duration::from_secs(3600);
+
     #[test]
     fn a_directory_hangs_while_an_operation_takes_longer_than_it_may() {
-        let gate = Arc::new(Gate::new(Path::new("/mnt/kv"), Duration::from_millis(1)));
+        let gate = Arc::new(Gate::new(Path::new("/mnt/kv"), LIMIT));
         let slow = gate.enter(Pace::Slow).expect("it does not hang");
         let quick = gate.enter(Pace::Quick).expect("it does not hang");
-        while gate.hangs().is_none() {
-            std::thread::yield_now();
-        }
+        assert!(gate.hangs().is_none());
+        gate.age(LIMIT);
         let refused = gate.enter(Pace::Quick).expect_err("it hangs");
         assert!(is_hang(&refused) && refused.to_string().starts_with("/mnt/kv hangs"), "{refused}");
         drop(quick);
+        assert!(gate.hangs().is_none(), "the other one may take longer");
+        gate.age(LIMIT * 5);
+        assert!(gate.hangs().is_some());
         drop(slow);
         assert!(gate.hangs().is_none());
         drop(gate.enter(Pace::Quick).expect("it is well again"));
@@ -241,6 +287,27 @@ mod tests {
         );
         assert!(is_hang(&b.expect_err("it does not answer")));
         drop(release);
+    }
+
+    #[test]
+    fn a_process_that_was_stopped_takes_no_directory_to_hang_for_that() {
+        let gate = Arc::new(Gate::new(Path::new("/mnt/kv"), LIMIT));
+        let entered = gate.enter(Pace::Quick).expect("it does not hang");
+        let asked = Instant::now();
+        // It was stopped for a day.
+        let day = LIMIT * 24;
+        gate.age(day);
+        assert!(gate.hangs().is_some());
+        gate.looked_late(asked, day);
+        assert!(gate.hangs().is_none() && gate.left() <= LIMIT);
+        // So all threads find that wait.
+        gate.looked_late(asked, day);
+        assert!(gate.left() <= LIMIT);
+        gate.age(LIMIT);
+        gate.looked_late(Instant::now(), LIMIT / 4);
+        assert!(gate.hangs().is_some(), "others had the processor");
+        drop(entered);
+        gate.wait_quiet();
     }
 
     #[test]

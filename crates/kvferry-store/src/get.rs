@@ -108,12 +108,9 @@ impl Space {
                 let sum = wanted.memory[block].sum();
                 sum.is_ok_and(|sum| sum ^ wanted.checks[block] == entry.sum)
             };
+            // The call that leads it may wait for another block, in any directory.
+            let hangs = || core.disk.is_any_hanging();
             // Compared once more: the memory that it was copied from is another caller's.
-            let hangs = || {
-                let hangs =
-                    |it: &Entry| core.disk.hangs(core.superblock.geometry.locate(it.page).0);
-                place.as_ref().is_some_and(hangs)
-            };
             if joined.wait(block, hangs) && place.as_ref().is_none_or(is_right) {
                 is_there[block] = true;
                 Counters::add(&core.counters.shared_hits, 1);

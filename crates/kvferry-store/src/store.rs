@@ -108,7 +108,7 @@ pub(crate) struct Inner {
     pub(crate) team: Team,
     capacity: u64,
     /// [`StoreOptions::hang_after`].
-    hang_after: Duration,
+    pub(crate) hang_after: Duration,
     is_closed: AtomicBool,
     /// Held by the call that closes the store, until it is closed.
     closing: Mutex<()>,
@@ -135,7 +135,9 @@ impl Store {
             return Err(Error::InvalidArgument(what.into()));
         }
         let join = |opening: &Opening<'_>| {
-            join(
+            // What the first process has found out of the directories counts while it has the store open.
+            let mut filled = None;
+            let joined = join(
                 &opening.readable(),
                 options.hang_after,
                 || opening.open_superblock(),
@@ -150,9 +152,15 @@ impl Store {
                              more, with segments of {segment_bytes} bytes"
                         );
                     }
-                    recover::fill(&opening.disk(superblock, true)?, superblock, geometry)
+                    let disk = opening.disk(superblock, true)?;
+                    let index = recover::fill(&disk, superblock, geometry)?;
+                    // Most of them are not used soon.
+                    disk.close_files();
+                    filled = Some(disk);
+                    Ok(index)
                 },
-            )
+            );
+            joined.map(|(superblock, joined)| (superblock, joined, filled))
         };
         let mut opening = Opening::new(agent, options)?;
         let mut joined = join(&opening);
@@ -167,9 +175,12 @@ impl Store {
             joined = join(&opening);
         }
         let first = opening.first();
-        let (superblock, joined) = joined?;
+        let (superblock, joined, filled) = joined?;
         let segment_bytes = superblock.geometry.segment_bytes();
-        let disk = opening.disk(&superblock, false)?;
+        let disk = match filled {
+            Some(disk) => disk,
+            None => opening.disk(&superblock, false)?,
+        };
         disk.share(&joined.index);
         let failed = |source| Error::Directory { path: first.clone(), source };
         let host = match options.host_bytes {
@@ -238,8 +249,13 @@ impl Store {
         let drain = |host: &Arc<Host>| self.0.behind.drain(&Space::of_task(&self.0), host);
         let unwritten = self.0.host.as_ref().map_or(0, drain);
         if unwritten > 0 {
-            let what = format!("{unwritten} blocks in host memory could not be written");
-            let (path, source) = (core.disk.path_of(0), io::Error::other(what));
+            let mut what = format!("{unwritten} blocks in host memory could not be written");
+            let (path, hangs) = core.disk.find_hanging().unzip();
+            if let Some(hangs) = hangs {
+                what = format!("{what}: {hangs}");
+            }
+            let (path, source) =
+                (path.unwrap_or_else(|| core.disk.path_of(0)), io::Error::other(what));
             return Err(Error::Directory { path, source });
         }
         let failed =
@@ -538,17 +554,19 @@ impl Space {
         Self { store: Arc::clone(store), identity, _open: None }
     }
 
-    /// How many blocks of a prompt, from its beginning, are in the store. This is no use of them: call
-    /// [`Space::touch`] where they are not read because the engine has them.
+    /// How many blocks of a prompt, from its beginning, are in the store. Those of a directory that is known to hang, and
+    /// those behind them, do not count: a get would miss them. This is no use of them: call [`Space::touch`] where
+    /// they are not read because the engine has them.
     ///
     /// # Errors
     /// `Closed`; `InvalidArgument` for a hash that is too short or too long.
     pub fn lookup<H: AsRef<[u8]>>(&self, prompt: &[H]) -> Result<usize> {
         let _call = self.store.enter()?;
-        Ok(self.find_prompt(prompt)?.1.len())
+        let (keys, found) = self.find_prompt(prompt)?;
+        Ok(self.readable(&keys, &found))
     }
 
-    /// Counts as a use of the blocks of a prompt that are in the store. Returns how many.
+    /// Counts as a use of the blocks of a prompt that are in the store, also of a directory that hangs. Returns how many.
     ///
     /// # Errors
     /// As [`Space::lookup`].
@@ -561,7 +579,8 @@ impl Space {
 
     /// Keeps the blocks of a prompt that are on the disk, from its beginning, until the value is dropped or
     /// `lease` has passed, whichever is first: a process that dies keeps nothing for longer. Returns with how many
-    /// blocks they are: none if 4096 leases of all processes hold.
+    /// blocks they are: none if 4096 leases of all processes hold. Blocks of a directory that hangs do not count, as in
+    /// [`Space::lookup`], and are not kept.
     ///
     /// A block that leaves at this moment may be counted and gone: [`Space::get`] tells. What a device loses is
     /// lost.
@@ -573,7 +592,8 @@ impl Space {
         let core = &self.store.core;
         let keys = self.keys(prompt)?;
         let on_disk = |keys| self.find(keys).into_iter().map_while(|entry| entry).collect();
-        let found: Vec<Entry> = on_disk(&keys);
+        let mut found: Vec<Entry> = on_disk(&keys);
+        found.truncate(core.readable(&found));
         let now = core.clock.now_s();
         let seconds = lease.as_secs().saturating_add(u64::from(lease.subsec_nanos() > 0));
         let until =
@@ -762,6 +782,19 @@ impl Space {
             }
             found.extend(std::iter::repeat_n(None, in_host));
         }
+    }
+
+    /// How many of the blocks that were found, from the first, a get would not miss because a directory hangs.
+    pub(crate) fn readable(&self, keys: &[Key], found: &[Option<Entry>]) -> usize {
+        let core = &self.store.core;
+        if found.is_empty() || !core.disk.is_any_hanging() {
+            return found.len();
+        }
+        let in_host = |key| self.store.host.as_ref().is_some_and(|host| host.prefix(&[key]) == 1);
+        let is_there = |(key, entry): &(&Key, &Option<Entry>)| {
+            entry.is_none_or(|entry| !core.hangs(&entry)) || in_host(**key)
+        };
+        keys.iter().zip(found).take_while(is_there).count()
     }
 
     pub(crate) fn note_use(&self, keys: &[Key], found: &[Option<Entry>], missing: usize) {

@@ -158,7 +158,7 @@ impl Worker {
             let work = || {
                 // What waits for a directory that hangs.
                 self.core.seal_kept();
-                awaits_device = self.core.settle_late();
+                self.core.settle_late();
                 // First: the keeper frees sealed segments only, and would evict more than it must.
                 let which = if is_quiet || self.is_short() { Which::Full } else { Which::Excess };
                 self.writer.seal(&self.core, which);
@@ -196,6 +196,7 @@ impl Worker {
                     keeper.abandon();
                 }
             }
+            awaits_device = self.core.awaits_device();
         }
         if let Some(keeper) = &mut keeper {
             keeper.stop();

@@ -217,7 +217,12 @@ impl Writer {
             return Err(NotWritten::Failed);
         }
         // The last one is the keeper's, which needs it to free others.
-        let mut new = match begin_segment(core, 1) {
+        let begun = begin_segment(core, 1);
+        if core.awaits_device() {
+            // The thread that seals sees to the segments that were given up.
+            self.is_awaited.store(true, Relaxed);
+        }
+        let mut new = match begun {
             Ok(Some(new)) => new,
             // Segments can only be freed where they can be written to.
             Ok(None) if !core.disk.is_any_writable() => return Err(NotWritten::Failed),

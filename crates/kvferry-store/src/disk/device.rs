@@ -38,6 +38,8 @@ const DESCRIPTORS_SHARE: usize = 4;
 const OPEN_MIN: usize = 4;
 /// How long it is known whether a directory can be written to.
 const KNOWN_FOR: Duration = Duration::from_secs(1);
+/// How often a thread that waits for an operation looks at the time.
+const LOOK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 1 } else { 500 });
 
 /// A directory. No lock of it is held during an operation on a file.
 #[derive(Debug)]
@@ -246,21 +248,22 @@ impl Device {
                 }
                 return Err(hangs);
             }
-            let mut left = self.gate.left();
+            let mut most = self.gate.left().min(LOOK_EVERY);
+            let asked = Instant::now();
             if pace == Pace::Slow
                 && let Some(at) = ask_at
             {
                 // The device may hang, or have much to do.
-                let now = Instant::now();
-                if now >= at {
+                if asked >= at {
                     self.ask();
-                    ask_at = now.checked_add(self.gate.limit());
+                    ask_at = asked.checked_add(self.gate.limit());
                     continue;
                 }
-                left = left.min(at - now);
+                most = most.min(at - asked);
             }
-            let waited = changed.wait_timeout(state, left);
+            let waited = changed.wait_timeout(state, most);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            self.gate.looked_late(asked, asked.elapsed().saturating_sub(most));
         }
     }
 
@@ -296,6 +299,10 @@ impl Device {
     /// An operation that was given up has ended.
     fn ended_late(&self, segment: Option<u32>, is_lost: bool) {
         let Some(segment) = segment else { return };
+        if is_lost && let Some(index) = self.index.get() {
+            // The error is told once: this process may end, and another one's sync succeed.
+            index.note_unsynced(segment);
+        }
         let mut late = lock(&self.state.late);
         if is_lost {
             late.unsynced.insert(segment);
@@ -441,6 +448,19 @@ impl Device {
         if self.directories > 1 {
             // Its last user waits for the device, if it hangs.
             let _ = self.helpers.submit(Box::new(move || drop(closed)));
+        }
+    }
+
+    /// As [`super::Directories::close_files`].
+    pub(super) fn close_files(&self) {
+        let files = {
+            let mut open = lock(&self.state.open);
+            open.closed += 1;
+            std::mem::take(&mut open.files)
+        };
+        if self.directories > 1 {
+            // As in `close`.
+            let _ = self.helpers.submit(Box::new(move || drop(files)));
         }
     }
 

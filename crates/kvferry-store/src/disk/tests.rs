@@ -2,7 +2,8 @@
 
 use super::*;
 use crate::core::Core;
-use crate::index::SegmentState;
+use crate::index::{Inserted, New, SegmentState};
+use crate::key::Key;
 use crate::log::Disk;
 use crate::opening::Opening;
 use crate::options::StoreOptions;
@@ -12,8 +13,10 @@ use kvferry_testkit::hanging::HangingDisk;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::sync::mpsc;
 
-/// Long enough that no other operation takes as long.
-const HANG_AFTER: Duration = Duration::from_millis(500);
+/// No operation takes as long.
+const HANG_AFTER: Duration = Duration::from_secs(3600);
+/// Longer than any operation may take.
+const DAY: Duration = Duration::from_secs(24 * 3600);
 
 struct Bench {
     folder: PathBuf,
@@ -37,10 +40,14 @@ impl Bench {
 
     /// A store in two directories, without threads that free space.
     fn open(&self) -> Core {
+        self.open_with(HANG_AFTER)
+    }
+
+    fn open_with(&self, hang_after: Duration) -> Core {
         let options = StoreOptions::new(self.folder.join("a"), 12 << 20)
             .and_directory(self.folder.join("b"))
             .segment_bytes(1 << 20)
-            .hang_after(HANG_AFTER);
+            .hang_after(hang_after);
         let opening = Opening::new(&self.agent, &options).expect("directories");
         let superblock = opening.open_superblock().expect("a superblock");
         let disk = opening.disk(&superblock, true).expect("files");
@@ -50,13 +57,32 @@ impl Bench {
     }
 }
 
-/// An operation on a segment that hangs until the sender is dropped or used. It was given up.
-fn hang(disk: &Directories, segment: u32) -> mpsc::Sender<()> {
+/// An operation on a segment that hangs until the sender is used or dropped, and ends as `run` says then. It was given up.
+fn hang_with<T: Send + 'static>(
+    disk: &Directories,
+    segment: u32,
+    what: device::What,
+    run: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> mpsc::Sender<()> {
     let (release, held) = mpsc::channel();
-    let run = move |_: &Device| held.recv().map_err(io::Error::other);
-    let given_up = disk.of(segment).patiently(Pace::Quick, Some(segment), run);
-    assert!(is_hang(&given_up.expect_err("it does not end")));
+    let (tell, told) = mpsc::channel();
+    let device = disk.of(segment);
+    let waits = move |_: &Device| {
+        let _ = tell.send(());
+        let _ = held.recv();
+        run()
+    };
+    std::thread::scope(|scope| {
+        let op = scope.spawn(|| device.carry_out(Pace::Quick, what, Some(segment), waits));
+        told.recv().expect("it has begun");
+        device.gate.age(DAY);
+        assert!(is_hang(&op.join().expect("no panic").err().expect("it does not end")));
+    });
     release
+}
+
+fn hang(disk: &Directories, segment: u32) -> mpsc::Sender<()> {
+    hang_with(disk, segment, device::What::Other, || Ok(()))
 }
 
 #[test]
@@ -75,11 +101,15 @@ fn a_segment_is_neither_used_nor_given_away_until_what_was_given_up_on_it_has_en
     core.disk.write_at(0, 0, &[0; 4096]).expect("the other directory works");
     assert!(core.settle(1, mine, SegmentState::Withheld));
     assert!(core.settle(0, mine, SegmentState::Withheld));
-    assert!(core.settle_late(), "more is to be done");
+    core.settle_late();
+    assert!(core.awaits_device(), "more is to be done");
     assert_eq!(core.member.segment(0).state, SegmentState::Withheld);
     assert_eq!(core.member.segment(1).state, mine);
     release.send(()).expect("it waits");
-    eventually("it has ended", || !core.settle_late());
+    eventually("it has ended", || {
+        core.settle_late();
+        !core.awaits_device()
+    });
     assert_eq!(core.member.segment(1).state, SegmentState::Withheld);
     eventually("it is well again", || !core.disk.hangs(1));
     core.disk.write_at(1, 0, &[0; 4096]).expect("the directory answers");
@@ -103,19 +133,50 @@ fn a_sync_that_fails_after_it_was_given_up_is_not_followed_by_one_that_succeeds(
     let bench = Bench::new("late-sync");
     let core = bench.open();
     core.disk.ensure(1).expect("no device fails");
-    let (release, held) = mpsc::channel::<()>();
-    let device = core.disk.of(1);
-    let fails = move |_: &Device| {
-        let _ = held.recv();
-        Err::<(), _>(io::Error::from_raw_os_error(EIO))
-    };
-    let given_up = device.carry_out(Pace::Quick, device::What::Sync, Some(1), fails);
-    assert!(is_hang(&given_up.expect_err("it does not end")));
+    let fails = || Err::<(), _>(io::Error::from_raw_os_error(EIO));
+    let release = hang_with(&core.disk, 1, device::What::Sync, fails);
+    assert!(!core.member.is_unsynced(1));
     drop(release);
     eventually("it has ended", || !core.disk.is_held(1) && !core.disk.hangs(1));
     let late = core.disk.sync(1).expect_err("blocks may be lost");
     assert_eq!(late.raw_os_error(), Some(EIO));
     core.disk.sync(1).expect("it was told");
+    assert!(core.member.is_unsynced(1), "also for the processes that open the file later");
+}
+
+#[test]
+fn a_directory_is_left_when_its_device_has_answered_and_not_when_a_caller_looks() {
+    let _watchdog = Watchdog::new(PATIENCE);
+    let bench = Bench::new("answered");
+    let core = bench.open();
+    [0, 1].iter().for_each(|it| core.disk.ensure(*it).expect("no device fails"));
+    let memory = bench.agent.allocate(2 * PAGE, Access::NONE).expect("memory");
+    let page = |at: usize| BlockMemory::new(&memory, (at * PAGE) as u64, PAGE as u64);
+    let release = hang(&core.disk, 1);
+    let reading = core.disk.begin_read(&[(0, 0, page(0))]);
+    core.disk.all[0].gate.wait_quiet();
+    assert!(core.disk.begin_read(&[(0, 0, page(0)), (1, 0, page(1))]).end().is_err());
+    core.disk.all[0].gate.wait_quiet();
+    reading.end().expect("no device fails");
+    drop(release);
+    eventually("it is well again", || core.disk.hanging() == 0);
+    core.disk.read_blocks(&[(0, 0, page(0)), (1, 0, page(1))]).expect("both answer");
+}
+
+#[test]
+fn a_block_that_may_be_torn_in_a_directory_that_hangs_is_put_once_more() {
+    let bench = Bench::new("unverified");
+    let core = bench.open();
+    let key = Key([1, 2]);
+    let page = core.superblock.geometry.place(1, 2);
+    let new = New { sum: 3, parent: None, page, len: 4096, retention: 0, now: 0 };
+    assert!(matches!(core.member.insert(key, new), Inserted::New(_)));
+    assert!(core.find_whole(&key, || 0).is_some());
+    core.member.note_unverified(1);
+    let release = hang(&core.disk, 1);
+    assert!(core.find_whole(&key, || 0).is_none());
+    assert!(core.member.find(&key).is_some(), "it may be whole");
+    drop(release);
 }
 
 #[test]
@@ -125,14 +186,15 @@ fn a_device_that_hangs_while_a_file_is_synced_is_known_to_hang_as_soon_as_by_a_r
     let hangs = bench.folder.join("b");
     std::fs::create_dir_all(&hangs).expect("a folder");
     let Some(device) = HangingDisk::mount(&hangs) else { return };
-    let core = bench.open();
+    let hang_after = Duration::from_secs(2);
+    let core = bench.open_with(hang_after);
     core.disk.ensure(1).expect("no device fails");
     device.hold();
     let given_up = core.disk.sync(1).expect_err("it does not end");
     assert!(is_hang(&given_up), "{given_up}");
     let first = core.disk.of(1).gate.first_limit();
     device.release();
-    assert_eq!(first, Some(HANG_AFTER), "a read shows it, and not the sync");
+    assert_eq!(first, Some(hang_after), "a read shows it, and not the sync");
     eventually("it is well again", || !core.disk.hangs(1));
     core.disk.wait_quiet();
 }

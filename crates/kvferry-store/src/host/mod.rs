@@ -301,6 +301,11 @@ impl Host {
         }
     }
 
+    /// How many blocks wait with numbers below this.
+    pub(crate) fn waiting(&self, below: u64) -> usize {
+        lock(&self.state).waiting.range(..below).count()
+    }
+
     /// How many blocks that wait, with numbers below this, could not be written when that was last tried.
     pub(crate) fn left(&self, below: u64) -> usize {
         lock(&self.state).waiting.range(..below).filter(|(_, it)| it.left.is_some()).count()

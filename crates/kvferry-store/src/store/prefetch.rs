@@ -26,7 +26,7 @@ impl Store {
 impl Space {
     /// Brings blocks of a prompt that are missing here from the object store to the disk, one after another, and
     /// those on the disk to host memory, if there are such tiers, in the background. The outcome is how many blocks
-    /// of the prompt, from its beginning, are here at the end.
+    /// of the prompt, from its beginning, are here at the end, as [`Space::lookup`] counts them.
     ///
     /// It ends at the first block that the object store does not have, or that can't be brought. A prompt that is
     /// not there costs one request, and none if that was found out within the last seconds. This is no use of the
@@ -57,6 +57,8 @@ impl Space {
     /// Brings blocks that are on the disk to host memory, if there is such a tier, and ends the prefetch. `here`:
     /// how many are here, from the first.
     pub(crate) fn end_prefetch(&self, blocks: Vec<Wanted>, here: usize, promise: Promise<usize>) {
+        let keys: Vec<_> = blocks[..here].iter().map(|it| it.key).collect();
+        let here = self.readable(&keys, &self.find(&keys));
         if self.store.host.is_none() || here == 0 {
             return promise.finish(Ok(here));
         }

@@ -153,13 +153,22 @@ fn a_store_on_one_disk_that_hangs_waits_for_no_further_operation_and_serves_agai
 /// How long an operation may take: long enough for a machine that is busy with other tests.
 const HANG_AFTER: Duration = Duration::from_secs(2);
 const SHORT: u64 = 64 << 10;
+/// Blocks of a prompt that has some in each of four directories.
+const LONG: usize = 75;
+/// One of its blocks that is in the third directory, behind a whole segment of the second one.
+const LATE: usize = 50;
+/// Places for blocks in memory: of one block each, and from here on of two long prompts.
+const FIRST_LONG: u64 = 4;
+const PLACES: u64 = FIRST_LONG + 2 * LONG as u64;
 /// Each test of these ends in a fraction of it.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// A store in four directories, of which the third is on a disk that can hang.
+/// A store in four directories, of which the third hangs in these tests. All are in memory: what other tests do on the
+/// machine's disk takes no time here.
 struct Four {
     /// First, so that its operations end before the store waits for them.
     disk: HangingDisk,
+    _others: [HangingDisk; 3],
     agent: Agent,
     pool: Region,
     with: StoreOptions,
@@ -190,18 +199,25 @@ impl Drop for Release<'_> {
 impl Four {
     /// `None` if this process can't mount file systems.
     fn new(name: &str) -> Option<Self> {
+        Self::with(name, |it| it)
+    }
+
+    fn with(name: &str, change: impl FnOnce(StoreOptions) -> StoreOptions) -> Option<Self> {
         let folder = Folder::new(name);
         let paths = ["a", "b", "c", "d"].map(|it| folder.path().join(it));
         paths.iter().for_each(|it| std::fs::create_dir(it).expect("a folder"));
         let disk = HangingDisk::mount(&paths[2])?;
+        let others = [0, 1, 3].map(|it| HangingDisk::mount(&paths[it]).expect("as the third"));
         let agent = Agent::builder().name("engine").start().expect("an agent");
-        let pool = agent.allocate(4 * SHORT as usize, Access::NONE).expect("memory");
-        let [first, others @ ..] = paths;
+        let pool = agent.allocate(PLACES as usize * SHORT as usize, Access::NONE).expect("memory");
+        let [first, rest @ ..] = paths;
         // Past the page cache: it would answer for the device.
-        let first =
-            options(&first, 24 * MIB).direct(DirectIo::Auto).put_wait(LIMIT).hang_after(HANG_AFTER);
-        let with = others.into_iter().fold(first, StoreOptions::and_directory);
-        Some(Self { disk, agent, pool, with, folder })
+        let first = options(&first, 24 * MIB)
+            .direct(DirectIo::Auto)
+            .put_wait(LIMIT / 4)
+            .hang_after(HANG_AFTER);
+        let with = change(rest.into_iter().fold(first, StoreOptions::and_directory));
+        Some(Self { disk, _others: others, agent, pool, with, folder })
     }
 
     fn third(&self) -> PathBuf {
@@ -214,9 +230,34 @@ impl Four {
         (store, kv)
     }
 
-    /// One of four places in memory.
+    /// One of the places in memory.
     fn memory(&self, place: u64) -> [BlockMemory; 1] {
         [BlockMemory::new(&self.pool, place * SHORT, SHORT)]
+    }
+
+    /// Memory of a long prompt, from this place on.
+    fn long_memory(&self, place: u64) -> Vec<BlockMemory> {
+        (place..place + LONG as u64).flat_map(|it| self.memory(it)).collect()
+    }
+
+    /// Puts all blocks of a prompt in one call.
+    fn put_long(&self, kv: &Space, prompt: &[[u8; 32]]) -> Put {
+        for (place, hash) in (FIRST_LONG..).zip(prompt) {
+            let at = (place * SHORT) as usize;
+            self.pool.write_at(at, &content(hash, SHORT)).expect("inside");
+        }
+        kv.put(prompt, 0, &self.long_memory(FIRST_LONG), Retain::default()).expect("a put")
+    }
+
+    /// Gets all blocks of a prompt in one call. Returns how many are there. Their bytes are right then.
+    fn get_long(&self, kv: &Space, place: u64, prompt: &[[u8; 32]]) -> usize {
+        let got = kv.get(prompt, 0, &self.long_memory(place)).expect("a get");
+        for (place, hash) in (place..).zip(&prompt[..got]) {
+            let mut bytes = vec![0; SHORT as usize];
+            self.pool.read_at((place * SHORT) as usize, &mut bytes).expect("inside");
+            assert!(bytes == content(hash, SHORT), "a block is not what was put");
+        }
+        got
     }
 
     fn put(&self, kv: &Space, seed: u64) -> Put {
@@ -251,9 +292,14 @@ impl Four {
     }
 
     fn filled(&self) -> Filled {
+        self.filled_up_to(2)
+    }
+
+    /// The last segment that was begun is in the directory of number `last`.
+    fn filled_up_to(&self, last: usize) -> Filled {
         let (store, kv) = self.open();
         let mut seeds = 0..0;
-        while seeds.end < 100 || self.segments().iter().max().is_none_or(|it| it % 4 != 2) {
+        while seeds.end < 100 || self.segments().iter().max().is_none_or(|it| it % 4 != last) {
             assert_eq!(self.put(&kv, seeds.end).stored, 1);
             seeds.end += 1;
         }
@@ -302,7 +348,12 @@ fn a_directory_that_hangs_is_missed_while_the_others_serve_and_serves_again_once
         assert_eq!(missed.len(), filled.in_third);
         let pins = missed.iter().map(|it| kv.pin(&prompt(*it, 1), LIMIT).expect("a pin"));
         let pins: Vec<_> = pins.collect();
-        assert!(pins.iter().all(|it| it.blocks() == 1), "they are in the store");
+        assert!(pins.iter().all(|it| it.blocks() == 0), "a get would miss them");
+        let promised = |it: &u64| kv.lookup(&prompt(*it, 1)).expect("a lookup") == 1;
+        assert_eq!(
+            filled.seeds.clone().filter(promised).count(),
+            filled.seeds.clone().count() - missed.len()
+        );
         // Three times what the store holds: segments of the others are freed.
         for seed in 1000..2000 {
             let put = four.put(kv, seed);
@@ -317,8 +368,109 @@ fn a_directory_that_hangs_is_missed_while_the_others_serve_and_serves_again_once
         waits.join().expect("no panic");
         eventually("it is well again", || store.stats().hanging_directories == 0);
         assert!(missed.iter().all(|seed| four.get(kv, *seed)), "{:?}", store.stats());
+        assert!(missed.iter().all(promised), "{:?}", store.stats());
     });
     eventually("what was put there is synced", || store.sync().is_ok());
+    assert_eq!(store.stats().corrupt, 0);
+    store.close();
+    four.agent.shutdown();
+}
+
+/// Has blocks of the other directories put, got and synced. Those of the third one are missed.
+fn others_serve(four: &Four, filled: &Filled, seed: u64) {
+    let (store, kv) = (&filled.store, &filled.kv);
+    assert_eq!(store.stats().hanging_directories, 1);
+    let found = filled.seeds.clone().filter(|it| four.get(kv, *it)).count();
+    assert_eq!(found, filled.seeds.clone().count() - filled.in_third);
+    assert_eq!(four.put(kv, seed).stored, 1);
+    assert_eq!(store.stats().hanging_directories, 1);
+}
+
+#[test]
+fn a_get_that_waits_for_one_directory_has_no_other_one_hang() {
+    let _watchdog = Watchdog::new(LIMIT);
+    for direct in [DirectIo::Off, DirectIo::Auto] {
+        let name = format!("get-{direct:?}");
+        let Some(four) = Four::with(&name, |it| it.direct(direct)) else { return };
+        let mut filled = four.filled_up_to(3);
+        let long = prompt(5000, LONG);
+        assert_eq!(four.put_long(&filled.kv, &long).stored, LONG);
+        assert_eq!(four.get_long(&filled.kv, FIRST_LONG, &long), LONG);
+        // The page cache has no block then.
+        filled.store.close();
+        (filled.store, filled.kv) = four.open();
+        let (store, kv) = (&filled.store, &filled.kv);
+        // One of the third directory: its file is open then, and the device has the memory of the next ones.
+        assert_eq!(kv.get(&long[..=LATE], LATE, &four.memory(1)).expect("a get"), 1);
+        four.disk.hold();
+        thread::scope(|scope| {
+            let _release = Release(&four.disk);
+            let waits = scope.spawn(|| four.get_long(kv, FIRST_LONG, &long));
+            eventually("a directory hangs", || store.stats().hanging_directories > 0);
+            // Longer than each operation that had begun may take.
+            thread::sleep(HANG_AFTER * 2);
+            others_serve(&four, &filled, 6000);
+            // Of the same prompt, whose blocks the other call has or waits for.
+            let before = kv.lookup(&long).expect("a lookup");
+            assert!((1..=LATE).contains(&before), "{before}");
+            assert_eq!(four.get_long(kv, FIRST_LONG + LONG as u64, &long), before);
+            assert!(!waits.is_finished(), "the device may write to its memory");
+            four.disk.release();
+            assert_eq!(waits.join().expect("no panic"), LONG);
+        });
+        assert_eq!(store.stats().corrupt, 0);
+        store.close();
+        four.agent.shutdown();
+    }
+}
+
+#[test]
+fn a_put_that_waits_for_one_directory_has_no_other_one_hang_and_goes_on_in_the_others() {
+    let _watchdog = Watchdog::new(LIMIT);
+    let Some(four) = Four::new("put") else { return };
+    // The next segment is the third directory's.
+    let filled = four.filled_up_to(1);
+    let (store, kv) = (&filled.store, &filled.kv);
+    four.disk.hold();
+    {
+        let _release = Release(&four.disk);
+        let put = four.put_long(kv, &prompt(5000, LONG));
+        assert_eq!((put.stored, put.failed), (LONG, 0), "{put:?}, {:?}", store.stats());
+        others_serve(&four, &filled, 6000);
+        assert_eq!(four.get_long(kv, FIRST_LONG, &prompt(5000, LONG)), LONG);
+    }
+    eventually("it is well again", || store.stats().hanging_directories == 0);
+    store.sync().expect("all is on the disks");
+    assert_eq!(store.stats().corrupt, 0);
+    store.close();
+    four.agent.shutdown();
+}
+
+#[test]
+fn blocks_in_host_memory_are_written_and_synced_while_a_directory_hangs_that_has_none_of_them() {
+    let _watchdog = Watchdog::new(LIMIT);
+    let with = |it: StoreOptions| it.host_bytes(8 * MIB);
+    let Some(four) = Four::with("host", with) else { return };
+    let (store, kv) = four.open();
+    let seeds = 0..40;
+    assert!(seeds.clone().all(|seed| four.put(&kv, seed).stored == 1));
+    store.sync().expect("no device fails");
+    store.close();
+    // In no segment that this process writes to, and not in host memory.
+    let (store, kv) = four.open();
+    four.disk.hold();
+    thread::scope(|scope| {
+        let _release = Release(&four.disk);
+        scope.spawn(|| seeds.clone().for_each(|it| _ = four.get(&kv, it)));
+        eventually("the directory hangs", || store.stats().hanging_directories == 1);
+        for seed in 1000..1040 {
+            assert_eq!(four.put(&kv, seed).stored, 1);
+            store.sync().expect("the blocks are in other directories");
+            assert_eq!(store.stats().waiting_bytes, 0);
+        }
+        assert_eq!(store.stats().hanging_directories, 1);
+        four.disk.release();
+    });
     assert_eq!(store.stats().corrupt, 0);
     store.close();
     four.agent.shutdown();
@@ -390,9 +542,16 @@ fn a_directory_that_hangs_when_a_store_is_opened_is_lost() {
     four.disk.hold();
     let (store, kv) = four.open();
     assert_eq!(store.stats().lost_directories, 1);
+    // Further ones at the same time: they wait for the device at the same time, too.
+    let others: Vec<_> = thread::scope(|scope| {
+        let opened: Vec<_> = (0..3).map(|_| scope.spawn(|| four.open())).collect();
+        opened.into_iter().map(|it| it.join().expect("no panic")).collect()
+    });
+    assert!(others.iter().all(|(other, _)| other.stats().lost_directories == 1));
     let found = filled.seeds.clone().filter(|seed| four.get(&kv, *seed)).count();
     assert_eq!(found, filled.seeds.clone().count() - filled.in_third);
     assert_eq!(four.put(&kv, 5000).stored, 1);
+    others.iter().for_each(|(other, _)| other.close());
     four.disk.release();
     store.close();
     four.agent.shutdown();
