@@ -19,7 +19,7 @@ use crate::log::format::VERSION;
 use crate::log::{self, PAGE_BYTES, SegmentHeader, Superblock, superblock};
 use crate::own::FileUser;
 use kvferry_sys::private;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -100,11 +100,26 @@ pub(crate) fn arrange(paths: &[PathBuf], whose: Whose) -> Result<Arranged> {
     arrange_found(paths, paths.iter().map(|path| look(path, whose)).collect())
 }
 
-/// As [`arrange`], of this process's user. Of several directories, one that does not answer within `limit` is lost.
-pub(crate) fn arrange_within(paths: &[PathBuf], limit: Duration) -> Result<Arranged> {
-    let looked = ask_all(paths, limit, |path| Ok(look(path, Whose::Own)));
-    let lost = |error| Look { directory: None, found: Ok(Found::Lost(error)) };
-    arrange_found(paths, looked.into_iter().map(|it| it.unwrap_or_else(lost)).collect())
+/// As [`arrange`], of this process's user. Of several directories, one that does not answer within `limit` is lost. Those
+/// of `hanging` are not asked.
+pub(crate) fn arrange_within(
+    paths: &[PathBuf],
+    limit: Duration,
+    mut hanging: BTreeMap<PathBuf, io::Error>,
+) -> Result<Arranged> {
+    let known: BTreeSet<PathBuf> = hanging.keys().cloned().collect();
+    let ask = move |path: &Path| match known.contains(path) {
+        true => Err(io::ErrorKind::TimedOut.into()),
+        false => Ok(look(path, Whose::Own)),
+    };
+    let mut lost = |(answer, path): (io::Result<Look>, &PathBuf)| {
+        answer.unwrap_or_else(|error| {
+            let error = hanging.remove(path).unwrap_or(error);
+            Look { directory: None, found: Ok(Found::Lost(error)) }
+        })
+    };
+    let looked = ask_all(paths, limit, ask);
+    arrange_found(paths, looked.into_iter().zip(paths).map(&mut lost).collect())
 }
 
 fn arrange_found(paths: &[PathBuf], looked: Vec<Look>) -> Result<Arranged> {
@@ -151,12 +166,18 @@ impl Arranged {
     pub(crate) fn readable(&self) -> Vec<PathBuf> {
         let is_there = |it: &&Directory| match it.state {
             State::Lost(_) => false,
-            State::Empty => self.adopts,
+            State::Empty => self.adopts_empty(),
             _ => true,
         };
         let there = self.directories.iter().filter(is_there).map(|it| it.path.clone());
         let there: Vec<_> = there.collect();
         if there.is_empty() { vec![self.directories[0].path.clone()] } else { there }
+    }
+
+    /// Whether empty directories are adopted. Not beside a lost one: which of the two numbers that are left is whose
+    /// can't be told, as directories may be given in any order, and the lost one has its number for good.
+    fn adopts_empty(&self) -> bool {
+        self.adopts && !self.directories.iter().any(|it| matches!(it.state, State::Lost(_)))
     }
 
     /// Makes a store of directories that are none. They get ids once all have a superblock: until the first has its id,
@@ -198,10 +219,11 @@ impl Arranged {
             tracing::warn!(%error, "the store can't be made completely");
             return;
         }
+        let adopts_empty = self.adopts_empty();
         for (number, directory) in (0..count).zip(&mut self.directories).rev() {
             let is_marked = match directory.state {
                 State::Marked | State::Lost(_) => true,
-                State::Empty => !self.adopts,
+                State::Empty => !adopts_empty,
                 State::Old | State::Unmarked => false,
             };
             if is_marked {
@@ -221,9 +243,11 @@ impl Arranged {
 
     /// Directories that are empty, and were not adopted, are lost.
     pub(crate) fn lose_empty(&mut self) {
+        let is_refused = self.adopts && !self.adopts_empty();
         for directory in &mut self.directories {
             if matches!(directory.state, State::Empty) {
-                directory.state = State::Lost(is_empty());
+                let error = if is_refused { is_empty_beside_lost() } else { is_empty() };
+                directory.state = State::Lost(error);
             }
         }
     }
@@ -250,6 +274,14 @@ pub(crate) fn is_empty() -> io::Error {
     let what = "it is empty: mount its device, or, if the device is gone, let the directory take \
                 its place by `kvferry store adopt` with all directories of the store, or by \
                 opening the store with `adopt_empty`";
+    io::Error::new(io::ErrorKind::NotFound, what)
+}
+
+/// Why an empty directory is not adopted though that was asked for.
+fn is_empty_beside_lost() -> io::Error {
+    let what = "it is empty, and is not adopted while another directory of the store is lost, as its \
+                number can't be told: open the store again once the other one can be read, or let \
+                both be empty";
     io::Error::new(io::ErrorKind::NotFound, what)
 }
 

@@ -4,6 +4,7 @@ use crate::arrange::{Arranged, State, arrange_within};
 use crate::clock::Clock;
 use crate::disk::Directories;
 use crate::error::{Error, Result};
+use crate::gate::is_hang;
 use crate::log::{self, Superblock};
 use crate::membership::{JOIN_TIMEOUT, wait_until};
 use crate::options::StoreOptions;
@@ -31,7 +32,7 @@ pub(crate) struct Opening<'a> {
 impl<'a> Opening<'a> {
     /// Looks at the directories. Where there is no store yet, they are made if they do not exist.
     pub(crate) fn new(agent: &'a Agent, options: &'a StoreOptions) -> Result<Self> {
-        let arranged = look(options)?;
+        let arranged = look(options, BTreeMap::new())?;
         if arranged.superblock.is_none() {
             // Before anything is made.
             options.geometry(None)?;
@@ -65,7 +66,8 @@ impl<'a> Opening<'a> {
             None => lock_all(&self.options.directories)?,
             Some(_) => Vec::new(),
         };
-        let mut now = look(self.options)?;
+        // Other processes wait for the locks meanwhile. So none waits here once more for a directory that hangs.
+        let mut now = look(self.options, self.take_hanging())?;
         let first = self.first();
         // Their order may be another one, as another process may have made the store.
         let sorted = |mut paths: Vec<PathBuf>| {
@@ -83,6 +85,19 @@ impl<'a> Opening<'a> {
         };
         *lock(&self.arranged) = now;
         Ok(superblock)
+    }
+
+    /// The directories that were found to hang, with the error of each.
+    fn take_hanging(&self) -> BTreeMap<PathBuf, io::Error> {
+        let mut arranged = lock(&self.arranged);
+        let hanging = arranged.directories.iter_mut().filter_map(|it| match &mut it.state {
+            State::Lost(error) if is_hang(error) => {
+                let kind = error.kind();
+                Some((it.path.clone(), std::mem::replace(error, kind.into())))
+            }
+            _ => None,
+        });
+        hanging.collect()
     }
 
     fn new_superblock(&self) -> Result<Superblock> {
@@ -122,8 +137,9 @@ impl<'a> Opening<'a> {
     }
 }
 
-fn look(options: &StoreOptions) -> Result<Arranged> {
-    let arranged = arrange_within(&options.directories, options.hang_after)?;
+/// `hanging`: the directories that are known to hang.
+fn look(options: &StoreOptions, hanging: BTreeMap<PathBuf, io::Error>) -> Result<Arranged> {
+    let arranged = arrange_within(&options.directories, options.hang_after, hanging)?;
     Ok(Arranged { adopts: options.adopt_empty, ..arranged })
 }
 
@@ -187,4 +203,39 @@ fn lock_all(paths: &[PathBuf]) -> Result<Vec<File>> {
         wait_until(JOIN_TIMEOUT, is_locked).map_err(failed)?.ok_or_else(busy)?;
     }
     Ok(directories)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Store;
+    use crate::bench::Bench;
+    use kvferry_testkit::hanging::HangingDisk;
+    use kvferry_testkit::{PATIENCE, Watchdog};
+    use std::time::Duration;
+
+    #[test]
+    fn a_directory_that_was_found_to_hang_is_not_asked_again_while_others_wait_for_the_locks() {
+        let _watchdog = Watchdog::new(PATIENCE);
+        let bench = Bench::new("opening", 1 << 20);
+        let [first, second] = ["a", "b"].map(|it| bench.folder.join(it));
+        for path in [&first, &second] {
+            std::fs::create_dir_all(path).expect("a folder");
+        }
+        // Both are in memory: the other one answers also while the machine's disk is busy.
+        let Some(disk) = HangingDisk::mount(&second) else { return };
+        let _other = HangingDisk::mount(&first).expect("as the second");
+        let options = StoreOptions::new(&first, 12 << 20)
+            .and_directory(&second)
+            .segment_bytes(1 << 20)
+            .hang_after(Duration::from_secs(2));
+        Store::open(&bench.agent, &options).expect("a store").close();
+        disk.hold();
+        let opening = Opening::new(&bench.agent, &options).expect("directories");
+        assert_eq!(opening.readable(), std::slice::from_ref(&first));
+        disk.release();
+        opening.open_superblock().expect("the directories are as they were found");
+        assert_eq!(opening.readable(), std::slice::from_ref(&first));
+        assert!(!opening.is_overtaken());
+    }
 }

@@ -3,10 +3,10 @@
 use crate::faults::warned;
 use crate::{Engine, Folder, MIB, options, prompt};
 use kvferry_store::{Error, StoreOptions};
-use kvferry_testkit::PATIENCE;
-use kvferry_testkit::eventually;
+use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Instant;
 
 const LEN: u64 = 64 << 10;
@@ -466,4 +466,48 @@ fn a_device_that_is_mounted_over_an_adopted_directory_is_told_apart() {
     assert_eq!((engine.store.stats().lost_directories, engine.store.stats().corrupt), (0, 0));
     put_until_found(&engine);
     assert_eq!(engine.store.stats().corrupt, 0);
+}
+
+#[test]
+fn an_empty_directory_is_adopted_only_where_its_number_is_certain() {
+    let folder = Folder::new("adopt-beside-lost");
+    made(&directories(&folder, &["a", "b", "c"]));
+    let (lost, away) = (folder.path().join("b"), folder.path().join("away"));
+    std::fs::rename(&lost, &away).expect("it exists");
+    let empty = folder.path().join("c");
+    std::fs::remove_dir_all(&empty).expect("it exists");
+    std::fs::create_dir(&empty).expect("a folder");
+    // In another order than when it was made: the places tell nothing.
+    let with = directories(&folder, &["c", "a", "b"]).adopt_empty(true);
+    let (engine, warnings) = warned(|| Engine::open(&with, LEN));
+    assert_eq!(engine.store.stats().lost_directories, 2);
+    let said = "it is empty, and is not adopted while another directory of the store is lost";
+    assert!(warnings.iter().any(|it| it.contains(said)), "{warnings:?}");
+    assert!(found(&engine) > 0);
+    drop(engine);
+    std::fs::rename(&away, &lost).expect("it exists");
+    let engine = Engine::open(&with, LEN);
+    assert_eq!(engine.store.stats().lost_directories, 0);
+    assert!(found(&engine) > 0 && empty.join("kvferry.store").exists());
+    put_until_found(&engine);
+    assert_eq!(engine.store.stats().corrupt, 0);
+}
+
+#[test]
+fn a_pipe_in_the_place_of_what_says_that_a_directory_is_a_stores_is_refused_and_not_waited_for() {
+    let _watchdog = Watchdog::new(PATIENCE);
+    let folder = Folder::new("super-pipe");
+    let with = directories(&folder, &["a", "b"]);
+    made(&with);
+    let superblock = folder.path().join("b").join("kvferry.store");
+    std::fs::remove_file(&superblock).expect("it exists");
+    let made = Command::new("mkfifo").arg(&superblock).status().expect("a program of each system");
+    assert!(made.success());
+    match Engine::try_open(&with.hang_after(PATIENCE * 2), LEN).err() {
+        Some(Error::Format { path, what }) => {
+            assert_eq!(path, folder.path().join("b"));
+            assert!(what.contains("is not a regular file"), "{what}");
+        }
+        other => panic!("{other:?}"),
+    }
 }
