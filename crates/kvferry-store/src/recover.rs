@@ -1,8 +1,9 @@
 //! Fills the index from the disk.
 
 use crate::clock::Clock;
-use crate::disk::Directories;
+use crate::disk::{Directories, is_of_device};
 use crate::error::{Error, Result};
+use crate::gate::is_hang;
 use crate::index::{self, Entry, Index, Inserted, Member, New};
 use crate::key::Key;
 use crate::log::recover::{Scanned, verify};
@@ -29,9 +30,6 @@ pub(crate) fn fill(
     let index = Arc::new(index.map_err(failed)?);
     disk.share(&index);
     let member = index.join().map_err(failed)?;
-    for segment in (0..geometry.segments).filter(|it| disk.is_in_lost_directory(*it)) {
-        index.withhold_segment(segment);
-    }
     let mut unreadable = Vec::new();
     let mut scanned: Vec<_> = log::recover::scan_all(disk, superblock)
         .map_err(|e| failed(std::io::Error::other(e)))?
@@ -48,6 +46,10 @@ pub(crate) fn fill(
             }
         })
         .collect();
+    // Once all were listed: a directory may have been lost by that. What is in its segments is not known.
+    for segment in (0..geometry.segments).filter(|it| disk.is_in_lost_directory(*it)) {
+        index.withhold_segment(segment);
+    }
     if let Some((segment, error)) = unreadable.first() {
         let (file, others) = (disk.path_of(*segment), unreadable.len() - 1);
         let file = file.display();
@@ -84,7 +86,9 @@ pub(crate) fn fill(
             Err(error) => {
                 let file = disk.path_of(segment);
                 tracing::warn!(%error, "the store can't sync {}", file.display());
-                member.note_unsynced(segment);
+                if is_of_device(&error) && !is_hang(&error) {
+                    member.note_unsynced(segment);
+                }
                 false
             }
         })

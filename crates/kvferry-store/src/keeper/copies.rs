@@ -96,11 +96,15 @@ impl Keeper {
             if !core.member.has_copies(number) || !self.sources.may_be(from, number) {
                 continue;
             }
+            let lives = living.map_or(segment.live_blocks > 0, |it| it.contains(&number));
             if core.member.is_unsynced(number) {
-                let lives = living.map_or(segment.live_blocks > 0, |it| it.contains(&number));
                 if lives {
                     outcome = outcome.and(Err(io::Error::from_raw_os_error(EIO)));
                 }
+                continue;
+            }
+            if !lives && segment.state == SegmentState::Sealed {
+                // All copies have left it. Its device may hang.
                 continue;
             }
             match core.disk.sync(number) {

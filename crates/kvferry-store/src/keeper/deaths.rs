@@ -653,3 +653,49 @@ fn a_block_that_can_not_be_compared_for_want_of_descriptors_stays() {
     recording.fail(None);
     assert!(core.find_whole(&Key([1, 1]), || 0).is_some());
 }
+
+#[test]
+fn a_segment_with_copies_that_have_all_left_it_is_not_synced_before_another_one_is_freed() {
+    let bench = Bench::new("copies-left");
+    let [core] = bench.open();
+    let segment = bench.put(&core, &Writer::default(), 1);
+    drop(core);
+    let [core] = bench.open();
+    assert!(core.member.has_copies(segment), "which ones were copied is not known");
+    let mut keeper = Keeper::new(Arc::clone(&core));
+    let free = core.member.claim().expect("one is free");
+    let is_synced = |recording: &Recording| {
+        let path = core.disk.path_of(segment);
+        let is_sync = |it: &Recorded| matches!(it, Recorded::Begin(_, Op::Sync(of)) if *of == path);
+        recording.take().iter().any(is_sync)
+    };
+    for lives in [true, false] {
+        core.member.note_unverified(segment);
+        if !lives {
+            assert!(core.member.remove(&find(&core, 1).expect("put")));
+        }
+        let recording = Recording::start(&bench.folder);
+        assert_eq!(keeper.free(free, None), SegmentState::Free);
+        assert_eq!(is_synced(&recording), lives);
+    }
+}
+
+#[test]
+fn a_segment_is_not_lost_because_the_process_that_opens_the_store_is_short_of_descriptors() {
+    for (errno, is_lost) in [(24, false), (5, true)] {
+        let bench = Bench::new(&format!("sync-{errno}"));
+        let [core] = bench.open();
+        // As where all processes were killed while the keeper copied the block.
+        let segments = [(); 2].map(|()| bench.put(&core, &Writer::default(), 1));
+        assert_ne!(segments[0], segments[1]);
+        drop(core);
+        let recording = Recording::start(&bench.folder);
+        recording.fail(Some(Fault { at: 0, stays: true, errno, is_of_syncs: true }));
+        let [core] = bench.open();
+        assert_eq!(recording.injected().1.len(), 1, "the block is in two segments");
+        recording.fail(None);
+        let unsynced = segments.iter().filter(|it| core.member.is_unsynced(**it)).count();
+        assert_eq!(unsynced, usize::from(is_lost), "{errno}");
+        assert!(core.find_whole(&Key([1, 1]), || 0).is_some());
+    }
+}
