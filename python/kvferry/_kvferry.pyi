@@ -437,7 +437,8 @@ class Store:
     directories work.
 
     `adopt_empty`: an empty directory takes the place of one that the store has lost. Otherwise it counts as lost: it may be
-    the folder below a device that is not mounted. It counts for the first process that opens the store.
+    the folder below a device that is not mounted. It counts for the first process that opens the store, and not while another
+    directory can't be read.
 
     `objects`: the URL of an object store, ``s3://bucket/prefix``, ``gs://…``, ``az://…`` or ``file:///directory``. Blocks that
     this process puts are uploaded to it in the background, and `Space.prefetch` brings blocks from it. `object_options`

@@ -135,7 +135,8 @@ impl StoreOptions {
     /// lost, too: it may be the folder below a device that is not mounted. What a process writes there would be on the
     /// file system of the folder, and hidden once the device is mounted.
     ///
-    /// It counts for the first process that opens the store. `kvferry store adopt` does the same once.
+    /// It counts for the first process that opens the store, and not while another directory can't be read, which could be
+    /// the one of that number. `kvferry store adopt` does the same once.
     #[must_use]
     pub fn adopt_empty(self, adopts: bool) -> Self {
         Self { adopt_empty: adopts, ..self }
