@@ -5,8 +5,9 @@ use kvferry_proto::handoff::{
     Limits, Need, Offer, Outcome, PeerId, Producer, ProducerAction, ProducerRank, Progress, ReadId,
     Ready, Refusal, Slice, Stop,
 };
-use kvferry_proto::{Timestamp, WireCode};
+use kvferry_proto::{Origin, Timestamp, WireCode};
 use std::collections::{BTreeSet, VecDeque};
+use std::net::IpAddr;
 use std::time::Duration;
 
 const PRODUCER: PeerId = PeerId(1);
@@ -15,6 +16,14 @@ const BUDGET: Duration = Duration::from_secs(60);
 /// Beyond every limit but the tombstones'.
 const LONG: Duration = Duration::from_secs(600);
 const MILLI: Duration = Duration::from_millis(1);
+
+fn at(host: &str) -> Origin {
+    Origin::from(host.parse::<IpAddr>().expect("an address"))
+}
+
+fn here() -> Origin {
+    at("127.0.0.1")
+}
 
 fn id() -> HandoffId {
     HandoffId::new("xfer-1").expect("short enough")
@@ -188,7 +197,7 @@ impl Ranks {
             ProducerAction::Send { to, message } => {
                 if self.crosses(&message) {
                     let at = (to.0 - CONSUMER.0) as usize;
-                    self.consumers[at].receive(PRODUCER, message, self.now);
+                    self.consumers[at].receive(PRODUCER, here(), message, self.now);
                 }
             }
             ProducerAction::Watch { peer, on } => self.watch(PRODUCER, peer, on),
@@ -200,7 +209,12 @@ impl Ranks {
         match action {
             ConsumerAction::Send { message, .. } => {
                 if self.crosses(&message) {
-                    self.producer.receive(PeerId(CONSUMER.0 + at as u64), message, self.now);
+                    self.producer.receive(
+                        PeerId(CONSUMER.0 + at as u64),
+                        here(),
+                        message,
+                        self.now,
+                    );
                 }
             }
             ConsumerAction::Read { read, slice, .. } => {
@@ -739,8 +753,7 @@ fn a_handoff_to_a_peer_that_stays_silent_ends_a_silence_window_after_it_began() 
 fn i8_announcements_take_no_more_memory_than_they_may_however_few_bytes_they_are_on_the_wire() {
     let blocks = 1000;
     let takes = 4 * blocks as usize;
-    // One producer takes half of what others leave.
-    for (bytes, code) in [(2 * takes, WireCode::Ok), (2 * takes - 1, WireCode::Busy)] {
+    for (bytes, code) in [(takes, WireCode::Ok), (takes - 1, WireCode::Busy)] {
         let mut ranks = Ranks::with(1, Limits { announced_bytes: bytes, ..Limits::default() });
         ranks.want();
         ranks.offer();
@@ -769,7 +782,7 @@ fn announcement(id: &HandoffId, blocks: u32) -> Offer {
 }
 
 #[test]
-fn i8_announcements_of_one_producer_leave_room_for_those_of_another() {
+fn i8_announcements_of_one_host_leave_room_for_those_of_another_whatever_lives_it_claims() {
     let now = Timestamp::from_nanos(1);
     let limits = Limits { announced_bytes: 64 * 1024, ..Limits::default() };
     let mut consumer = Consumer::new(limits);
@@ -777,15 +790,51 @@ fn i8_announcements_of_one_producer_leave_room_for_those_of_another() {
         |peer| [ProducerRank { peer: PeerId(peer), readers: 1, connected: true, need: Need::ALL }];
     for n in 0..100 {
         let hostile = HandoffId::new(&format!("hostile-{n}")).expect("short");
-        assert_eq!(consumer.claim(&hostile, &from(1), now), Ok(()));
-        consumer.receive(PeerId(1), announcement(&hostile, 4096).into(), now);
+        assert_eq!(consumer.claim(&hostile, &from(n), now), Ok(()));
+        let announcement = announcement(&hostile, 4096);
+        consumer.receive(PeerId(n), at("10.0.0.1"), announcement.into(), now);
     }
-    let held = consumer.gauges().into_iter().find(|(name, _)| *name == "announced_bytes");
-    assert_eq!(held, Some(("announced_bytes", 32 * 1024)));
-    assert_eq!(consumer.want(&id(), &from(2), BUDGET, now), Ok(()));
-    consumer.receive(PeerId(2), announcement(&id(), 512).into(), now);
-    let is_read = |action| matches!(action, ConsumerAction::Read { from: PeerId(2), .. });
+    let gauge = |consumer: &Consumer, name| {
+        let mut gauges = consumer.gauges().into_iter();
+        gauges.find(|(it, _)| *it == name).expect("a gauge").1
+    };
+    assert_eq!(gauge(&consumer, "announced_bytes"), 64 * 1024, "it gets all that no other wants");
+    assert_eq!(consumer.want(&id(), &from(200), BUDGET, now), Ok(()));
+    consumer.receive(PeerId(200), at("10.0.1.1"), announcement(&id(), 6144).into(), now);
+    let is_read = |action| matches!(action, ConsumerAction::Read { from: PeerId(200), .. });
     assert!(std::iter::from_fn(|| consumer.poll()).any(is_read));
+    let held = (gauge(&consumer, "announced_bytes"), gauge(&consumer, "claimed"));
+    assert_eq!(held, (56 * 1024, 2), "two of the others have failed");
+}
+
+#[test]
+fn i8_a_handoff_that_gives_its_memory_up_fails_as_busy_when_its_reads_have_stopped() {
+    let now = Timestamp::from_nanos(1);
+    let limits = Limits { announced_bytes: 16 * 1024, ..Limits::default() };
+    let mut consumer = Consumer::new(limits);
+    let from =
+        |peer| [ProducerRank { peer: PeerId(peer), readers: 1, connected: true, need: Need::ALL }];
+    let first = HandoffId::new("first").expect("short");
+    assert_eq!(consumer.want(&first, &from(1), BUDGET, now), Ok(()));
+    consumer.receive(PeerId(1), at("10.0.0.1"), announcement(&first, 4096).into(), now);
+    let actions: Vec<_> = std::iter::from_fn(|| consumer.poll()).collect();
+    let read = actions.iter().find_map(|it| match it {
+        ConsumerAction::Read { read, .. } => Some(*read),
+        _ => None,
+    });
+    assert_eq!(consumer.want(&id(), &from(2), BUDGET, now), Ok(()));
+    consumer.receive(PeerId(2), at("10.0.1.1"), announcement(&id(), 1024).into(), now);
+    let actions: Vec<_> = std::iter::from_fn(|| consumer.poll()).collect();
+    let read = read.expect("it is read");
+    assert!(actions.contains(&ConsumerAction::CancelRead(read)), "{actions:?}");
+    let is_end = |it: &ConsumerAction| matches!(it, ConsumerAction::Ended { .. });
+    assert!(!actions.iter().any(is_end), "{actions:?}");
+    consumer.read_ended(read, Ok(()), now);
+    let ended = std::iter::from_fn(|| consumer.poll()).find_map(|it| match it {
+        ConsumerAction::Ended { id, outcome, .. } => Some((id, outcome.code)),
+        _ => None,
+    });
+    assert_eq!(ended, Some((first, WireCode::Busy)));
 }
 
 #[test]
@@ -800,21 +849,21 @@ fn i8_blocks_that_a_consumer_has_no_use_for_are_not_kept() {
         let tables = consumer.table(&id(), PRODUCER).expect("under way");
         (bytes.expect("a gauge").1, tables.map(|it| it.blocks.clone()).collect::<Vec<_>>())
     };
-    consumer.receive(PRODUCER, announcement(&id(), 1 << 19).into(), now);
+    consumer.receive(PRODUCER, here(), announcement(&id(), 1 << 19).into(), now);
     assert_eq!(held(&consumer), (40, vec![(0..10).collect()]));
     // What follows them is no gap.
     let mut more = announcement(&id(), 5).announced;
     more.tables = vec![BlockTable::new(1 << 19, (7..12).collect()).into()];
     (more.count, more.progress) = (2, Progress::tokens((1 << 19) + 5));
     let ready = Ready { id: id(), generation: Generation(1), announced: more };
-    consumer.receive(PRODUCER, ready.into(), now);
+    consumer.receive(PRODUCER, here(), ready.into(), now);
     assert_eq!(held(&consumer), (40, vec![(0..10).collect()]));
     assert_eq!(consumer.state(&id(), PRODUCER), Some("reading"));
     // The producer has one group.
     let mut wrong = announcement(&id(), 1);
     wrong.generation = Generation(2);
     wrong.announced.tables = vec![BlockTable::new(0, vec![1]).into(); 2];
-    consumer.receive(PRODUCER, wrong.into(), now);
+    consumer.receive(PRODUCER, here(), wrong.into(), now);
     assert_eq!(consumer.state(&id(), PRODUCER), Some("ending"));
 }
 
@@ -924,7 +973,7 @@ fn i6_a_consumer_that_never_confirms_is_given_up_after_its_budget() {
     ranks.produce();
     // It sends nothing more.
     ranks.up = false;
-    ranks.producer.receive(CONSUMER, ask(&id()), ranks.now);
+    ranks.producer.receive(CONSUMER, here(), ask(&id()), ranks.now);
     ranks.pass(Duration::from_secs(5) + ranks.limits.grace);
     assert_eq!(ranks.produced_codes(), [WireCode::Deadline]);
 }
@@ -955,7 +1004,7 @@ fn one_reader_that_fails_ends_it_for_those_that_are_still_reading() {
 #[test]
 fn a_second_consumer_of_the_same_name_is_refused_and_the_first_is_not_disturbed() {
     let mut ranks = Ranks::reading();
-    ranks.producer.receive(PeerId(999), ask(&id()), ranks.now);
+    ranks.producer.receive(PeerId(999), here(), ask(&id()), ranks.now);
     let refused = std::iter::from_fn(|| ranks.producer.poll()).any(|action| {
         matches!(action, ProducerAction::Send { to: PeerId(999), message: HandoffMessage::Stop(stop) }
             if stop.code == WireCode::Duplicate)
@@ -964,7 +1013,7 @@ fn a_second_consumer_of_the_same_name_is_refused_and_the_first_is_not_disturbed(
     // Nor can it end what is not its own.
     let (code, detail) = (WireCode::Cancelled, String::new());
     let stop = Stop { id: id(), by_consumer: true, code, detail };
-    ranks.producer.receive(PeerId(999), stop.into(), ranks.now);
+    ranks.producer.receive(PeerId(999), here(), stop.into(), ranks.now);
     while ranks.producer.poll().is_some() {}
     assert_eq!(ranks.producer.state(&id()), Some("serving"));
     ranks.end_reads();
@@ -1004,24 +1053,24 @@ fn i12_a_restarted_producer_refuses_earlier_handoffs_as_unknown() {
 fn i8_full_is_an_answer() {
     let mut ranks = Ranks::with(1, Limits { handoffs: 1, ..Limits::default() });
     let names = ["a", "b", "c"].map(|name| HandoffId::new(name).expect("short"));
-    ranks.producer.receive(CONSUMER, ask(&names[0]), ranks.now);
+    ranks.producer.receive(CONSUMER, here(), ask(&names[0]), ranks.now);
     // Whatever others ask for, what is here can be offered.
     assert_eq!(ranks.producer.offer(&names[1], ranks.now), Ok(()));
     let full = Err(Refusal::Full { limit: 1 });
     assert_eq!(ranks.producer.offer(&names[2], ranks.now), full);
     assert_eq!(ranks.producer.expect(&names[2], ranks.now), full);
     assert_eq!(ranks.producer.expect(&names[1], ranks.now), Err(Refusal::InUse));
-    ranks.producer.receive(PeerId(5), ask(&names[2]), ranks.now);
+    ranks.producer.receive(PeerId(5), here(), ask(&names[2]), ranks.now);
     let stop = Stop {
         id: names[2].clone(),
         by_consumer: false,
         code: WireCode::Busy,
-        detail: "1 handoffs are awaited, 0 of them by this peer".to_owned(),
+        detail: "1 handoffs are awaited, which is the limit".to_owned(),
     };
     let busy = ProducerAction::Send { to: PeerId(5), message: stop.into() };
     assert!(std::iter::from_fn(|| ranks.producer.poll()).any(|action| action == busy));
     assert_eq!(ranks.producer.offer(&names[0], ranks.now), Ok(()), "it has its place already");
-    ranks.producer.receive(PeerId(5), ask(&names[2]), ranks.now);
+    ranks.producer.receive(PeerId(5), here(), ask(&names[2]), ranks.now);
     let busy = |action| matches!(action, ProducerAction::Send { to: PeerId(5), .. });
     assert!(!std::iter::from_fn(|| ranks.producer.poll()).any(busy));
 }
@@ -1042,13 +1091,13 @@ fn names_that_a_peer_invents_push_out_neither_ended_handoffs_nor_what_others_hav
     ranks.produce();
     ranks.want();
     let declined = HandoffId::new("declined").expect("short");
-    ranks.producer.receive(CONSUMER, decline(&declined), ranks.now);
+    ranks.producer.receive(CONSUMER, here(), decline(&declined), ranks.now);
     for number in 0..1000 {
         // Declined without a question, and after one.
         if number % 2 == 0 {
-            ranks.producer.receive(STRANGER, ask(&name(number)), ranks.now);
+            ranks.producer.receive(STRANGER, here(), ask(&name(number)), ranks.now);
         }
-        ranks.producer.receive(STRANGER, decline(&name(number)), ranks.now);
+        ranks.producer.receive(STRANGER, here(), decline(&name(number)), ranks.now);
     }
     while ranks.producer.poll().is_some() {}
     assert_eq!(ranks.offer_again(), Err(Refusal::Ended(WireCode::Ok)));
@@ -1060,6 +1109,7 @@ fn names_that_a_peer_invents_push_out_neither_ended_handoffs_nor_what_others_hav
     for life in 0..1000 {
         ranks.producer.receive(
             PeerId(1000 + life),
+            here(),
             decline(&name(2000 + life as usize)),
             ranks.now,
         );
@@ -1074,31 +1124,58 @@ fn names_that_a_peer_invents_push_out_neither_ended_handoffs_nor_what_others_hav
 }
 
 #[test]
-fn one_peer_that_asks_for_handoffs_nobody_offers_leaves_room_for_the_questions_of_others() {
+fn one_host_that_asks_for_handoffs_nobody_offers_leaves_room_for_the_questions_of_others() {
     let limits = Limits { handoffs: 8, ..Limits::default() };
     let (mut producer, now) = (Producer::new(limits), Timestamp::default());
-    let asks = |producer: &mut Producer, from, number| {
-        producer.receive(from, ask(&name(number)), now);
-        let is_busy = |action| {
-            matches!(action, ProducerAction::Send { message: HandoffMessage::Stop(stop), .. }
-            if stop.code == WireCode::Busy)
+    /// The peers that were told that there is no room.
+    fn asks(producer: &mut Producer, from: u64, host: &str, number: usize) -> Vec<u64> {
+        producer.receive(PeerId(from), at(host), ask(&name(number)), Timestamp::default());
+        let refused = |action| match action {
+            ProducerAction::Send { to, message: HandoffMessage::Stop(stop) }
+                if stop.code == WireCode::Busy =>
+            {
+                Some(to.0)
+            }
+            _ => None,
         };
-        !std::iter::from_fn(|| producer.poll()).any(is_busy)
-    };
-    let taken = (0..100).filter(|number| asks(&mut producer, PeerId(1), *number)).count();
-    assert_eq!(taken, 4);
-    let taken = (100..200).filter(|number| asks(&mut producer, PeerId(2), *number)).count();
-    assert_eq!(taken, 2);
+        std::iter::from_fn(|| producer.poll()).filter_map(refused).collect()
+    }
+    // Each question in a session of its own: the host gets all that no other asks for.
+    for number in 0..100 {
+        let refused = asks(&mut producer, number, "10.0.0.1", number as usize);
+        assert_eq!(refused, if number < 8 { vec![] } else { vec![number] });
+    }
+    // A host of another network gets half of it.
+    for number in 100..200 {
+        let refused = asks(&mut producer, 500, "10.0.1.1", number as usize);
+        assert_eq!(refused.contains(&500), number >= 104, "{number}");
+        assert_eq!(refused.len(), 1);
+    }
     // What is offered, or was given up, is not counted any more.
-    for number in 0..4 {
+    for number in 100..104 {
         producer.offer(&name(number), now).expect("it is awaited");
     }
-    let taken = (200..300).filter(|number| asks(&mut producer, PeerId(1), *number)).count();
-    assert_eq!(taken, 3);
+    let refused = (200..300).flat_map(|number| asks(&mut producer, 600, "10.0.0.1", number));
+    assert_eq!(refused.count(), 96);
     producer.expire(now + Duration::from_secs(30));
     while producer.poll().is_some() {}
-    let taken = (300..400).filter(|number| asks(&mut producer, PeerId(1), *number)).count();
-    assert_eq!(taken, 4);
+    let refused = (300..400).flat_map(|number| asks(&mut producer, 1, "10.0.0.1", number));
+    assert_eq!(refused.count(), 92);
+    let awaited = producer.gauges().into_iter().find(|(name, _)| *name == "awaited");
+    assert_eq!(awaited, Some(("awaited", 8)));
+}
+
+#[test]
+fn lives_of_one_host_that_decline_a_name_each_push_out_no_name_of_another_host() {
+    let limits = Limits { tombstones: 64, ..Limits::default() };
+    let (mut producer, now) = (Producer::new(limits), Timestamp::default());
+    producer.receive(CONSUMER, at("10.0.1.1"), decline(&name(0)), now);
+    for number in 1..1000 {
+        let stranger = PeerId(1000 + number as u64);
+        producer.receive(stranger, at("10.0.0.1"), decline(&name(number)), now);
+    }
+    while producer.poll().is_some() {}
+    assert_eq!(producer.offer(&name(0), now), Err(Refusal::Ended(WireCode::NotNeeded)));
 }
 
 #[test]
@@ -1114,9 +1191,9 @@ fn i1_what_goes_on_after_it_was_complete_is_a_failure_and_nothing_is_read_after_
     };
     let generation = Generation(7);
     let offer = Offer { id: id(), generation, announced: announced(1, 8, true) };
-    ranks.consumers[0].receive(PRODUCER, offer.into(), ranks.now);
+    ranks.consumers[0].receive(PRODUCER, here(), offer.into(), ranks.now);
     let more = Ready { id: id(), generation, announced: announced(2, 16, false) };
-    ranks.consumers[0].receive(PRODUCER, more.into(), ranks.now);
+    ranks.consumers[0].receive(PRODUCER, here(), more.into(), ranks.now);
     ranks.work();
     assert_eq!(ranks.consumed.len(), 1);
     assert_eq!(ranks.consumed[0].1.code, WireCode::Malformed);
@@ -1159,7 +1236,7 @@ fn an_announcement_that_changes_a_block_is_refused() {
             ..Default::default()
         },
     };
-    ranks.consumers[0].receive(PRODUCER, offer.into(), ranks.now);
+    ranks.consumers[0].receive(PRODUCER, here(), offer.into(), ranks.now);
     ranks.work();
     ranks.assert_ended(WireCode::Malformed);
     let detail = &ranks.consumed[0].1.detail;

@@ -12,9 +12,10 @@
 use crate::code::WireCode;
 use crate::frame::MAGIC;
 use crate::message::{Decoder, Message, MessageError, PREAUTH_MAX, StreamHello};
+use crate::origin::Origin;
 use crate::time::Timestamp;
 use std::collections::VecDeque;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 use std::time::Duration;
 
 /// The default cap on connections that have not proved themselves yet.
@@ -260,15 +261,6 @@ impl<K: PartialEq> Handshakes<K> {
     }
 }
 
-/// The network that an address belongs to: the /24 of IPv4, the /64 of IPv6. One user often has all
-/// addresses of a network.
-pub fn network_of(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V4(v4) => Ipv4Addr::from_bits(v4.to_bits() & !0xff).into(),
-        IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() & !u128::from(u64::MAX)).into(),
-    }
-}
-
 /// The default cap on connections that wait for a place.
 pub const WAITING_ROOM_MAX: usize = 1024;
 
@@ -318,8 +310,8 @@ impl<K> WaitingRoom<K> {
     /// Has a connection wait. When full, one is returned, to be refused: the newest of the address that has
     /// most, in the network that has most. It gives way only to one that then has no more than it. Else the newcomer's
     /// own network decides by the same rule, and last the newcomer is refused.
-    pub fn push(&mut self, from: IpAddr, key: K, now: Timestamp) -> Option<K> {
-        let (network, address) = (network_of(from), from.to_canonical());
+    pub fn push(&mut self, from: Origin, key: K, now: Timestamp) -> Option<K> {
+        let (network, address) = (from.network(), from.host());
         let refused = if self.len < self.capacity {
             None
         } else {

@@ -35,16 +35,17 @@ pub mod lane;
 pub mod layout;
 pub mod local;
 pub mod message;
+mod origin;
 pub mod pack;
 pub mod plan;
 pub mod rank_message;
 pub mod session;
+mod shares;
 mod text;
 mod time;
 
 pub use admission::{
     Handshakes, Opener, Opening, PENDING_MAX, Sniff, Sniffer, WAITING_ROOM_MAX, WaitingRoom,
-    network_of,
 };
 pub use auth::{Secret, SessionKey};
 pub use code::WireCode;
@@ -56,8 +57,10 @@ pub use id::{Incarnation, RegionId, SessionId, StreamId, TransferId};
 pub use keyed::Guard;
 pub use local::LocalPacket;
 pub use message::{CONTROL_MAX, Decoder, Message, MessageError, PREAUTH_MAX, StreamHello};
+pub use origin::Origin;
 pub use session::{
     CAPABILITY_LOCAL, ChecksumPolicy, CloseReason, PeerInfo, Session, SessionConfig, SessionEvent,
     Side,
 };
+pub use shares::Shares;
 pub use time::Timestamp;

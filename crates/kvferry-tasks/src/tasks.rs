@@ -3,7 +3,7 @@
 use crate::blocks::{self, Copy, Offered, Wanted};
 use crate::code::{Code, Outcome};
 use crate::message::Message;
-use kvferry_proto::{Timestamp, pack};
+use kvferry_proto::{Origin, Shares, Timestamp, pack};
 use serde_bytes::ByteBuf;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
@@ -13,8 +13,10 @@ mod sending;
 
 /// Tasks of one role, offers that wait, and keys that were given up, at most.
 const COUNT_MAX: usize = 65_536;
-/// Bytes of memory that all offers without a task take, at most.
+/// Bytes of memory that all offers without a task take, at most. Peers share them.
 const PARKED_BYTES_MAX: usize = 256 * 1024 * 1024;
+/// What an offer counts at least, so that there are no more than [`COUNT_MAX`].
+const PARKED_MIN: usize = PARKED_BYTES_MAX / COUNT_MAX;
 /// How long an offer may wait for a task, whatever its sender says.
 const PARKED_TIME_MAX: Duration = Duration::from_secs(3600);
 /// Bytes of a key, at most.
@@ -116,7 +118,7 @@ enum Timer {
 }
 
 /// The tasks of one process.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Tasks {
     last: u64,
     sends: HashMap<SendId, sending::Send>,
@@ -126,8 +128,8 @@ pub struct Tasks {
     /// The tasks that read an offer, by the offer.
     by_offer: HashMap<(Conn, u64), RecvId>,
     parked: HashMap<String, receiving::Parked>,
-    parked_in_all: receiving::Share,
-    parked_by: HashMap<Conn, receiving::Share>,
+    /// The memory of each parked offer, and at least [`PARKED_MIN`].
+    parked_sizes: Shares<String>,
     /// Keys that the receiver gave up, and until when offers for them are refused.
     taken: HashMap<String, Timestamp>,
     timers: BTreeSet<(Timestamp, Timer)>,
@@ -136,10 +138,28 @@ pub struct Tasks {
     actions: VecDeque<Action>,
 }
 
+impl Default for Tasks {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl Tasks {
     /// No tasks.
     pub fn new() -> Self {
-        Self::default()
+        Self {
+            last: 0,
+            sends: HashMap::new(),
+            recvs: HashMap::new(),
+            by_key: HashMap::new(),
+            by_offer: HashMap::new(),
+            parked: HashMap::new(),
+            parked_sizes: Shares::new(PARKED_BYTES_MAX),
+            taken: HashMap::new(),
+            timers: BTreeSet::new(),
+            users: HashMap::new(),
+            actions: VecDeque::new(),
+        }
     }
 
     /// The next action.
@@ -165,11 +185,17 @@ impl Tasks {
         }
     }
 
-    /// A message arrived.
+    /// A message arrived over a connection with `origin`.
     ///
     /// # Errors
     /// A text for a message that is malformed; it has no effect.
-    pub fn received(&mut self, from: Conn, bytes: &[u8], now: Timestamp) -> Result<(), String> {
+    pub fn received(
+        &mut self,
+        from: Conn,
+        origin: Origin,
+        bytes: &[u8],
+        now: Timestamp,
+    ) -> Result<(), String> {
         let message = pack::decode(bytes).map_err(|error| format!("malformed message: {error}"))?;
         match message {
             Message::Offer { id, key, budget_ms, regions, blocks } => {
@@ -180,7 +206,7 @@ impl Tasks {
                 let until = now + budget;
                 let len = receiving::memory_of(&key, &regions, &blocks);
                 let offer = receiving::Parked { from, id, until, len, regions, blocks };
-                self.offered(key, offer, now);
+                self.offered(key, origin, offer, now);
             }
             Message::Withdraw { id, code, text } => {
                 self.withdrawn(from, id, Outcome::new(Code::from_wire(code), text));

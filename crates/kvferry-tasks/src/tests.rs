@@ -1,14 +1,23 @@
 //! Both sides in one thread, without time or memory.
 
 use crate::*;
-use kvferry_proto::{Timestamp, pack};
+use kvferry_proto::{Origin, Timestamp, pack};
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::time::Duration;
 
 mod random;
 
 const LONG: Duration = Duration::from_secs(10);
 const CONN: Conn = Conn(7);
+
+fn at(host: &str) -> Origin {
+    Origin::from(host.parse::<IpAddr>().expect("an address"))
+}
+
+fn here() -> Origin {
+    at("127.0.0.1")
+}
 
 /// A sender and a receiver, and what the driver of each did.
 #[derive(Default)]
@@ -49,7 +58,7 @@ impl Pair {
                 Action::Offer { .. } | Action::Message { .. } if self.held => {}
                 Action::Offer { bytes, .. } | Action::Message { bytes, .. } => {
                     let to = if ours { &mut self.receiver } else { &mut self.sender };
-                    to.received(CONN, &bytes, self.now).expect("own output");
+                    to.received(CONN, here(), &bytes, self.now).expect("own output");
                 }
                 Action::Read { task, .. } => self.reading.push(task),
                 Action::StopRead { task } => self.stopped.push(task),
@@ -399,17 +408,21 @@ fn offer(id: u64, key: &str, budget_ms: u64, blocks: Vec<Offered>) -> Vec<u8> {
     pack::encode(&Message::Offer { id, key: key.to_owned(), budget_ms, regions, blocks })
 }
 
-/// Offers until one is refused as busy; returns how many were not.
-fn park(tasks: &mut Tasks, conn: Conn, blocks: &[Offered]) -> usize {
+/// Offers until an offer of this connection is refused as busy; returns how many were not.
+fn park(tasks: &mut Tasks, conn: Conn, origin: Origin, blocks: &[Offered]) -> usize {
     for number in 0.. {
         let key = format!("{conn:?} {number}");
         let bytes = offer(number as u64, &key, 1000, blocks.to_vec());
-        tasks.received(conn, &bytes, Timestamp::default()).expect("an offer");
-        if let Some(Action::Message { bytes, .. }) = tasks.poll() {
-            let said: Message = pack::decode(&bytes).expect("own output");
-            let is_busy =
-                matches!(said, Message::Refuse { code, .. } if code == Code::Busy.to_wire());
-            assert!(is_busy, "{said:?}");
+        tasks.received(conn, origin, &bytes, Timestamp::default()).expect("an offer");
+        let said = |action| match action {
+            Action::Message { to, bytes } => (to, pack::decode(&bytes).expect("own output")),
+            other => unreachable!("{other:?}"),
+        };
+        let said: Vec<(Conn, Message)> = std::iter::from_fn(|| tasks.poll()).map(said).collect();
+        let busy = Code::Busy.to_wire();
+        let is_busy = |(_, it): &_| matches!(it, Message::Refuse { code, .. } if *code == busy);
+        assert!(said.iter().all(is_busy), "{said:?}");
+        if said.iter().any(|(to, _)| *to == conn) {
             return number;
         }
     }
@@ -417,17 +430,21 @@ fn park(tasks: &mut Tasks, conn: Conn, blocks: &[Offered]) -> usize {
 }
 
 #[test]
-fn one_connection_takes_half_of_the_room_for_waiting_offers_and_each_later_one_half_of_the_rest() {
+fn a_host_gets_all_the_room_for_waiting_offers_and_leaves_a_later_host_half_of_it() {
     let mut tasks = Tasks::new();
-    let parked: Vec<_> = (1..5).map(|conn| park(&mut tasks, Conn(conn), &[])).collect();
     let all = 256 * 1024 * 1024 / 500_200;
-    for (conn, parked) in parked.into_iter().enumerate() {
-        let share = all >> (conn + 1);
-        assert!((share - 2..=share + 2).contains(&parked), "{conn}: {parked}, not {share}");
+    let near = |parked: usize, share: usize| (share - 2..=share + 2).contains(&parked);
+    let parked = park(&mut tasks, Conn(1), at("10.0.0.1"), &[]);
+    assert!(near(parked, all), "{parked} of {all}");
+    // Its other connections get no more of it.
+    for conn in 2..20 {
+        park(&mut tasks, Conn(conn), at("10.0.0.1"), &[]);
     }
-    (1..5).for_each(|conn| tasks.lost(Conn(conn), "reset"));
+    let parked = park(&mut tasks, Conn(20), at("10.0.1.1"), &[]);
+    assert!(near(parked, all / 2), "{parked} of {all}");
+    (1..21).for_each(|conn| tasks.lost(Conn(conn), "reset"));
     assert_eq!(tasks.gauges(), Gauges::default());
-    assert!(park(&mut tasks, Conn(9), &[]) > 250, "the room is free again");
+    assert!(park(&mut tasks, Conn(21), at("10.0.0.1"), &[]) > 500, "the room is free again");
 }
 
 #[test]
@@ -435,8 +452,8 @@ fn waiting_offers_are_counted_by_the_memory_that_they_take() {
     let mut tasks = Tasks::new();
     // 3 bytes each in a message, 32 in memory.
     let blocks: Vec<_> = (0..100).cycle().take(100_000).map(|key| Offered(key, vec![])).collect();
-    let parked = park(&mut tasks, Conn(1), &blocks);
-    assert!((30..=36).contains(&parked), "{parked} of 3.7 MB are not half of 256 MiB");
+    let parked = park(&mut tasks, Conn(1), here(), &blocks);
+    assert!((66..=72).contains(&parked), "{parked} of 3.7 MB are not 256 MiB");
 }
 
 #[test]
@@ -444,7 +461,7 @@ fn an_offer_waits_for_an_hour_at_most_whatever_its_sender_says() {
     let mut tasks = Tasks::new();
     let mut now = Timestamp::default();
     let bytes = offer(1, "k", u64::MAX, vec![Offered(1, vec![Part(0, 0, 8)])]);
-    tasks.received(CONN, &bytes, now).expect("an offer");
+    tasks.received(CONN, here(), &bytes, now).expect("an offer");
     assert_eq!(tasks.next_timeout(), Some(now + Duration::from_secs(3600)));
     now = now + Duration::from_secs(3600);
     tasks.expire(now);
@@ -464,7 +481,7 @@ fn every_code_survives_the_wire_also_one_of_a_later_version() {
 fn malformed_messages_are_errors() {
     let mut tasks = Tasks::new();
     for bytes in [&b""[..], b"\xc1", b"\x80", b"\x81\xa5Offer\x80"] {
-        assert!(tasks.received(CONN, bytes, Timestamp::default()).is_err());
+        assert!(tasks.received(CONN, here(), bytes, Timestamp::default()).is_err());
     }
     assert_eq!(tasks.gauges(), Gauges::default());
 }

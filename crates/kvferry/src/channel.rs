@@ -10,6 +10,7 @@ use crate::transfer::requests::MESSAGE;
 use kvferry_proto::message::BODY_MAX;
 use kvferry_proto::{Incarnation, WireCode};
 use std::hash::{Hash, Hasher};
+use std::net::IpAddr;
 use std::ops::Deref;
 use std::time::Duration;
 
@@ -126,6 +127,11 @@ impl Channel {
     /// The `host:port` that the peer advertises; empty if it accepts no connections.
     pub fn peer_address(&self) -> &str {
         &self.0.info().expect("established").advertised
+    }
+
+    /// The address that the peer's end of the session has. Unlike what the peer says of itself, it can't be made up.
+    pub fn peer_ip(&self) -> IpAddr {
+        self.0.peer_addr.ip()
     }
 
     /// Why the session ended; `None` while it is live.

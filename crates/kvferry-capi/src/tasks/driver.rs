@@ -10,7 +10,7 @@ use kvferry::{
     Agent, Batch, Channel, Message, MessageHandler, Options, Peer, Receipt, Region, RemoteRegion,
     Transfer, Watch,
 };
-use kvferry_proto::Timestamp;
+use kvferry_proto::{Origin, Timestamp};
 use kvferry_tasks::{Action, Conn, Gauges, Offered, Outcome, RecvId, SendId, Tasks, Wanted};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
@@ -552,7 +552,8 @@ impl State {
 
     fn message(&mut self, channel: &Channel, bytes: &[u8]) {
         let conn = self.conn(channel);
-        if let Err(text) = self.tasks.received(conn, bytes, now()) {
+        let origin = Origin::from(channel.peer_ip());
+        if let Err(text) = self.tasks.received(conn, origin, bytes, now()) {
             kvferry::warn_limited!(peer = channel.peer_name(), "dropped a {text}");
         }
     }

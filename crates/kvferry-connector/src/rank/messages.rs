@@ -6,10 +6,10 @@ use super::state::{By, Shared};
 use super::thread::Outgoing;
 use crate::codes::{code_of, may_return};
 use kvferry::{Channel, Error, Message, MessageHandler, Peer};
-use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::EngineHandshakeMessage as HandshakeMessage;
 use kvferry_proto::handoff::HandoffMessage;
 use kvferry_proto::rank_message::{RankMessage, ReaderMessage};
+use kvferry_proto::{Origin, WireCode};
 use std::sync::{Arc, Weak};
 
 pub(super) struct Handler(pub(super) Weak<Shared>);
@@ -71,6 +71,7 @@ impl MessageHandler for Handler {
 impl Shared {
     fn received_handoff(&self, channel: &Channel, message: HandoffMessage) {
         let (mut state, now) = (self.lock(), self.now());
+        let origin = Origin::from(channel.peer_ip());
         let is_for_producer = match &message {
             HandoffMessage::Ask(_) | HandoffMessage::Confirm(_) => true,
             HandoffMessage::Stop(stop) => stop.by_consumer,
@@ -78,9 +79,9 @@ impl Shared {
         };
         if is_for_producer {
             let reader = state.peers.reader(channel);
-            state.producer.receive(reader, message, now);
+            state.producer.receive(reader, origin, message, now);
         } else if let Some(supplier) = state.peers.supplier(channel) {
-            state.consumer.receive(supplier, message, now);
+            state.consumer.receive(supplier, origin, message, now);
         }
     }
 

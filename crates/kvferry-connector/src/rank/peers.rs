@@ -10,12 +10,12 @@
 //!   that supplier alone.
 //!
 //! Clients name addresses, and any number of addresses may lead to one life. So addresses are bounded, in all and for
-//! each life.
+//! each life on each host: a life that another host claims takes no place of the host whose life it is.
 
 use kvferry::{Channel, Incarnation, Peer, Watch};
-use kvferry_proto::Timestamp;
 use kvferry_proto::handoff::{PeerId, Refusal};
 use kvferry_proto::rank_message::ReaderKey;
+use kvferry_proto::{Origin, Timestamp};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
@@ -28,8 +28,8 @@ const RETRY_LAST: Duration = Duration::from_secs(15);
 /// recently used first; if all are needed, more are refused.
 pub(super) const PLACES_MAX: usize = 1024;
 
-/// Addresses of one life that are kept at most, each with a session. An engine has a name and an address, or a few of
-/// them.
+/// Addresses of one life on one host that are kept at most, each with a session. An engine has a name and an address, or
+/// a few of them.
 pub(super) const PLACES_OF_LIFE: usize = 8;
 
 /// An address that is consumed from.
@@ -39,6 +39,8 @@ pub(super) struct Place {
     /// The number of the life that was, or will be, met there.
     id: PeerId,
     life: Option<Incarnation>,
+    /// Where the last session led.
+    origin: Option<Origin>,
     /// The key by which the supplier knows this rank as a reader, and the life of the supplier for which it was drawn.
     key: Option<(Incarnation, ReaderKey)>,
     opening: bool,
@@ -90,7 +92,7 @@ pub(super) enum Met {
         /// The key that the first message of the session names.
         key: Option<ReaderKey>,
     },
-    /// The life has too many addresses already. The number of this one.
+    /// The life has too many addresses on its host already. The number of this one.
     Refused(PeerId),
 }
 
@@ -181,6 +183,7 @@ impl Peers {
                 peer: peer.clone(),
                 id,
                 life: None,
+                origin: None,
                 key: None,
                 opening: false,
                 connect_once: false,
@@ -327,17 +330,17 @@ impl Peers {
     pub(super) fn met_at(&mut self, address: &str, channel: &Channel) -> Option<Met> {
         let fresh = self.number();
         let incarnation = channel.incarnation();
+        let origin = Origin::from(channel.peer_ip());
         let place = self.places.get_mut(address)?;
         place.opening = false;
         let id = place.id;
-        let is_other = |place: &&Place| place.life == Some(incarnation) && place.id != id;
-        let others = self.places.values().filter(is_other).count();
-        if others >= PLACES_OF_LIFE && !self.make_room(|place| is_other(&place)) {
+        if !self.has_room_for(incarnation, origin, id) {
             let place = self.places.get(address)?;
             self.end_session(place.peer.clone());
             return Some(Met::Refused(id));
         }
         let place = self.places.get_mut(address)?;
+        place.origin = Some(origin);
         let before = place.session.replace(channel.clone());
         let is_replaced = before.as_ref().is_some_and(|before| before != channel);
         let gone = match place.life.replace(incarnation) {
@@ -364,6 +367,16 @@ impl Peers {
         }
         self.supplier_of.insert(channel.clone(), id);
         Some(Met::At { id, gone, is_replaced, key })
+    }
+
+    /// Whether the life of a host may have the address with this number beside its others. Forgets one of these if need
+    /// be.
+    fn has_room_for(&mut self, life: Incarnation, origin: Origin, id: PeerId) -> bool {
+        let is_other = |place: &Place| {
+            place.life == Some(life) && place.origin == Some(origin) && place.id != id
+        };
+        let others = self.places.values().filter(|place| is_other(place)).count();
+        others < PLACES_OF_LIFE || self.make_room(is_other)
     }
 
     /// The number of the address that a channel was opened to.
@@ -464,5 +477,31 @@ impl Peers {
 
     pub(super) fn len(&self) -> usize {
         self.places.len() + self.readers.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvferry::Agent;
+    use std::net::IpAddr;
+
+    #[test]
+    fn addresses_that_claim_a_life_from_another_host_leave_its_own_host_its_addresses() {
+        let agent = Agent::builder().listen(([127, 0, 0, 1], 0)).start().expect("an agent");
+        let mut peers = Peers::default();
+        let life = Incarnation(7);
+        let origin = |host: u8| Origin::from(IpAddr::from([10, 0, 0, host]));
+        for n in 0..PLACES_OF_LIFE {
+            let peer = agent.peer(&format!("10.0.0.9:{}", 1 + n)).expect("an address");
+            let [(id, _)] = peers.places([&peer]).expect("there is room")[..] else { panic!() };
+            assert!(peers.has_room_for(life, origin(9), id));
+            let (_, place) = peers.place_of(id).expect("it is there");
+            (place.life, place.origin, place.watched) = (Some(life), Some(origin(9)), true);
+        }
+        let peer = agent.peer("10.0.0.1:1").expect("an address");
+        let [(id, _)] = peers.places([&peer]).expect("there is room")[..] else { panic!() };
+        assert!(peers.has_room_for(life, origin(1), id), "the life's own host");
+        assert!(!peers.has_room_for(life, origin(9), id), "all of its addresses are needed");
     }
 }

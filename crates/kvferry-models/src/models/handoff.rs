@@ -21,8 +21,9 @@ use kvferry_proto::handoff::{
     BlockTable, Consumer, ConsumerAction, HandoffId, HandoffMessage, Limits, NULL_BLOCK, Need,
     Outcome, PeerId, Producer, ProducerAction, ProducerRank, Progress, ReadId, Refusal, Slice,
 };
-use kvferry_proto::{Timestamp, WireCode};
+use kvferry_proto::{Origin, Timestamp, WireCode};
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 pub const MODEL: Model = Model {
@@ -46,6 +47,11 @@ pub const MODEL: Model = Model {
     unreachable: &[],
     cases: (6000, 800),
 };
+
+/// Where all ranks are.
+fn here() -> Origin {
+    Origin::from(IpAddr::V4(Ipv4Addr::LOCALHOST))
+}
 
 const CUT: &str = "disconnect";
 const PARTITION: &str = "partition";
@@ -671,9 +677,9 @@ impl<'a, 'b> World<'a, 'b> {
                 match stopped {
                     Some(until) => self.at(until + ms(1), event),
                     None if is_producer => {
-                        self.producers[p].machine.receive(from, message, self.now);
+                        self.producers[p].machine.receive(from, here(), message, self.now);
                     }
-                    None => self.consumers[d].machine.receive(from, message, self.now),
+                    None => self.consumers[d].machine.receive(from, here(), message, self.now),
                 }
             }
             Event::Step { consumer, life, read } => self.step(consumer, life, read),

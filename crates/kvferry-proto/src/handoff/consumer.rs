@@ -1,6 +1,6 @@
 //! The side that needs the KV, and reads it.
 
-use super::message::{Announced, Ask, Confirm, GROUPS_MAX, Held, Stop};
+use super::message::{Announced, Ask, Confirm, GROUPS_MAX, Held, Offer, Ready, Stop};
 use super::schedule::Schedule;
 use super::tombstones::Tombstones;
 use super::watched::Watched;
@@ -9,6 +9,8 @@ use super::{
     cut,
 };
 use crate::code::WireCode;
+use crate::origin::Origin;
+use crate::shares::Shares;
 use crate::time::Timestamp;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
@@ -67,10 +69,8 @@ pub struct Consumer {
     /// Producers that do not know yet that a handoff has ended.
     farewells: BTreeMap<(PeerId, HandoffId), Farewell>,
     farewells_by_age: VecDeque<(Timestamp, (PeerId, HandoffId))>,
-    /// Bytes of memory of all announcements.
-    announced_bytes: usize,
-    /// Those of each producer that has any.
-    bytes_of: HashMap<PeerId, usize>,
+    /// Bytes of memory of the announcements of each handoff, and of which producer they are.
+    announced: Shares<(HandoffId, PeerId)>,
     actions: VecDeque<ConsumerAction>,
 }
 
@@ -180,6 +180,7 @@ impl Consumer {
     /// A consumer of no handoffs.
     pub fn new(limits: Limits) -> Self {
         Self {
+            announced: Shares::new(limits.announced_bytes),
             limits,
             handoffs: HashMap::new(),
             tombstones: Tombstones::default(),
@@ -189,8 +190,6 @@ impl Consumer {
             reads_begun: 0,
             farewells: BTreeMap::new(),
             farewells_by_age: VecDeque::new(),
-            announced_bytes: 0,
-            bytes_of: HashMap::new(),
             actions: VecDeque::new(),
         }
     }
@@ -350,15 +349,21 @@ impl Consumer {
         }
     }
 
-    /// A message arrived from a peer.
-    pub fn receive(&mut self, from: PeerId, message: HandoffMessage, now: Timestamp) {
+    /// A message arrived from a peer, over a session with `origin`.
+    pub fn receive(
+        &mut self,
+        from: PeerId,
+        origin: Origin,
+        message: HandoffMessage,
+        now: Timestamp,
+    ) {
         self.expire(now);
         match message {
-            HandoffMessage::Offer(offer) => {
-                self.announced(from, &offer.id, offer.generation, &offer.announced, true, now);
+            HandoffMessage::Offer(Offer { id, generation, announced }) => {
+                self.announced((from, origin), &id, generation, &announced, true, now);
             }
-            HandoffMessage::Ready(ready) => {
-                self.announced(from, &ready.id, ready.generation, &ready.announced, false, now);
+            HandoffMessage::Ready(Ready { id, generation, announced }) => {
+                self.announced((from, origin), &id, generation, &announced, false, now);
             }
             HandoffMessage::Expected(it) => self.expected(from, &it.id),
             HandoffMessage::Confirmed(yes) => self.confirmed(from, &yes.id, yes.generation, now),
@@ -547,7 +552,7 @@ impl Consumer {
             ("reads", self.reads.len()),
             ("watched", self.watched.len()),
             ("actions", self.actions.len()),
-            ("announced_bytes", self.announced_bytes),
+            ("announced_bytes", self.announced.size()),
             ("farewells", self.farewells.len()),
             ("tombstones", self.tombstones.len()),
         ]
@@ -579,7 +584,7 @@ impl Consumer {
 
     fn announced(
         &mut self,
-        from: PeerId,
+        (from, origin): (PeerId, Origin),
         id: &HandoffId,
         generation: Generation,
         news: &Announced,
@@ -600,12 +605,11 @@ impl Consumer {
                 // An earlier announcement was lost.
                 return self.say(id, from, now);
             }
-            let before = source.announced.bytes();
             if !is_answered {
                 self.actions.push_back(ConsumerAction::Answered { id: id.clone() });
             }
             let reads = source.begin(generation);
-            self.release(from, before);
+            self.announced.remove(&(id.clone(), from));
             self.cancel_reads(reads);
         }
         let entry = self.handoffs.get_mut(id).expect("as before");
@@ -627,11 +631,12 @@ impl Consumer {
             Ok(()) => {
                 // Nothing that was announced becomes less.
                 let more = source.announced.bytes() - before;
-                if more == 0 || self.hold(from, more) {
-                    return self.go_on(id, from, now);
+                if more > 0 {
+                    self.hold(id, (from, origin), more, now);
                 }
-                let detail = "the announcements of all handoffs take more memory than they may";
-                self.fail(id, Outcome::of(from, WireCode::Busy, detail), now);
+                if self.handoffs.get(id).is_some_and(|entry| entry.ending.is_none()) {
+                    self.go_on(id, from, now);
+                }
             }
             Err(error) => {
                 let outcome = Outcome::of(from, WireCode::Malformed, error.to_string());
@@ -765,8 +770,8 @@ impl Consumer {
         if entry.ending.is_none() || !entry.sources.values().all(is_quiet) {
             return;
         }
+        self.release_all(id);
         let entry = self.handoffs.remove(id).expect("it was there");
-        self.release_all(&entry);
         let outcome = entry.ending.expect("it is decided");
         let side_data = match outcome.is_done() {
             true => entry.sources.into_iter(),
@@ -784,37 +789,36 @@ impl Consumer {
         if self.handoffs.get(id).is_none_or(|entry| !entry.claimed) {
             return Vec::new();
         }
+        self.release_all(id);
         let mut claim = self.handoffs.remove(id).expect("it is there");
-        self.release_all(&claim);
         self.schedule.set(id, &mut claim.due, None);
         let peers: Vec<_> = claim.sources.into_keys().collect();
         peers.iter().for_each(|peer| self.watch(*peer, false));
         peers
     }
 
-    /// Counts memory of a producer's announcements. False if they take more than they may: half of what
-    /// those of other producers leave.
-    fn hold(&mut self, peer: PeerId, bytes: usize) -> bool {
-        let of_peer = self.bytes_of.entry(peer).or_default();
-        *of_peer += bytes;
-        self.announced_bytes += bytes;
-        let others = self.announced_bytes - *of_peer;
-        *of_peer <= self.limits.announced_bytes.saturating_sub(others) / 2
-    }
-
-    fn release(&mut self, peer: PeerId, bytes: usize) {
-        let Some(of_peer) = self.bytes_of.get_mut(&peer) else { return };
-        *of_peer -= bytes;
-        self.announced_bytes -= bytes;
-        if *of_peer == 0 {
-            self.bytes_of.remove(&peer);
+    /// Counts memory of a producer's announcements. While all take too much, the handoff fails that has to give it up:
+    /// this one, or one of a producer whose network has more.
+    fn hold(
+        &mut self,
+        id: &HandoffId,
+        (from, origin): (PeerId, Origin),
+        bytes: usize,
+        now: Timestamp,
+    ) {
+        let announced = (id.clone(), from);
+        self.announced.add(&announced, origin, from.0, bytes);
+        while let Some((id, from)) = self.announced.excess(&announced) {
+            // Its memory is free when its reads have stopped, which no peer delays.
+            self.release_all(&id);
+            let detail = "the announcements of all handoffs take more memory than they may";
+            self.fail(&id, Outcome::of(from, WireCode::Busy, detail), now);
         }
     }
 
-    fn release_all(&mut self, entry: &Entry) {
-        for (peer, source) in &entry.sources {
-            self.release(*peer, source.announced.bytes());
-        }
+    fn release_all(&mut self, id: &HandoffId) {
+        let peers = self.handoffs.get(id).into_iter().flat_map(|entry| entry.sources.keys());
+        peers.for_each(|peer| self.announced.remove(&(id.clone(), *peer)));
     }
 
     fn watch(&mut self, peer: PeerId, on: bool) {

@@ -2,73 +2,69 @@
 //!
 //! A request whose handoff has such a name is not computed when it arrives later, as no consumer is left. Peers may
 //! invent any number of names, so these names are kept apart from the handoffs of this engine
-//! ([`super::tombstones`]): each peer has a share of the room, in which its new names push out its own old ones.
+//! ([`super::tombstones`]), and peers share the room: those who have most lose their oldest names first.
 
 use super::{HandoffId, Limits, Outcome, PeerId};
+use crate::origin::Origin;
+use crate::shares::Shares;
 use crate::time::Timestamp;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
-
-/// One peer's share: this part of all places.
-const PEERS_PART: usize = 16;
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
 
 /// When a name is forgotten, and a number that tells names of one time apart.
 type Age = (Timestamp, u64);
 
-#[derive(Debug)]
-struct Declination {
-    by: PeerId,
-    age: Age,
-    outcome: Outcome,
-}
-
 /// As many at most as there are tombstones.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Declined {
-    of: HashMap<HandoffId, Declination>,
+    of: HashMap<HandoffId, (Age, Outcome)>,
     by_age: BTreeMap<Age, HandoffId>,
-    by_peer: HashMap<PeerId, BTreeSet<Age>>,
+    shares: Shares<HandoffId>,
+    ttl: Duration,
     last: u64,
 }
 
 impl Declined {
+    pub(super) fn new(limits: &Limits) -> Self {
+        Self {
+            of: HashMap::new(),
+            by_age: BTreeMap::new(),
+            shares: Shares::new(limits.tombstones.max(1)),
+            ttl: limits.tomb_ttl,
+            last: 0,
+        }
+    }
+
     pub(super) fn get(&self, id: &HandoffId) -> Option<&Outcome> {
-        self.of.get(id).map(|it| &it.outcome)
+        self.of.get(id).map(|(_, outcome)| outcome)
     }
 
     /// Adds a name. One that is remembered stays as it is.
     pub(super) fn add(
         &mut self,
         id: HandoffId,
-        by: PeerId,
+        (by, origin): (PeerId, Origin),
         outcome: Outcome,
         now: Timestamp,
-        limits: &Limits,
     ) {
         if self.of.contains_key(&id) {
             return;
         }
-        let (all, share) = (limits.tombstones.max(1), (limits.tombstones / PEERS_PART).max(1));
-        if let Some(oldest) = self.by_peer.get(&by).filter(|own| own.len() >= share) {
-            let oldest = *oldest.first().expect("a share is not empty");
-            self.forget(oldest);
-        } else if self.of.len() >= all {
-            // There are many peers, or many lives of one.
-            let most = self.by_peer.values().max_by_key(|own| own.len()).and_then(BTreeSet::first);
-            let oldest = *most.expect("it is full");
-            self.forget(oldest);
-        }
         self.last += 1;
-        let age = (now + limits.tomb_ttl, self.last);
+        let age = (now + self.ttl, self.last);
+        self.shares.add(&id, origin, by.0, 1);
         self.by_age.insert(age, id.clone());
-        self.by_peer.entry(by).or_default().insert(age);
-        self.of.insert(id, Declination { by, age, outcome });
+        self.of.insert(id.clone(), (age, outcome));
+        if let Some(oldest) = self.shares.oldest_excess(&id) {
+            self.forget(&oldest);
+        }
     }
 
     /// Drops those whose time has passed.
     pub(super) fn expire(&mut self, now: Timestamp) {
-        while let Some((&age, _)) = self.by_age.first_key_value().filter(|((at, _), _)| *at <= now)
-        {
-            self.forget(age);
+        while let Some((_, id)) = self.by_age.first_key_value().filter(|((at, _), _)| *at <= now) {
+            let id = id.clone();
+            self.forget(&id);
         }
     }
 
@@ -81,13 +77,10 @@ impl Declined {
         self.of.len()
     }
 
-    fn forget(&mut self, age: Age) {
-        let id = self.by_age.remove(&age).expect("it has a name");
-        let Declination { by, age, .. } = self.of.remove(&id).expect("the name is remembered");
-        let own = self.by_peer.get_mut(&by).expect("the peer has a share");
-        own.remove(&age);
-        if own.is_empty() {
-            self.by_peer.remove(&by);
+    fn forget(&mut self, id: &HandoffId) {
+        self.shares.remove(id);
+        if let Some((age, _)) = self.of.remove(id) {
+            self.by_age.remove(&age);
         }
     }
 }

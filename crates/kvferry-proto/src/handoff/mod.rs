@@ -74,7 +74,8 @@
 //! # Bounds
 //!
 //! Everything that is kept has a cap and an end in time: [`Limits`]. Names that only peers speak of have caps of
-//! their own and a share for each peer: invented ones push out neither what this engine has nor what others ask for.
+//! their own, and peers share them ([`Shares`](crate::Shares)): invented ones push out neither what this engine has nor
+//! what others ask for. The driver says where each peer is, since its number is for a session, and a peer may open many.
 //!
 //! # Names are capabilities
 //!
@@ -287,10 +288,10 @@ impl Refusal {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Handoffs under way on one side of one rank. A producer keeps as many again that were asked
-    /// for, and neither expected nor offered yet: for one peer half of what the others leave.
+    /// for, and neither expected nor offered yet; peers share these ([`Shares`](crate::Shares)).
     pub handoffs: usize,
     /// Ended handoffs that are remembered, so that late messages get the same answer. A producer remembers as
-    /// many names again that peers have ended before it knew them, of one peer a sixteenth of them.
+    /// many names again that peers have ended before it knew them; peers share these.
     pub tombstones: usize,
     /// How long they are remembered.
     pub tomb_ttl: Duration,
@@ -310,8 +311,8 @@ pub struct Limits {
     /// How long after the end of its budget a consumer waits for the answer to `Confirm`, and a
     /// producer keeps what the consumer may still read.
     pub grace: Duration,
-    /// Memory that the announcements of all handoffs take at a consumer, in bytes. Those of one producer
-    /// rank take at most half of what the others leave. The handoff that goes beyond it fails as `Busy`.
+    /// Memory that the announcements of all handoffs take at a consumer, in bytes; producers share it. A handoff
+    /// that has to give its part up fails as `Busy`.
     pub announced_bytes: usize,
     /// Concurrent reads of one handoff from one peer.
     pub reads: usize,
@@ -329,7 +330,7 @@ impl Default for Limits {
             reconnect: Duration::from_millis(750),
             silence: Duration::from_secs(3),
             grace: Duration::from_secs(3),
-            // 8 192 handoffs of 128 Ki tokens in blocks of 16 tokens, from one producer rank.
+            // 16 384 handoffs of 128 Ki tokens in blocks of 16 tokens.
             announced_bytes: 512 * 1024 * 1024,
             reads: 4,
         }

@@ -10,6 +10,8 @@ use super::{
     Progress, Refusal, cut,
 };
 use crate::code::WireCode;
+use crate::origin::Origin;
+use crate::shares::Shares;
 use crate::time::Timestamp;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Bound;
@@ -42,8 +44,8 @@ pub struct Producer {
     own: BTreeSet<HandoffId>,
     tombstones: Tombstones<Tombstone>,
     declined: Declined,
-    /// Entries that are neither expected nor offered, by the peer that asked first.
-    awaited: HashMap<PeerId, usize>,
+    /// Entries that are neither expected nor offered, each of the peer that asked first.
+    awaited: Shares<HandoffId>,
     schedule: Schedule,
     watched: Watched,
     generations: u64,
@@ -63,8 +65,8 @@ struct Entry {
 #[derive(Debug)]
 enum Stage {
     /// A consumer has asked, and the request has not arrived at this engine. Until when the consumer
-    /// waits for that, and which one asked first.
-    Awaited(Timestamp, PeerId),
+    /// waits for that, and where the one is that asked first.
+    Awaited(Timestamp, Origin),
     /// The request has arrived. Until when it must be offered.
     Expected(Timestamp),
     Offered(Offered),
@@ -100,12 +102,12 @@ impl Producer {
     /// A producer of no handoffs.
     pub fn new(limits: Limits) -> Self {
         Self {
+            awaited: Shares::new(limits.handoffs),
+            declined: Declined::new(&limits),
             limits,
             handoffs: HashMap::new(),
             own: BTreeSet::new(),
             tombstones: Tombstones::default(),
-            declined: Declined::default(),
-            awaited: HashMap::new(),
             schedule: Schedule::default(),
             watched: Watched::default(),
             generations: 0,
@@ -245,13 +247,19 @@ impl Producer {
         }
     }
 
-    /// A message arrived from a peer.
-    pub fn receive(&mut self, from: PeerId, message: HandoffMessage, now: Timestamp) {
+    /// A message arrived from a peer, whose session comes from `origin`.
+    pub fn receive(
+        &mut self,
+        from: PeerId,
+        origin: Origin,
+        message: HandoffMessage,
+        now: Timestamp,
+    ) {
         self.expire(now);
         match message {
-            HandoffMessage::Ask(ask) => self.asked(from, &ask, now),
+            HandoffMessage::Ask(ask) => self.asked(from, origin, &ask, now),
             HandoffMessage::Confirm(confirm) => self.confirm(from, &confirm, now),
-            HandoffMessage::Stop(stop) if stop.by_consumer => self.stopped(from, stop, now),
+            HandoffMessage::Stop(stop) if stop.by_consumer => self.stopped(from, origin, stop, now),
             // Messages for consumers, and messages of later versions.
             HandoffMessage::Offer(_)
             | HandoffMessage::Ready(_)
@@ -301,7 +309,10 @@ impl Producer {
             let entry = self.handoffs.get_mut(&id).expect("what is due is there");
             entry.due = None;
             match entry.overdue(now) {
-                Some(Overdue::Rendezvous) => self.give_up_awaited(&id),
+                Some(Overdue::Rendezvous) => {
+                    let detail = self.why_not_here(&id);
+                    self.give_up_awaited(&id, WireCode::UnknownHandoff, &detail);
+                }
                 // The consumers that asked have stopped waiting, whether it is offered or not.
                 Some(Overdue::Ends(outcome)) => self.end(&id, outcome, now),
                 None => self.look_again(&id),
@@ -360,30 +371,17 @@ impl Producer {
 
     /// Takes a handoff to a stage.
     fn enter(&mut self, id: &HandoffId, stage: Stage) {
-        if let Stage::Awaited(_, by) = &stage {
-            *self.awaited.entry(*by).or_default() += 1;
-        } else {
+        if !matches!(stage, Stage::Awaited(..)) {
             self.own.insert(id.clone());
+            self.awaited.remove(id);
         }
         if let Some(entry) = self.handoffs.get_mut(id) {
-            let before = std::mem::replace(&mut entry.stage, stage);
-            self.leave(&before);
+            entry.stage = stage;
         } else {
             let entry = Entry { stage, must_confirm: 0, readers: BTreeMap::new(), due: None };
             self.handoffs.insert(id.clone(), entry);
         }
         self.look_again(id);
-    }
-
-    /// Something is not in this stage any more.
-    fn leave(&mut self, stage: &Stage) {
-        if let Stage::Awaited(_, by) = stage {
-            let of_peer = self.awaited.get_mut(by).expect("it was counted");
-            *of_peer -= 1;
-            if *of_peer == 0 {
-                self.awaited.remove(by);
-            }
-        }
     }
 
     /// Begins a generation, and offers it to the readers that have asked.
@@ -419,7 +417,7 @@ impl Producer {
         Ok(())
     }
 
-    fn asked(&mut self, from: PeerId, ask: &Ask, now: Timestamp) {
+    fn asked(&mut self, from: PeerId, origin: Origin, ask: &Ask, now: Timestamp) {
         let id = &ask.id;
         if let Some(ended) = self.ended(id) {
             // Every reader has confirmed: this consumer was not among them.
@@ -431,14 +429,18 @@ impl Producer {
             return self.send(from, stop);
         }
         if !self.handoffs.contains_key(id) {
-            // Whatever peers ask for, this side can offer what it has; whatever one asks for, others can ask.
-            let all = self.handoffs.len() - self.own.len();
-            let of_peer = self.awaited.get(&from).copied().unwrap_or(0);
-            if of_peer >= self.limits.handoffs.saturating_sub(all) {
-                let detail = format!("{all} handoffs are awaited, {of_peer} of them by this peer");
-                return self.send(from, stop(id, WireCode::Busy, &detail));
+            // Whatever peers ask for, this side can offer what it has; whatever one network asks for, others can ask.
+            self.awaited.add(id, origin, from.0, 1);
+            if let Some(excess) = self.awaited.excess(id) {
+                let limit = self.limits.handoffs;
+                let detail = format!("{limit} handoffs are awaited, which is the limit");
+                if excess == *id {
+                    self.awaited.remove(id);
+                    return self.send(from, stop(id, WireCode::Busy, &detail));
+                }
+                self.give_up_awaited(&excess, WireCode::Busy, &detail);
             }
-            self.enter(id, Stage::Awaited(now + self.limits.rendezvous, from));
+            self.enter(id, Stage::Awaited(now + self.limits.rendezvous, origin));
         }
         let entry = self.handoffs.get_mut(id).expect("there now");
         let is_new = !entry.readers.contains_key(&from);
@@ -497,7 +499,8 @@ impl Producer {
     }
 
     /// A consumer has ended a handoff. One reader ends it for all readers.
-    fn stopped(&mut self, from: PeerId, Stop { id, code, detail, .. }: Stop, now: Timestamp) {
+    fn stopped(&mut self, from: PeerId, origin: Origin, stopped: Stop, now: Timestamp) {
+        let Stop { id, code, detail, .. } = stopped;
         // An answer, so that the consumer stops repeating it.
         self.send(from, stop(&id, code, ""));
         if self.ended(&id).is_some() {
@@ -515,7 +518,7 @@ impl Producer {
                 self.end(&id, outcome, now);
             }
             Some(_) => {}
-            None => self.declined.add(id, from, outcome, now, &self.limits),
+            None => self.declined.add(id, (from, origin), outcome, now),
         }
     }
 
@@ -532,12 +535,12 @@ impl Producer {
                 self.send(*reader, stop.clone());
             }
         }
-        self.leave(&entry.stage);
+        self.awaited.remove(id);
         let offered = match (entry.stage, outcome.peer) {
             (Stage::Offered(offered), _) => offered,
             // Only peers have spoken of it.
-            (Stage::Awaited(..), Some(by)) => {
-                return self.declined.add(id.clone(), by, outcome, now, &self.limits);
+            (Stage::Awaited(_, origin), Some(by)) => {
+                return self.declined.add(id.clone(), (by, origin), outcome, now);
             }
             (Stage::Awaited(..) | Stage::Expected(_), _) => {
                 return self.remember(id, outcome, now);
@@ -553,16 +556,16 @@ impl Producer {
         self.actions.push_back(ProducerAction::Ended { id: id.clone(), outcome });
     }
 
-    /// Tells the consumers of a handoff that no such request arrived here. If it arrives later, and
-    /// they ask again, the handoff begins afresh.
-    fn give_up_awaited(&mut self, id: &HandoffId) {
-        let Some(entry) = self.handoffs.remove(id) else { return };
-        self.leave(&entry.stage);
-        let detail = self.why_not_here(id);
+    /// Tells the consumers of a handoff why it is not awaited any longer. If its request arrives later, and they ask
+    /// again, the handoff begins afresh.
+    fn give_up_awaited(&mut self, id: &HandoffId, code: WireCode, detail: &str) {
+        let Some(mut entry) = self.handoffs.remove(id) else { return };
+        self.awaited.remove(id);
+        self.schedule.set(id, &mut entry.due, None);
         for (reader, state) in entry.readers {
             self.watch(reader, false);
             if state.lost.is_none() {
-                self.send(reader, stop(id, WireCode::UnknownHandoff, &detail));
+                self.send(reader, stop(id, code, detail));
             }
         }
     }

@@ -151,9 +151,9 @@ fn the_first_connection_of_another_network_gets_the_next_place() {
     let [flood, honest]: [IpAddr; 2] = ["10.0.0.9", "10.0.1.9"].map(|it| it.parse().unwrap());
     let mut room = WaitingRoom::new(1024, ms(3000));
     // More than there is room for: the flood's own newest connections are refused.
-    let refused = (0..5000).filter(|key| room.push(flood, *key, NOW).is_some()).count();
+    let refused = (0..5000).filter(|key| room.push(flood.into(), *key, NOW).is_some()).count();
     assert_eq!((room.len(), refused), (1024, 5000 - 1024));
-    let dropped = room.push(honest, 9000, NOW).expect("it is full");
+    let dropped = room.push(honest.into(), 9000, NOW).expect("it is full");
     assert_eq!((dropped, room.len()), (1023, 1024), "the newest of the flood makes room");
     assert_eq!(room.pop(NOW), Some(0));
     assert_eq!(room.pop(NOW), Some(9000));
@@ -167,7 +167,7 @@ fn six_hundred_peers_of_one_network_get_their_places_in_the_order_in_which_they_
         let [high, low] = key.to_be_bytes();
         assert_eq!(high >> 2, 0);
         let from = IpAddr::from([10, 0, 0, low]);
-        assert_eq!(room.push(from, key, NOW), None);
+        assert_eq!(room.push(from.into(), key, NOW), None);
     }
     assert!((0..600).all(|key| room.pop(NOW) == Some(key)) && room.is_empty());
 }
@@ -177,10 +177,14 @@ fn a_host_that_fills_the_room_keeps_its_neighbours_out_neither_of_the_room_nor_o
     let [flood, first, second]: [IpAddr; 3] =
         ["10.0.0.9", "10.0.0.8", "::ffff:10.0.0.7"].map(|it| it.parse().unwrap());
     let mut room = WaitingRoom::new(1024, ms(3000));
-    assert_eq!((0..1024).filter_map(|key| room.push(flood, key, NOW)).count(), 0);
-    assert_eq!(room.push(first, 9000, NOW), Some(1023), "the newest of the flood makes room");
-    assert_eq!(room.push(second, 9001, NOW), Some(1022));
-    assert_eq!(room.push(flood, 1024, NOW), Some(1024), "its own newest");
+    assert_eq!((0..1024).filter_map(|key| room.push(flood.into(), key, NOW)).count(), 0);
+    assert_eq!(
+        room.push(first.into(), 9000, NOW),
+        Some(1023),
+        "the newest of the flood makes room"
+    );
+    assert_eq!(room.push(second.into(), 9001, NOW), Some(1022));
+    assert_eq!(room.push(flood.into(), 1024, NOW), Some(1024), "its own newest");
     let order: Vec<_> = (0..5).filter_map(|_| room.pop(NOW)).collect();
     assert_eq!(order, [0, 9000, 9001, 1, 2]);
 }
@@ -191,26 +195,26 @@ fn whoever_waits_in_a_full_room_gives_way_only_to_one_that_then_has_no_more() {
     let mut room = WaitingRoom::new(4, ms(3000));
     // One each: newcomers are refused, and those that wait stay.
     for host in 0..4 {
-        assert_eq!(room.push(at(host, 1), host, NOW), None);
+        assert_eq!(room.push(at(host, 1).into(), host, NOW), None);
     }
-    assert_eq!(room.push(at(9, 1), 9, NOW), Some(9));
-    assert_eq!(room.push(at(0, 2), 9, NOW), Some(9));
+    assert_eq!(room.push(at(9, 1).into(), 9, NOW), Some(9));
+    assert_eq!(room.push(at(0, 2).into(), 9, NOW), Some(9));
     assert_eq!([0; 4].map(|_| room.pop(NOW)), [0, 1, 2, 3].map(Some));
     // Two networks end with a half each, and stay so.
     let mut room = WaitingRoom::new(4, ms(3000));
-    (0..4).for_each(|key| assert_eq!(room.push(at(0, 1), key, NOW), None));
-    let refused: Vec<_> = (10..14).filter_map(|key| room.push(at(1, 1), key, NOW)).collect();
+    (0..4).for_each(|key| assert_eq!(room.push(at(0, 1).into(), key, NOW), None));
+    let refused: Vec<_> = (10..14).filter_map(|key| room.push(at(1, 1).into(), key, NOW)).collect();
     assert_eq!(refused, [3, 2, 12, 13]);
-    assert_eq!(room.push(at(0, 1), 4, NOW), Some(4));
+    assert_eq!(room.push(at(0, 1).into(), 4, NOW), Some(4));
 }
 
 #[test]
 fn a_connection_that_has_waited_for_too_long_gets_no_place() {
-    let from = "fd00::1".parse().unwrap();
+    let [from, other]: [IpAddr; 2] = ["fd00::1", "fd00::2"].map(|it| it.parse().unwrap());
     let mut room = WaitingRoom::new(2, ms(3000));
-    room.push(from, 1, NOW);
-    room.push("fd00::2".parse().unwrap(), 2, NOW + ms(1));
-    assert_eq!(room.push(from, 3, NOW + ms(2)), Some(3), "one network of IPv6");
+    room.push(from.into(), 1, NOW);
+    room.push(other.into(), 2, NOW + ms(1));
+    assert_eq!(room.push(from.into(), 3, NOW + ms(2)), Some(3), "one network of IPv6");
     assert_eq!(room.pop(NOW + ms(3000)), Some(2));
     assert_eq!((room.pop(NOW + ms(3000)), room.len()), (None, 0));
 }

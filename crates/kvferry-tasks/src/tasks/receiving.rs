@@ -4,7 +4,7 @@ use super::{Action, Conn, RecvId, Tasks, Timer, check_count, check_key, plan};
 use crate::blocks::{Offered, Wanted};
 use crate::code::{Code, Outcome};
 use crate::message::Message;
-use kvferry_proto::Timestamp;
+use kvferry_proto::{Origin, Timestamp};
 use serde_bytes::ByteBuf;
 use std::time::Duration;
 
@@ -18,30 +18,6 @@ pub(super) struct Parked {
     pub(super) len: usize,
     pub(super) regions: Vec<ByteBuf>,
     pub(super) blocks: Vec<Offered>,
-}
-
-/// Offers that wait: how many, and their bytes of memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Share {
-    pub(super) offers: usize,
-    pub(super) bytes: usize,
-}
-
-impl Share {
-    const fn and(self, len: usize) -> Self {
-        Self { offers: self.offers + 1, bytes: self.bytes + len }
-    }
-
-    const fn without(self, len: usize) -> Self {
-        Self { offers: self.offers - 1, bytes: self.bytes - len }
-    }
-
-    /// Whether a connection may have this much where all have `in_all`: no more than it leaves to the
-    /// others. One connection alone gets half; there is room for the next one however many came before.
-    const fn leaves_as_much(self, in_all: Self) -> bool {
-        in_all.offers + self.offers <= super::COUNT_MAX
-            && in_all.bytes + self.bytes <= super::PARKED_BYTES_MAX
-    }
 }
 
 /// Bytes of memory that an offer takes.
@@ -127,19 +103,11 @@ impl Tasks {
         Ok(id)
     }
 
-    pub(super) fn offered(&mut self, key: String, offer: Parked, now: Timestamp) {
+    pub(super) fn offered(&mut self, key: String, origin: Origin, offer: Parked, now: Timestamp) {
         if self.by_offer.contains_key(&(offer.from, offer.id)) {
             // The number of another send: the peer is wrong, and its first offer stands.
             return;
         }
-        let by = self.parked_by.get(&offer.from).copied().unwrap_or_default().and(offer.len);
-        let busy = (!by.leaves_as_much(self.parked_in_all.and(offer.len))).then(|| {
-            let Share { offers, bytes } = by;
-            let text = format!(
-                "{offers} offers of this sender, {bytes} bytes, would wait for tasks; wait for their ends"
-            );
-            Outcome::new(Code::Busy, text)
-        });
         let refusal = match self.by_key.get(&key).and_then(|id| Some((*id, self.recvs.get(id)?))) {
             Some((id, Recv { state: State::Pending, .. })) => return self.begin(id, offer, now),
             Some((_, Recv { state: State::Ended(outcome), .. })) => Some(match outcome.code {
@@ -155,29 +123,27 @@ impl Tasks {
             None if self.parked.contains_key(&key) => {
                 Some(Outcome::new(Code::Duplicate, format!("another sender has offered {key}")))
             }
-            None => busy,
+            None => None,
         };
         if let Some(outcome) = refusal {
             return self.refuse(offer.from, offer.id, &outcome);
         }
         self.use_conn(offer.from);
         self.timers.insert((offer.until, Timer::Parked(key.clone())));
-        self.parked_in_all = self.parked_in_all.and(offer.len);
-        self.parked_by.insert(offer.from, by);
-        self.parked.insert(key, offer);
+        self.parked_sizes.add(&key, origin, offer.from.0, offer.len.max(super::PARKED_MIN));
+        self.parked.insert(key.clone(), offer);
+        while let Some(excess) = self.parked_sizes.excess(&key) {
+            let Some(offer) = self.unpark(&excess) else { return };
+            let text = "too many offers wait for tasks of the receiver; wait for their ends";
+            self.refuse(offer.from, offer.id, &Outcome::new(Code::Busy, text));
+        }
     }
 
     fn unpark(&mut self, key: &str) -> Option<Parked> {
-        let offer = self.parked.remove(key)?;
-        self.timers.remove(&(offer.until, Timer::Parked(key.to_owned())));
+        let (key, offer) = self.parked.remove_entry(key)?;
+        self.parked_sizes.remove(&key);
+        self.timers.remove(&(offer.until, Timer::Parked(key)));
         self.free_conn(offer.from);
-        self.parked_in_all = self.parked_in_all.without(offer.len);
-        if let Some(by) = self.parked_by.get_mut(&offer.from) {
-            *by = by.without(offer.len);
-            if by.offers == 0 {
-                self.parked_by.remove(&offer.from);
-            }
-        }
         Some(offer)
     }
 

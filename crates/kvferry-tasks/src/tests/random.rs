@@ -134,7 +134,7 @@ impl World {
             }
             60..80 => {
                 if let Some(bytes) = process.inbox.pop_front() {
-                    let taken = process.tasks.received(self.conn, &bytes, now);
+                    let taken = process.tasks.received(self.conn, super::here(), &bytes, now);
                     taken.expect("the output of the other side");
                 }
             }
@@ -184,7 +184,8 @@ impl World {
             let now = self.now;
             for who in [0, 1] {
                 if let Some(bytes) = self.both[who].inbox.pop_front() {
-                    let taken = self.both[who].tasks.received(self.conn, &bytes, now);
+                    let taken =
+                        self.both[who].tasks.received(self.conn, super::here(), &bytes, now);
                     taken.expect("the output of the other side");
                 }
                 self.act(who);

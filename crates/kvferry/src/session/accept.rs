@@ -18,8 +18,8 @@ use crate::transfer::link::{Backend, Link};
 use crate::transport::tcp::{InboundStream, Tcp};
 use kvferry_proto::message::{Refused, StreamReady, encode};
 use kvferry_proto::{
-    Handshakes, Message, Opener, Opening, PENDING_MAX, Session, Sniff, Sniffer, StreamHello,
-    Timestamp, WAITING_ROOM_MAX, WaitingRoom, WireCode,
+    Handshakes, Message, Opener, Opening, Origin, PENDING_MAX, Session, Sniff, Sniffer,
+    StreamHello, Timestamp, WAITING_ROOM_MAX, WaitingRoom, WireCode,
 };
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
@@ -140,7 +140,8 @@ impl Handler for Listener {
             match self.socket.accept() {
                 Ok((socket, from)) => {
                     let address = from.map_or(Ipv4Addr::UNSPECIFIED.into(), |from| from.ip());
-                    if let Some((refused, _)) = self.waiting.push(address, (socket, from), cx.now) {
+                    let origin = Origin::from(address);
+                    if let Some((refused, _)) = self.waiting.push(origin, (socket, from), cx.now) {
                         refuse(&refused, WireCode::Busy, "");
                         sessions.core.counters.handshakes_failed.one();
                     }

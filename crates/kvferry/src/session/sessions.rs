@@ -16,8 +16,8 @@ use crate::transfer::link::Link;
 use crate::transport::Services;
 use crate::transport::service::Directory;
 use kvferry_proto::{
-    ChecksumPolicy, Secret, Session, SessionConfig, SessionId, StreamHello, Timestamp, WireCode,
-    network_of,
+    ChecksumPolicy, Origin, Secret, Session, SessionConfig, SessionId, StreamHello, Timestamp,
+    WireCode,
 };
 use kvferry_sys::poll::Interest;
 use kvferry_sys::random;
@@ -178,7 +178,7 @@ impl Sessions {
             for (id, session) in accepted.iter() {
                 let Some(since) = idle_since(session, at) else { continue };
                 let longest = Reverse((since, *id));
-                let network = network_of(session.0.peer_addr.ip());
+                let network = Origin::from(session.0.peer_addr.ip()).network();
                 let (count, oldest) = idle_of.entry(network).or_insert((0, longest));
                 *count += 1;
                 *oldest = longest.max(*oldest);

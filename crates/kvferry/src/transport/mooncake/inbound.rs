@@ -26,7 +26,7 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
 use crate::transfer::drive::{RECEIVE_CHUNK, SEND_CHUNK, STEP_BYTES};
 use crate::transfer::link::{Backend, Link};
-use kvferry_proto::{RegionId, Timestamp, WireCode, network_of};
+use kvferry_proto::{Origin, RegionId, Timestamp, WireCode};
 use kvferry_sys::HostSpan;
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
@@ -130,7 +130,7 @@ impl Connections {
     fn admit(&self, link: &Arc<Link>, remote: &Remote, token: u64) -> Option<(u64, Arc<Seat>)> {
         let seat = Arc::new(Seat {
             link: Arc::downgrade(link),
-            network: network_of(link.peer_addr.ip()),
+            network: Origin::from(link.peer_addr.ip()).network(),
             remote: remote.clone(),
             token,
             idle_since: AtomicU64::new(now().as_nanos()),
