@@ -124,10 +124,10 @@ fn read_name(path: &Path) -> io::Result<Option<Vec<u8>>> {
     Ok(is_name.then_some(name))
 }
 
-/// The process at the other end must run as this one's user.
+/// The process at the other end must run as this one's user, for certain.
 pub(crate) fn check_user(channel: &Channel) -> io::Result<()> {
-    let theirs = channel.credentials()?.uid;
-    if theirs == user() {
+    let theirs = channel.credentials()?;
+    if theirs.is_own_user() {
         return Ok(());
     }
     let why = format!("the process runs as user {theirs}, this one as {}", user());
