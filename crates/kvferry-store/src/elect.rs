@@ -5,12 +5,17 @@
 //! it first. Members read the name from the index. A process that joins reads it from a file in the store's
 //! directories, which is written by the keeper and readable for its user only.
 //!
+//! The name is no secret: the kernel lists abstract names to every user of the network namespace (`/proc/net/unix`).
+//! Other users can connect, and are refused ([`check_user`]). One that keeps connecting can fill the listener's queue, and so
+//! delay processes that join and an election; it learns nothing of the store.
+//!
 //! The keeper also takes a name that follows from the store's id, the *beacon*. Earlier releases know no other name, and
 //! it shows a process that can read none of the keeper's directories that the store is open. Any user can compute and
 //! take it, so a beacon counts only if a process of the same user listens there.
 
 use crate::gate::ask_all;
 use crate::index::Index;
+use kvferry_sys::file::open_regular;
 use kvferry_sys::unix::{Channel, user};
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -109,13 +114,9 @@ pub(crate) fn announced(directories: &[PathBuf], limit: Duration) -> BTreeSet<Ve
 }
 
 fn read_name(path: &Path) -> io::Result<Option<Vec<u8>>> {
-    if !fs::symlink_metadata(path)?.is_file() {
-        return Ok(None);
-    }
-    let file = File::open(path)?;
+    let Some(file) = open_regular(path)? else { return Ok(None) };
     let metadata = file.metadata()?;
-    if !metadata.is_file() || metadata.uid() != user() || metadata.mode() & WRITABLE_BY_OTHERS != 0
-    {
+    if metadata.uid() != user() || metadata.mode() & WRITABLE_BY_OTHERS != 0 {
         return Ok(None);
     }
     let mut name = Vec::new();
@@ -130,7 +131,16 @@ pub(crate) fn check_user(channel: &Channel) -> io::Result<()> {
     if theirs.is_own_user() {
         return Ok(());
     }
-    let why = format!("the process runs as user {theirs}, this one as {}", user());
+    let (theirs, ours) = (theirs.uid, user());
+    let why = if theirs == ours {
+        format!(
+            "the process at the other end may be another user's: both have the number {ours} here, in different \
+             user namespaces or as one of many users without a number; run both in one user namespace, as a user \
+             that has a number there"
+        )
+    } else {
+        format!("the process at the other end runs as user {theirs}, this one as {ours}")
+    };
     Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
 }
 
@@ -255,6 +265,18 @@ mod tests {
         };
         write_current(&folder, current).expect("written");
         assert_eq!(announced(&folders, Duration::MAX), BTreeSet::from([name_of([2, 2])]));
+        fs::remove_dir_all(&folder).expect("made above");
+    }
+
+    #[test]
+    fn a_pipe_in_place_of_the_name_delays_no_process() {
+        let _bound = kvferry_testkit::Watchdog::new(kvferry_testkit::PATIENCE);
+        let folder = std::env::temp_dir().join(format!("kvferry-pipe-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&folder);
+        fs::create_dir_all(&folder).expect("a folder");
+        let made = std::process::Command::new("mkfifo").arg(folder.join(KEEPER)).status();
+        assert!(made.is_ok_and(|status| status.success()), "mkfifo");
+        assert_eq!(read_name(&folder.join(KEEPER)).expect("no fault"), None);
         fs::remove_dir_all(&folder).expect("made above");
     }
 

@@ -1,7 +1,7 @@
 //! The processes that share a store.
 //!
 //! The index is in memory that they share. The first process makes it, and reads the store from the disk; each
-//! later one is given it by the *keeper*, over an abstract socket whose name only the store's user can find out
+//! later one is given it by the *keeper*, over an abstract socket where only processes of the store's user are served
 //! ([`elect`]). Every process stays connected to the keeper for as long as it has the store open: so the keeper learns
 //! at once of a process that has died, and the others of a keeper that has. Then one of those that are left becomes
 //! the keeper, which the index decides, and the others connect to it.
@@ -412,14 +412,8 @@ impl<K: Keep> Run<K> {
                     for (listener, _) in
                         listeners.iter().zip(of_listeners).filter(|(_, ready)| ready.any())
                     {
-                        let new = listener.accept().inspect_err(|_| {
-                            // Such as: no descriptor is free, and the process that came still waits.
-                            std::thread::sleep(LOOK_EVERY);
-                        });
-                        let new = new.and_then(|channel| {
-                            check_user(&channel).map(|()| Follower { channel, member: None })
-                        });
-                        followers.extend(new);
+                        let new = accept_all(listener).into_iter();
+                        followers.extend(new.map(|channel| Follower { channel, member: None }));
                     }
                     if ready[1].any() {
                         self.keep.asks_to_seal().clear();
@@ -539,6 +533,23 @@ fn naming(what: u8, MemberId { number, generation }: MemberId) -> [u8; MEMBER_LE
 fn named(message: &[u8]) -> Option<MemberId> {
     let &[_, number, a, b, c, d] = message else { return None };
     Some(MemberId { number, generation: u32::from_le_bytes([a, b, c, d]) })
+}
+
+/// The processes of this user among those that have connected. A queue that others have filled is emptied at once.
+fn accept_all(listener: &Channel) -> Vec<Channel> {
+    let mut own = Vec::new();
+    for _ in 0..Channel::QUEUE {
+        match listener.accept() {
+            Ok(channel) => own.extend(check_user(&channel).is_ok().then_some(channel)),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+            Err(_) => {
+                // Such as: no descriptor is free, and the process that came still waits.
+                std::thread::sleep(LOOK_EVERY);
+                break;
+            }
+        }
+    }
+    own
 }
 
 /// Waits for one of the descriptors. `None` if the system can't, such as for lack of memory: the caller tries
@@ -696,5 +707,15 @@ mod tests {
             serving.join().expect("no panic");
         });
         assert_eq!(*lock(&third.left), [first.member.id()]);
+    }
+
+    #[test]
+    fn a_queue_of_processes_that_came_is_emptied_at_once() {
+        let name = format!("kvferry-came-{}", std::process::id());
+        let listener = Channel::listen(name.as_bytes()).expect("a free name");
+        let came: Vec<_> = (0..50).map(|_| Channel::connect(name.as_bytes())).collect();
+        assert!(came.iter().all(|it| it.is_ok()));
+        assert_eq!(accept_all(&listener).len(), 50);
+        assert!(accept_all(&listener).is_empty());
     }
 }

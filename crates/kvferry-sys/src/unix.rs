@@ -89,6 +89,9 @@ fn create() -> io::Result<Channel> {
 }
 
 impl Channel {
+    /// Connections that wait to be accepted, at most.
+    pub const QUEUE: usize = 1024;
+
     /// Listens on an abstract name.
     ///
     /// # Errors
@@ -96,7 +99,7 @@ impl Channel {
     pub fn listen(name: &[u8]) -> io::Result<Self> {
         let channel = create()?;
         rustix::net::bind(&channel, &SocketAddrUnix::new_abstract_name(name)?)?;
-        rustix::net::listen(&channel, 1024)?;
+        rustix::net::listen(&channel, Self::QUEUE as i32)?;
         Ok(channel)
     }
 
