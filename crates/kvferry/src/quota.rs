@@ -4,8 +4,8 @@
 //! limits follow the process's descriptor limit (the soft `RLIMIT_NOFILE`) at the time of each
 //! connection, because the engine may raise it after the agent has started. A connection beyond
 //! them is refused with `Busy` and counted in `connections_refused`; the peer may retry. Sessions in which
-//! nothing is in progress keep no new one out: the new one gets the place of one of them (see
-//! `Sessions::displace_idle`).
+//! nothing is in progress keep no new one out, and neither does a network with more than half of all sessions: the new one gets
+//! the place of one of them (see `Sessions::displace_for`).
 //!
 //! Together the limits take at most three quarters of the process's: a quarter for sessions, a
 //! quarter for the one stream that each session needs to move anything, and a quarter for all

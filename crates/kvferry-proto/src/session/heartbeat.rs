@@ -60,6 +60,12 @@ impl Heartbeat {
         Some(self.pings)
     }
 
+    /// The number of a ping beside those that are due.
+    pub(super) const fn last_ping(&mut self) -> u64 {
+        self.pings += 1;
+        self.pings
+    }
+
     fn silent_at(&self) -> Option<Timestamp> {
         Some(self.last_receive.max(self.watch?.since) + self.silence)
     }

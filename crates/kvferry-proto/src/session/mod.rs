@@ -248,6 +248,8 @@ pub struct Session {
     inbox: Inbox,
     heartbeat: Heartbeat,
     active: bool,
+    /// The last ping said that something is in progress on this side.
+    is_active_told: bool,
     /// When the peer last said that something is in progress on its side.
     peer_active_at: Option<Timestamp>,
     peer: Option<PeerInfo>,
@@ -375,7 +377,7 @@ impl Session {
             self.outbox.release();
         }
         if let Some(seq) = self.heartbeat.next_ping(now) {
-            self.outbox.set_ping(Ping { seq, active: self.active });
+            self.ping(seq);
         }
         self.rewatch();
     }
@@ -432,12 +434,22 @@ impl Session {
         !self.inbox.is_long() && !self.outbox.is_long()
     }
 
-    /// Sets whether anything is in flight or granted. The heartbeat runs only then.
+    /// Sets whether anything is in flight or granted. The heartbeat runs only then. If it has told the peer that there is,
+    /// a last ping takes that back.
     pub fn set_active(&mut self, active: bool, now: Timestamp) {
         if self.wake(now) {
             self.active = active;
+            if !active && self.is_active_told && self.is_established() {
+                let seq = self.heartbeat.last_ping();
+                self.ping(seq);
+            }
             self.rewatch();
         }
+    }
+
+    fn ping(&mut self, seq: u64) {
+        self.is_active_told = self.active;
+        self.outbox.set_ping(Ping { seq, active: self.active });
     }
 
     /// Demands that the peer stops touching memory through these streams. Returns the demand's id.
@@ -668,6 +680,11 @@ impl Session {
         self.decoder.buffered() + self.inbox.bytes() + self.outbox.bytes()
     }
 
+    /// When the peer last sent something.
+    pub const fn last_receive(&self) -> Timestamp {
+        self.heartbeat.last_receive()
+    }
+
     /// When the peer last sent something, if nothing is in progress at `now`: no request or revoke of
     /// either side is open, no frame or event waits, and no heartbeat of the last silence window said that
     /// the peer waits for something.
@@ -736,6 +753,7 @@ impl Session {
             outbox: Outbox::default(),
             inbox: Inbox::default(),
             active: false,
+            is_active_told: false,
             peer_active_at: None,
             peer: None,
             ended: None,

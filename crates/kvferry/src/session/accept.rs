@@ -391,7 +391,7 @@ fn accept_session(
     keep_control_alive(&socket, sessions.core.settings.silence);
     let permit = sessions.core.quota.session();
     // Only a peer that has proved the secret gets the place of another one: when its handshake is complete.
-    if permit.is_none() && !sessions.has_idle() {
+    if permit.is_none() && !sessions.has_place_for(from.ip()) {
         return refuse_full(&sessions.core, &socket, from, "sessions", None);
     }
     let here = socket.local_addr().ok();

@@ -288,7 +288,7 @@ impl Control {
         let Some(sessions) = self.sessions.upgrade() else { return };
         let id = info.session;
         if side == Side::Acceptor && !self.native.has_permit() {
-            match core.quota.session().or_else(|| sessions.displace_idle()) {
+            match core.quota.session().or_else(|| sessions.displace_for(self.link.peer_addr.ip())) {
                 Some(permit) => self.native.keep_permit(permit),
                 None => {
                     let why = is_full(core, self.link.peer_addr, "sessions");
@@ -476,6 +476,8 @@ impl Handler for Control {
         }
         // What this call queues leaves at its end, together.
         let mut writes = self.native.begin_writing();
+        // First: the heartbeat of a transfer that has ended meanwhile says nothing.
+        self.update_heartbeat(cx.now);
         self.session().handle_timeout(cx.now);
         let is_ready = cause.ready.read || cause.ready.closed || cause.ready.peer_closed;
         // Events of an earlier call come first, so that their queue stays short.

@@ -195,11 +195,11 @@ impl Native {
 
     /// Ends the session and takes its permit for another one. The control thread says goodbye to the peer
     /// and closes the connection at its next turn.
-    pub(crate) fn displace(&self, link: &Link) -> Option<Permit> {
+    pub(crate) fn displace(&self, link: &Link, why: &str) -> Option<Permit> {
         let permit = lock(&self.permit).take()?;
         self.is_displaced.store(true, Ordering::SeqCst);
-        let what = "closed, idle, for a newer session: connect again";
-        self.session().close(WireCode::Busy, what, now());
+        let what = format!("closed, {why}, for a newer session: connect again");
+        self.session().close(WireCode::Busy, &what, now());
         link.terminate(Error::new(ErrorKind::Busy, what).with("peer", &link.address));
         self.wake(&link.core);
         Some(permit)

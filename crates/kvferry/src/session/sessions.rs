@@ -160,35 +160,22 @@ impl Sessions {
         lock(&self.accepted).remove(&id);
     }
 
-    /// Whether a session can give its place to a new one.
-    pub(crate) fn has_idle(&self) -> bool {
-        let at = now();
-        lock(&self.accepted).values().any(|session| idle_since(session, at).is_some())
+    /// Whether a session can give its place to one of a peer at `address`.
+    pub(crate) fn has_place_for(&self, address: IpAddr) -> bool {
+        dispensable(&lock(&self.accepted), Origin::from(address)).is_some()
     }
 
-    /// Ends a session in which nothing is in progress, and returns its permit: of the network that has most
-    /// such sessions, the one that was idle for longest. So idle sessions keep nobody out, and a host that
-    /// opens many displaces its own first.
-    pub(crate) fn displace_idle(&self) -> Option<Permit> {
-        let at = now();
-        let (link, native) = {
+    /// Ends a session that can be dispensed with, for a new one of a peer at `address`, and returns its permit. See
+    /// [`dispensable`].
+    pub(crate) fn displace_for(&self, address: IpAddr) -> Option<Permit> {
+        let ((link, native), why) = {
             let accepted = lock(&self.accepted);
-            let mut idle_of: FxHashMap<IpAddr, (usize, Reverse<(Timestamp, SessionId)>)> =
-                FxHashMap::default();
-            for (id, session) in accepted.iter() {
-                let Some(since) = idle_since(session, at) else { continue };
-                let longest = Reverse((since, *id));
-                let network = Origin::from(session.0.peer_addr.ip()).network();
-                let (count, oldest) = idle_of.entry(network).or_insert((0, longest));
-                *count += 1;
-                *oldest = longest.max(*oldest);
-            }
-            let (_, Reverse((_, id))) = idle_of.into_values().max()?;
-            accepted.get(&id)?.clone()
+            let (id, why) = dispensable(&accepted, Origin::from(address))?;
+            (accepted.get(&id)?.clone(), why)
         };
-        let permit = native.displace(&link)?;
+        let permit = native.displace(&link, why)?;
         self.core.counters.sessions_displaced.one();
-        tracing::debug!(peer = %link.address, "ended an idle session for a newer one");
+        tracing::debug!(peer = %link.address, why, "ended a session for a newer one");
         Some(permit)
     }
 
@@ -275,6 +262,66 @@ impl Directory for Sessions {
     }
 }
 
+/// The session that gives its place to one of a peer at `newcomer`, and why.
+///
+/// First a session in which nothing is in progress: of the network that has most such sessions, the one that was idle
+/// for longest. So idle sessions keep no peer out, and a host that opens many displaces its own first.
+///
+/// A peer may say that it waits for something for ever. So if there is no idle session, a network that has more than
+/// half of all sessions gives one up to a peer of another network, whatever its peers say: one in which this side has
+/// nothing in progress, of the host that has most.
+fn dispensable(
+    accepted: &FxHashMap<SessionId, Accepted>,
+    newcomer: Origin,
+) -> Option<(SessionId, &'static str)> {
+    longest_idle(accepted)
+        .map(|id| (id, "idle"))
+        .or_else(|| Some((of_the_crowd(accepted, newcomer)?, "one of too many of its network")))
+}
+
+fn longest_idle(accepted: &FxHashMap<SessionId, Accepted>) -> Option<SessionId> {
+    let at = now();
+    let mut idle_of: FxHashMap<IpAddr, (usize, Reverse<(Timestamp, SessionId)>)> =
+        FxHashMap::default();
+    for (id, session) in accepted {
+        let Some(since) = idle_since(session, at) else { continue };
+        let longest = Reverse((since, *id));
+        let (count, oldest) = idle_of.entry(origin_of(session).network()).or_insert((0, longest));
+        *count += 1;
+        *oldest = longest.max(*oldest);
+    }
+    let (_, Reverse((_, id))) = idle_of.into_values().max()?;
+    Some(id)
+}
+
+fn of_the_crowd(accepted: &FxHashMap<SessionId, Accepted>, newcomer: Origin) -> Option<SessionId> {
+    let (mut of_networks, mut of_hosts) = (FxHashMap::default(), FxHashMap::default());
+    let mut all = 0;
+    for session in accepted.values().filter(|(_, native)| native.has_permit()) {
+        all += 1;
+        let origin = origin_of(session);
+        *of_networks.entry(origin.network()).or_insert(0) += 1;
+        *of_hosts.entry(origin.host()).or_insert(0) += 1;
+    }
+    let (crowd, count) = of_networks.into_iter().max_by_key(|(_, count)| *count)?;
+    if crowd == newcomer.network() || 2 * count <= all {
+        return None;
+    }
+    let candidates = accepted.iter().filter(|(_, session)| {
+        let (link, native) = session;
+        origin_of(session).network() == crowd && native.has_permit() && !link.is_in_use()
+    });
+    let rank = |(id, session): &(&SessionId, &Accepted)| {
+        let of_host = of_hosts.get(&origin_of(session).host()).copied().unwrap_or(0);
+        (of_host, Reverse((session.1.session().last_receive(), **id)))
+    };
+    candidates.max_by_key(rank).map(|(id, _)| *id)
+}
+
+fn origin_of((link, _): &Accepted) -> Origin {
+    Origin::from(link.peer_addr.ip())
+}
+
 /// Since when nothing is in progress in an accepted session, if it can give its place to another one.
 fn idle_since((link, native): &Accepted, at: Timestamp) -> Option<Timestamp> {
     let since = native.session().idle_since(at)?;
@@ -321,7 +368,50 @@ impl Handler for SuspendTimer {
 mod tests {
     use super::*;
     use crate::{Access, Agent, Batch, Options, Transports};
+    use kvferry_sys::socket::Socket;
     use std::net::TcpListener;
+
+    /// Sessions of peers at these addresses, which have said nothing yet.
+    fn accepted(agent: &Agent, addresses: &[&str]) -> FxHashMap<SessionId, Accepted> {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let here = listener.local_addr().expect("bound");
+        let core = agent.core();
+        let session = |(number, address): (u64, &&str)| {
+            let peer = SocketAddr::new(address.parse().expect("an address"), 1);
+            let socket = Arc::new(Socket::connect(here).expect("it listens"));
+            let config = SessionConfig::new(core.incarnation, String::new());
+            let session = Session::acceptor(config, SessionId(number), [0; 32], now());
+            let native = Native::new(session, &socket, 0);
+            native.keep_permit(core.quota.session().expect("there is room"));
+            let backend = Arc::clone(&native) as _;
+            let link = Link::new(Arc::clone(core), peer.to_string(), peer, backend, 1);
+            (SessionId(number), (link, native))
+        };
+        (1..).zip(addresses).map(session).collect()
+    }
+
+    #[test]
+    fn a_network_with_more_than_half_of_all_sessions_gives_one_up_to_another_network() {
+        let agent = Agent::builder().listen(([127, 0, 0, 1], 0)).start().expect("an agent");
+        let crowd = ["10.0.0.1", "10.0.0.2", "10.0.0.1", "10.0.1.1", "10.0.0.1", "fd00::1"];
+        let sessions = accepted(&agent, &crowd);
+        let origin = |address: &str| Origin::from(address.parse::<IpAddr>().expect("an address"));
+        let taken = |address| dispensable(&sessions, origin(address)).map(|(id, _)| id.0);
+        // None of them is idle. The host with most sessions gives up the one that was silent for longest.
+        assert_eq!(taken("10.0.2.1"), Some(1));
+        assert_eq!(taken("10.0.0.9"), None, "it has more than half itself");
+        sessions[&SessionId(1)].0.begin();
+        assert_eq!(taken("10.0.2.1"), Some(3), "the first one is in use");
+        [3, 5].iter().for_each(|number| sessions[&SessionId(*number)].0.begin());
+        assert_eq!(taken("10.0.2.1"), Some(2), "another host of the network");
+        sessions[&SessionId(2)].0.begin();
+        assert_eq!(taken("10.0.2.1"), None, "all of them are in use");
+        let half = accepted(&agent, &crowd[1..]);
+        [2, 4].iter().for_each(|number| half[&SessionId(*number)].0.begin());
+        assert!(dispensable(&half, origin("10.0.2.1")).is_some());
+        let half = accepted(&agent, &crowd[2..]);
+        assert_eq!(dispensable(&half, origin("10.0.2.1")), None, "two of four");
+    }
 
     #[test]
     fn an_agent_that_was_dropped_leaves_nothing_behind() {
