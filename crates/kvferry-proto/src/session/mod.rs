@@ -37,8 +37,9 @@
 //! # Silence and sleep
 //!
 //! While something is in flight, a silence window without a byte from the peer ends the session as
-//! `Silent`. Where frames have keyed tags, bytes count once their frame is verified, or while the frame
-//! can still be arriving: a relay can't speak for a peer that is gone. A timer that fires late by more than half a window means that this machine was
+//! `Silent`. Where frames have keyed tags, bytes count once their frame is verified. Until then those of a frame that can still be
+//! arriving count, for one silence window: a relay that makes up the length of a frame speaks for a peer that is gone for that
+//! long, once. A timer that fires late by more than half a window means that this machine was
 //! suspended. The session then ends as `Slept`, before anything that arrived meanwhile is
 //! processed, because the peer has ended the session by then.
 
@@ -797,7 +798,7 @@ impl Session {
     /// All bytes were taken, and a frame is not complete.
     fn frame_goes_on(&mut self) {
         let since = *self.frame_since.get_or_insert(self.now);
-        if self.now < since + self.frame_time() {
+        if self.now < since + self.frame_time().min(self.cfg.silence) {
             self.heartbeat.received(self.now);
         }
     }
