@@ -351,9 +351,9 @@ const char *kvferry_version(void);
 // Any thread; also after a fork.
 size_t kvferry_handles_in_use(void);
 
-// Sets who gets warnings about settings that let strangers in: an agent that listens beyond loopback
-// without a secret, or a short secret. Each is said once per process. Without a receiver, or with NULL,
-// they go to stderr.
+// Sets who gets warnings about settings that let strangers in: an agent without a secret that listens
+// beyond loopback, or on loopback where the kernel does not tell the users of connections; or a short
+// secret. Each is said once per process. Without a receiver, or with NULL, they go to stderr.
 //
 // Any thread, before agents are started.
 void kvferry_on_warning(kvferry_warning warning, void *user);

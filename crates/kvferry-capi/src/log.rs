@@ -42,9 +42,9 @@ unsafe impl Send for Receiver {}
 static RECEIVER: Mutex<Receiver> =
     Mutex::new(Receiver { warning: None, user: std::ptr::null_mut() });
 
-/// Sets who gets warnings about settings that let strangers in: an agent that listens beyond loopback
-/// without a secret, or a short secret. Each is said once per process. Without a receiver, or with NULL,
-/// they go to stderr.
+/// Sets who gets warnings about settings that let strangers in: an agent without a secret that listens
+/// beyond loopback, or on loopback where the kernel does not tell the users of connections; or a short
+/// secret. Each is said once per process. Without a receiver, or with NULL, they go to stderr.
 ///
 /// Any thread, before agents are started.
 ///
