@@ -19,7 +19,9 @@ use crate::code::WireCode;
 use crate::id::{SessionId, StreamId};
 use crate::keyed::{Seal, Seals};
 use crate::session::Side;
+use blake3::hazmat::{self, HasherExt};
 use std::fmt;
+use std::sync::LazyLock;
 use zeroize::{Zeroize, Zeroizing};
 
 /// Length of a nonce, in bytes.
@@ -37,25 +39,30 @@ pub const SECRET_LEN_MIN: usize = 16;
 /// Wiped from memory on drop. `Debug` does not show it. Two secrets are compared in a time that
 /// does not depend on where they differ.
 #[derive(Clone)]
-pub struct Secret(Zeroizing<Vec<u8>>);
+pub struct Secret {
+    bytes: Zeroizing<Vec<u8>>,
+    /// What handshakes use of it.
+    key: SessionKey,
+}
 
 impl Secret {
     /// A secret of these bytes. `None` for no bytes: agents with an empty secret would look
     /// protected and would not be.
     pub fn new(bytes: impl Into<Vec<u8>>) -> Option<Self> {
         let bytes = Zeroizing::new(bytes.into());
-        (!bytes.is_empty()).then_some(Self(bytes))
+        let key = SessionKey(blake3::derive_key("kvferry v1 shared secret", &bytes));
+        (!bytes.is_empty()).then_some(Self { bytes, key })
     }
 
     /// Whether the secret has fewer than [`SECRET_LEN_MIN`] bytes.
     pub fn is_short(&self) -> bool {
-        self.0.len() < SECRET_LEN_MIN
+        self.bytes.len() < SECRET_LEN_MIN
     }
 }
 
 impl PartialEq for Secret {
     fn eq(&self, other: &Self) -> bool {
-        blake3::hash(&self.0) == blake3::hash(&other.0)
+        blake3::hash(&self.bytes) == blake3::hash(&other.bytes)
     }
 }
 
@@ -159,6 +166,14 @@ pub fn macs_equal(ours: &[u8; MAC_LEN], theirs: &[u8; MAC_LEN]) -> bool {
     blake3::Hash::from_bytes(*ours) == blake3::Hash::from_bytes(*theirs)
 }
 
+/// The key of handshakes without a secret, which is public. One path for both cases keeps the state machine small.
+static NO_SECRET: LazyLock<SessionKey> =
+    LazyLock::new(|| SessionKey(blake3::derive_key("kvferry v1 no secret", &[])));
+
+/// What [`blake3::Hasher::new_derive_key`] makes of the transcripts' context, which is the same in each handshake.
+static TRANSCRIPTS: LazyLock<hazmat::ContextKey> =
+    LazyLock::new(|| hazmat::hash_derive_key_context("kvferry v1 handshake transcript"));
+
 /// The keys of one handshake. Both sides can compute them after `Hello` and `Challenge`.
 pub(crate) struct HandshakeKeys {
     key: SessionKey,
@@ -168,17 +183,13 @@ pub(crate) struct HandshakeKeys {
 impl HandshakeKeys {
     /// From the secret, if there is one, and the frames exactly as they crossed the wire.
     pub(crate) fn new(secret: Option<&Secret>, hello: &[u8], challenge: &[u8]) -> Self {
-        let mut transcript = blake3::Hasher::new_derive_key("kvferry v1 handshake transcript");
+        let mut transcript = blake3::Hasher::new_from_context_key(&TRANSCRIPTS);
         for part in [hello, challenge] {
             transcript.update(&(part.len() as u64).to_le_bytes());
             transcript.update(part);
         }
-        let key = match secret {
-            Some(secret) => blake3::derive_key("kvferry v1 shared secret", &secret.0),
-            // A public key. One path for both cases keeps the state machine small.
-            None => blake3::derive_key("kvferry v1 no secret", &[]),
-        };
-        Self { key: SessionKey(key), transcript: *transcript.finalize().as_bytes() }
+        let key = secret.map_or(&*NO_SECRET, |secret| &secret.key).clone();
+        Self { key, transcript: *transcript.finalize().as_bytes() }
     }
 
     /// The initiator's proof.
@@ -224,5 +235,30 @@ impl HandshakeKeys {
 impl fmt::Debug for HandshakeKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("HandshakeKeys(..)")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn proofs_are_macs_of_the_transcript_with_a_key_derived_from_the_secret() {
+        let hash = |hasher: &blake3::Hasher| *hasher.finalize().as_bytes();
+        let mut transcript = blake3::Hasher::new_derive_key("kvferry v1 handshake transcript");
+        for part in [&b"hello"[..], b"challenge"] {
+            transcript.update(&(part.len() as u64).to_le_bytes()).update(part);
+        }
+        let secret = Secret::new("secret").expect("not empty");
+        let derived = [
+            (Some(&secret), blake3::derive_key("kvferry v1 shared secret", b"secret")),
+            (None, blake3::derive_key("kvferry v1 no secret", b"")),
+        ];
+        for (secret, key) in derived {
+            let mut mac = blake3::Hasher::new_keyed(&key);
+            mac.update(b"kvferry initiator\0").update(&hash(&transcript));
+            let keys = HandshakeKeys::new(secret, b"hello", b"challenge");
+            assert_eq!(keys.initiator_mac(), hash(&mac));
+        }
     }
 }
