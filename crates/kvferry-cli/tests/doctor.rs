@@ -6,6 +6,7 @@ use std::process::{Command, Output, Stdio};
 use std::thread;
 
 use kvferry::{Access, Agent};
+use kvferry_testkit::ports::ClosedPort;
 use serde_json::Value;
 
 fn doctor(line: &[&str]) -> Command {
@@ -219,8 +220,8 @@ fn other_protocols_are_named() {
 
 #[test]
 fn a_missing_agent_is_bad_and_a_wrong_command_line_has_another_exit_code() {
-    let free = TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("bound");
-    let (code, report) = run(&mut doctor(&[&free.to_string()]));
+    let closed = ClosedPort::new();
+    let (code, report) = run(&mut doctor(&[closed.address()]));
     assert_eq!((code, &finding(&report, "connect")["mark"]), (1, &"bad".into()), "{report}");
     let (code, report) = run(&mut doctor(&["no-such-host.invalid:1"]));
     assert_eq!((code, &finding(&report, "name")["mark"]), (1, &"bad".into()), "{report}");

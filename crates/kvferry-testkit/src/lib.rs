@@ -12,6 +12,7 @@
 //! | [`user`] | another user of the host |
 //! | [`hanging`] | a disk whose device can stop answering |
 //! | [`network`], [`netem`] | two hosts that can be cut off from each other; delay, reordering and loss |
+//! | [`journal`] | log lines of the code under test |
 //! | [`ports`] | a port at which no process listens, and one that stays with agents that restart |
 //! | [`watchdog`] | abort of tests that hang, and waiting for what another thread does |
 //! | [`broken`] | a small transport in memory, and the faults in it that the suite must notice |
@@ -21,6 +22,7 @@ pub mod broken;
 pub mod fabric;
 pub mod forked;
 pub mod hanging;
+pub mod journal;
 pub mod memory;
 pub mod netem;
 pub mod network;
@@ -36,6 +38,7 @@ pub mod watchdog;
 
 pub use agent::AgentFabric;
 pub use fabric::{Effort, Endpoint, Fabric, Failure, Pair, Way};
+pub use journal::Journal;
 pub use memory::{Memory, MemoryKind};
 pub use violation::Violation;
 pub use watchdog::{PATIENCE, Watchdog, eventually};

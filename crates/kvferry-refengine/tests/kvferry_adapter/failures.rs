@@ -1,6 +1,5 @@
 //! Fetches that fail.
 
-use crate::journal::Journal;
 use crate::kit::{
     Flow, Node, Pair, bounded, config, dense, hybrid, kvferry_adapter, models, prompt, there,
 };
@@ -10,7 +9,9 @@ use kvferry_refengine::kvferry_adapter::KvferryAdapterConfig;
 use kvferry_refengine::{
     EngineConfig, FinishReason, GroupSpec, LoadFailurePolicy, ModelSpec, Request, RequestStatus,
 };
+use kvferry_testkit::Journal;
 use std::time::{Duration, Instant};
+use tracing::Level;
 
 fn recomputing(model: &ModelSpec) -> EngineConfig {
     let mut config = config(model, 8, 64);
@@ -93,7 +94,8 @@ fn a_reused_transfer_id_fails_at_once_and_is_computed() {
 #[test]
 fn engines_of_different_models_refuse_each_other_with_both_numbers() {
     let _watched = bounded();
-    let journal = Journal::keep();
+    let journal = Journal::new("", Level::TRACE);
+    tracing::subscriber::set_global_default(journal.clone()).expect("no other test sets one");
     let model = |bytes| ModelSpec::new(vec![GroupSpec::full(2, bytes)], 2);
     for flow in Flow::ALL {
         journal.take();

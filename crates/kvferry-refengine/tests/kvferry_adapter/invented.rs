@@ -6,6 +6,7 @@ use kvferry_connector::{ConsumerParams, IdleLimit, Limits, Params, producer_para
 use kvferry_refengine::kvferry_adapter::KvferryAdapterConfig;
 use kvferry_refengine::{EngineConfig, FinishReason, Request, RequestId};
 use kvferry_testkit::Watchdog;
+use kvferry_testkit::ports::ClosedPort;
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
@@ -28,7 +29,7 @@ const WAIT: Duration = Duration::from_millis(300);
 struct Nobody {
     /// Accepts connections, and never answers.
     silent: TcpListener,
-    closed: u16,
+    closed: ClosedPort,
     /// An agent without an engine.
     other: Agent,
 }
@@ -36,7 +37,7 @@ struct Nobody {
 impl Nobody {
     fn new() -> Self {
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-        let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let closed = ClosedPort::new();
         let other = Agent::builder().transports(Transports::parse("tcp").unwrap());
         Self { silent, closed, other: other.io_threads(1).start().unwrap() }
     }
@@ -48,7 +49,7 @@ impl Nobody {
             0 => return (producer_params(Some(&transfer)), true),
             // Reserved: no name service knows it.
             1 => format!("host-{}.invalid:{}", n % 600, 1 + n % 60_000),
-            2 => format!("127.0.0.1:{}", self.closed),
+            2 => self.closed.address().to_owned(),
             3 => format!("127.0.0.1:{}", self.silent.local_addr().unwrap().port()),
             4 => self.other.advertised().to_owned(),
             _ => real.to_owned(),

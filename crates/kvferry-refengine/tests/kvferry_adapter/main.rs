@@ -8,7 +8,6 @@ mod endings;
 mod failures;
 mod flows;
 mod invented;
-mod journal;
 mod kit;
 mod scenarios;
 mod shapes;

@@ -1,7 +1,7 @@
 //! What the keeper does with what a death has left, and with pins.
 
 use super::*;
-use crate::bench;
+use crate::bench::Bench;
 use crate::index::New;
 use crate::log::Block;
 use crate::memory::BlockMemory;
@@ -13,30 +13,19 @@ use crate::steps::Op;
 use crate::writer::{Candidate, NotWritten, Which, Writer};
 use kvferry_testkit::hanging::HangingDisk;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
-use std::ops::Deref;
 use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 const LEN: u32 = 60_000;
 const HOUR: u32 = 3600;
 
-struct Bench(bench::Bench);
-
-impl Deref for Bench {
-    type Target = bench::Bench;
-
-    fn deref(&self) -> &Self::Target {
-        &self.0
-    }
+fn bench(name: &str) -> Bench {
+    Bench::new(&format!("deaths-{name}"), LEN as usize)
 }
 
 impl Bench {
-    fn new(name: &str) -> Self {
-        Self(bench::Bench::new(&format!("deaths-{name}"), LEN as usize))
-    }
-
     /// Processes without threads, that open the store of the folder after all others have ended.
-    fn open<const N: usize>(&self) -> [Arc<Core>; N] {
+    fn cores<const N: usize>(&self) -> [Arc<Core>; N] {
         let options = StoreOptions::new(&self.folder, 12 << 20).segment_bytes(1 << 20);
         let opening = Opening::new(&self.agent, &options).expect("directories");
         let superblock = opening.open_superblock().expect("a superblock");
@@ -49,7 +38,7 @@ impl Bench {
     }
 
     /// Puts a block with bytes of its own. Returns its segment.
-    fn put(&self, core: &Core, writer: &Writer, key: u64) -> u32 {
+    fn write(&self, core: &Core, writer: &Writer, key: u64) -> u32 {
         self.try_put(core, writer, key).expect("no device fails")
     }
 
@@ -87,22 +76,22 @@ fn tear(core: &Core, key: u64) {
 
 #[test]
 fn a_torn_block_of_a_segment_that_nobody_sealed_is_not_present_and_is_not_sealed_as_a_whole_one() {
-    let bench = Bench::new("torn");
-    let [core] = bench.open();
+    let bench = bench("torn");
+    let [core] = bench.cores();
     let writer = Writer::default();
-    let segments = [1, 2, 3].map(|key| bench.put(&core, &writer, key));
+    let segments = [1, 2, 3].map(|key| bench.write(&core, &writer, key));
     assert!(segments.iter().all(|it| *it == segments[0]));
     tear(&core, 2);
     drop((writer, core));
     // A put that comes before the keeper has looked.
-    let [core] = bench.open();
+    let [core] = bench.cores();
     assert!(find(&core, 2).is_some());
     let is_whole = [1, 2, 3].map(|key| core.find_whole(&Key([key, key]), || 0).is_some());
     assert_eq!(is_whole, [true, false, true]);
     let stats = core.counters.read();
     assert_eq!((stats.corrupt, stats.failed), (0, 0), "no device did that");
     drop(core);
-    let [core] = bench.open();
+    let [core] = bench.cores();
     let mut keeper = Keeper::new(Arc::clone(&core));
     keeper.look_at_all();
     assert!(!core.member.is_open(segments[0]));
@@ -115,20 +104,20 @@ fn a_torn_block_of_a_segment_that_nobody_sealed_is_not_present_and_is_not_sealed
 
 #[test]
 fn a_block_that_is_put_again_after_a_crash_has_torn_it_survives_the_next_crash() {
-    let bench = Bench::new("torn-twice");
-    let [core] = bench.open();
-    bench.put(&core, &Writer::default(), 2);
+    let bench = bench("torn-twice");
+    let [core] = bench.cores();
+    bench.write(&core, &Writer::default(), 2);
     tear(&core, 2);
     drop(core);
-    let [core] = bench.open();
+    let [core] = bench.cores();
     let mut keeper = Keeper::new(Arc::clone(&core));
     keeper.look_at_all();
     assert!(core.find_whole(&Key([2, 2]), || 0).is_none(), "it is put again");
     let writer = Writer::default();
-    bench.put(&core, &writer, 2);
+    bench.write(&core, &writer, 2);
     writer.sync(&core).expect("no device fails");
     drop((keeper, writer, core));
-    let [core] = bench.open();
+    let [core] = bench.cores();
     let entry = core.find_whole(&Key([2, 2]), || 0).expect("it was put and synced");
     let (segment, page) = core.superblock.geometry.locate(entry.page);
     let sum = log::recover::sum_of(&core.disk, segment, page, LEN).expect("it can be read");
@@ -137,15 +126,15 @@ fn a_block_that_is_put_again_after_a_crash_has_torn_it_survives_the_next_crash()
 
 #[test]
 fn a_keeper_holds_a_segment_while_it_seals_what_a_dead_process_has_left() {
-    let bench = Bench::new("holds");
-    let [core] = bench.open();
-    let segment = bench.put(&core, &Writer::default(), 1);
+    let bench = bench("holds");
+    let [core] = bench.cores();
+    let segment = bench.write(&core, &Writer::default(), 1);
     drop(core);
     let recording = Recording::start(&bench.folder);
     let mine = |core: &Core| SegmentState::Collecting(core.member.id());
     let (mut held, mut steps) = (0, 0);
     loop {
-        let [core] = bench.open();
+        let [core] = bench.cores();
         let mut keeper = Keeper::new(Arc::clone(&core));
         recording.kill_after(Some(steps));
         let looked = catch_unwind(AssertUnwindSafe(|| keeper.look(&AtomicBool::new(false))));
@@ -160,16 +149,16 @@ fn a_keeper_holds_a_segment_while_it_seals_what_a_dead_process_has_left() {
     }
     // It reads the segment, and syncs it, writes its footer and syncs that.
     assert!(held >= 4, "{held} of {steps} steps");
-    let [core] = bench.open();
+    let [core] = bench.cores();
     let scanned = log::recover::scan(&core.disk, &core.superblock, segment);
     assert!(scanned.expect("it can be read").expect("it is in use").is_sealed);
 }
 
 #[test]
 fn a_segment_in_which_a_block_lives_is_not_freed_because_a_death_has_left_its_counter_at_zero() {
-    let bench = Bench::new("counter");
-    let [dies, keeps] = bench.open();
-    let segment = bench.put(&dies, &Writer::default(), 1);
+    let bench = bench("counter");
+    let [dies, keeps] = bench.cores();
+    let segment = bench.write(&dies, &Writer::default(), 1);
     dies.member.forget_live(segment);
     dies.die();
     let keeper = Keeper::new(Arc::clone(&keeps));
@@ -183,14 +172,14 @@ fn a_segment_in_which_a_block_lives_is_not_freed_because_a_death_has_left_its_co
 
 #[test]
 fn where_the_copies_of_a_dead_keeper_can_not_be_synced_their_old_places_are_not_free() {
-    let bench = Bench::new("unsynced-copies");
-    let [dies, keeps] = bench.open();
+    let bench = bench("unsynced-copies");
+    let [dies, keeps] = bench.cores();
     let writer = Writer::default();
-    let old = bench.put(&dies, &writer, 1);
+    let old = bench.write(&dies, &writer, 1);
     writer.seal(&dies, Which::All);
     let collecting = SegmentState::Collecting(dies.member.id());
     assert!(dies.member.set_segment(old, SegmentState::Sealed, collecting));
-    let own = bench.put(&dies, &writer, 2);
+    let own = bench.write(&dies, &writer, 2);
     assert_ne!(own, old);
     // As if the block had been moved.
     dies.member.note_copies(own, true);
@@ -207,10 +196,10 @@ fn where_the_copies_of_a_dead_keeper_can_not_be_synced_their_old_places_are_not_
 #[test]
 fn a_pin_that_is_taken_while_the_keeper_looks_keeps_its_block_at_any_pressure() {
     for is_room in [true, false] {
-        let bench = Bench::new(&format!("pins-{is_room}"));
-        let [core] = bench.open();
+        let bench = bench(&format!("pins-{is_room}"));
+        let [core] = bench.cores();
         let writer = Writer::default();
-        let segments = [1, 2, 3].map(|key| bench.put(&core, &writer, key));
+        let segments = [1, 2, 3].map(|key| bench.write(&core, &writer, key));
         writer.seal(&core, Which::All);
         let mut keeper = Keeper::new(Arc::clone(&core));
         let slot = find(&core, 2).expect("put").slot;
@@ -231,7 +220,7 @@ fn a_pin_that_is_taken_while_the_keeper_looks_keeps_its_block_at_any_pressure() 
 /// What is put from a key on until the segment changes. Returns the first key behind it.
 fn fill(bench: &Bench, core: &Core, writer: &Writer, from: u64, count: u64) -> (u32, u64) {
     let segments: FxHashSet<_> =
-        (from..from + count).map(|key| bench.put(core, writer, key)).collect();
+        (from..from + count).map(|key| bench.write(core, writer, key)).collect();
     writer.seal(core, Which::All);
     assert_eq!(segments.len(), 1, "{count} blocks fit");
     (*segments.iter().next().expect("one"), from + count)
@@ -247,8 +236,8 @@ fn fail_syncs(recording: &Recording, stays: bool) {
 fn a_segment_that_cannot_be_freed_is_not_the_only_one_that_is_tried() {
     // Blocks that are pinned where nothing can be copied to, and a block that a stopped process holds.
     for is_pinned in [true, false] {
-        let bench = Bench::new(&format!("tried-{is_pinned}"));
-        let [core, other] = bench.open();
+        let bench = bench(&format!("tried-{is_pinned}"));
+        let [core, other] = bench.cores();
         let writer = Writer::default();
         let (stays, next) = fill(&bench, &core, &writer, 1, 3);
         let (leaves, _) = fill(&bench, &core, &writer, next, 6);
@@ -271,8 +260,8 @@ fn a_segment_that_cannot_be_freed_is_not_the_only_one_that_is_tried() {
 
 #[test]
 fn a_sync_of_its_own_segment_that_failed_costs_the_keeper_one_segment() {
-    let bench = Bench::new("own-sync");
-    let [core] = bench.open();
+    let bench = bench("own-sync");
+    let [core] = bench.cores();
     let writer = Writer::default();
     let (first, next) = fill(&bench, &core, &writer, 1, 3);
     let (second, next) = fill(&bench, &core, &writer, next, 3);
@@ -290,8 +279,8 @@ fn a_sync_of_its_own_segment_that_failed_costs_the_keeper_one_segment() {
 
 #[test]
 fn a_segment_that_leases_have_kept_is_tried_again_when_they_have_ended() {
-    let bench = Bench::new("kept");
-    let [core] = bench.open();
+    let bench = bench("kept");
+    let [core] = bench.cores();
     let writer = Writer::default();
     let (segment, _) = fill(&bench, &core, &writer, 1, 3);
     let slot = find(&core, 2).expect("put").slot;
@@ -314,8 +303,8 @@ fn a_segment_that_leases_have_kept_is_tried_again_when_they_have_ended() {
 fn a_segment_is_not_freed_whose_copies_were_lost_when_the_keeper_s_own_segment_was_full() {
     // Without room for a second own segment, the blocks that are not copied leave.
     for is_room in [true, false] {
-        let bench = Bench::new(&format!("own-unsynced-{is_room}"));
-        let [core] = bench.open();
+        let bench = bench(&format!("own-unsynced-{is_room}"));
+        let [core] = bench.cores();
         let writer = Writer::default();
         let (first, next) = fill(&bench, &core, &writer, 1, 12);
         let (second, _) = fill(&bench, &core, &writer, next, 12);
@@ -346,11 +335,11 @@ fn a_segment_is_not_freed_whose_copies_were_lost_when_the_keeper_s_own_segment_w
 
 #[test]
 fn a_segment_of_a_dead_process_whose_sync_has_failed_is_not_sealed_by_a_later_one() {
-    let bench = Bench::new("left-unsynced");
-    let [core] = bench.open();
-    let segment = bench.put(&core, &Writer::default(), 1);
+    let bench = bench("left-unsynced");
+    let [core] = bench.cores();
+    let segment = bench.write(&core, &Writer::default(), 1);
     drop(core);
-    let [core] = bench.open();
+    let [core] = bench.cores();
     let mut keeper = Keeper::new(Arc::clone(&core));
     let recording = Recording::start(&bench.folder);
     fail_syncs(&recording, true);
@@ -367,8 +356,8 @@ fn a_segment_of_a_dead_process_whose_sync_has_failed_is_not_sealed_by_a_later_on
 
 #[test]
 fn a_segment_of_a_killed_process_is_given_to_no_other_while_one_of_its_threads_may_write() {
-    let bench = Bench::new("threads");
-    let [dies, keeps] = bench.open();
+    let bench = bench("threads");
+    let [dies, keeps] = bench.cores();
     // It has taken a segment, and what it writes there is under way.
     let segment = dies.member.claim().expect("one is free");
     let held = SegmentState::Active(dies.member.id());
@@ -395,9 +384,9 @@ fn write_late(core: &Core, segment: u32) -> std::fs::File {
 
 #[test]
 fn a_segment_of_a_killed_process_is_given_to_no_other_while_a_device_may_write_to_it() {
-    let bench = Bench::new("late");
-    let [dies, keeps] = bench.open();
-    let segment = bench.put(&dies, &Writer::default(), 1);
+    let bench = bench("late");
+    let [dies, keeps] = bench.cores();
+    let segment = bench.write(&dies, &Writer::default(), 1);
     let held = SegmentState::Active(dies.member.id());
     assert!(dies.member.remove(&find(&dies, 1).expect("put")));
     let under_way = write_late(&dies, segment);
@@ -413,13 +402,13 @@ fn a_segment_of_a_killed_process_is_given_to_no_other_while_a_device_may_write_t
 
 #[test]
 fn a_segment_is_not_begun_while_a_device_may_write_to_it_and_is_used_after_that() {
-    let bench = Bench::new("late-open");
-    let [core] = bench.open();
+    let bench = bench("late-open");
+    let [core] = bench.cores();
     let segment = core.member.claim().expect("one is free");
     core.disk.ensure(segment).expect("no device fails");
     drop(core);
     // All processes have ended.
-    let [core] = bench.open();
+    let [core] = bench.cores();
     let state = || core.member.segment(segment).state;
     assert_eq!(state(), SegmentState::Free);
     let under_way = write_late(&core, segment);
@@ -438,10 +427,10 @@ fn a_segment_is_not_begun_while_a_device_may_write_to_it_and_is_used_after_that(
 
 #[test]
 fn a_segment_that_a_process_has_sealed_is_used_by_others() {
-    let bench = Bench::new("unlocked");
-    let [one, other] = bench.open();
+    let bench = bench("unlocked");
+    let [one, other] = bench.cores();
     let writer = Writer::default();
-    let segment = bench.put(&one, &writer, 1);
+    let segment = bench.write(&one, &writer, 1);
     let refused = other.disk.ensure(segment).expect_err("it is being written");
     assert!(is_of_device(&refused), "{refused}");
     writer.seal(&one, Which::All);
@@ -451,12 +440,12 @@ fn a_segment_that_a_process_has_sealed_is_used_by_others() {
 #[test]
 fn a_segment_is_neither_sealed_nor_begun_after_the_agent_has_left_a_write_to_its_device() {
     let _watchdog = Watchdog::new(PATIENCE);
-    let bench = Bench::new("left");
+    let bench = bench("left");
     std::fs::create_dir_all(&bench.folder).expect("a folder");
     let Some(disk) = HangingDisk::mount(&bench.folder) else { return };
-    let [core] = bench.open();
+    let [core] = bench.cores();
     let writer = Writer::default();
-    let segment = bench.put(&core, &writer, 1);
+    let segment = bench.write(&core, &writer, 1);
     disk.hold();
     std::thread::scope(|scope| {
         let (core, writer, bench) = (&core, &writer, &bench);
@@ -480,8 +469,8 @@ fn a_segment_is_neither_sealed_nor_begun_after_the_agent_has_left_a_write_to_its
 
 #[test]
 fn what_an_earlier_try_has_copied_is_on_the_disk_before_its_segment_is_freed() {
-    let bench = Bench::new("copied-before");
-    let [core, other] = bench.open();
+    let bench = bench("copied-before");
+    let [core, other] = bench.cores();
     let writer = Writer::default();
     let (segment, _) = fill(&bench, &core, &writer, 1, 3);
     let mut keeper = Keeper::new(Arc::clone(&core));
@@ -515,8 +504,8 @@ fn copied_in_part(bench: &Bench, keeper: &mut Keeper, other: &Core, third: &Core
 
 #[test]
 fn a_full_store_frees_no_segment_that_alone_may_have_what_a_dead_keeper_has_copied() {
-    let bench = Bench::new("copies-unsynced");
-    let [dies, keeps, third] = bench.open();
+    let bench = bench("copies-unsynced");
+    let [dies, keeps, third] = bench.cores();
     let mut keeper = Keeper::new(Arc::clone(&dies));
     let (old, own) = copied_in_part(&bench, &mut keeper, &keeps, &third);
     drop(keeper);
@@ -553,8 +542,8 @@ fn a_full_store_frees_no_segment_that_alone_may_have_what_a_dead_keeper_has_copi
 
 #[test]
 fn what_a_keeper_could_not_sync_is_moved_to_where_it_can_be() {
-    let bench = Bench::new("rescued");
-    let [dies, keeps, third] = bench.open();
+    let bench = bench("rescued");
+    let [dies, keeps, third] = bench.cores();
     let mut keeper = Keeper::new(Arc::clone(&dies));
     let (old, own) = copied_in_part(&bench, &mut keeper, &keeps, &third);
     drop(keeper);
@@ -574,8 +563,8 @@ fn what_a_keeper_could_not_sync_is_moved_to_where_it_can_be() {
 
 #[test]
 fn what_a_keeper_has_copied_that_has_panicked_is_on_the_disk_before_the_old_place_is_free() {
-    let bench = Bench::new("panicked");
-    let [core, other, third] = bench.open();
+    let bench = bench("panicked");
+    let [core, other, third] = bench.cores();
     let mut keeper = Keeper::new(Arc::clone(&core));
     let (old, own) = copied_in_part(&bench, &mut keeper, &other, &third);
     keeper.abandon();
@@ -594,10 +583,10 @@ fn what_a_keeper_has_copied_that_has_panicked_is_on_the_disk_before_the_old_plac
 
 #[test]
 fn a_segment_whose_sync_has_failed_gets_no_footer_that_a_restart_would_believe() {
-    let bench = Bench::new("no-footer");
-    let [core] = bench.open();
+    let bench = bench("no-footer");
+    let [core] = bench.cores();
     let writer = Writer::default();
-    let segment = bench.put(&core, &writer, 1);
+    let segment = bench.write(&core, &writer, 1);
     let recording = Recording::start(&bench.folder);
     fail_syncs(&recording, false);
     writer.sync(&core).expect_err("the device fails");
@@ -607,7 +596,7 @@ fn a_segment_whose_sync_has_failed_gets_no_footer_that_a_restart_would_believe()
     let scanned = log::recover::scan(&core.disk, &core.superblock, segment);
     assert!(!scanned.expect("it can be read").expect("it is in use").is_sealed);
     drop((writer, core));
-    let [core] = bench.open();
+    let [core] = bench.cores();
     assert!(core.member.is_unverified(segment), "what is there is compared with its sums");
 }
 
@@ -619,10 +608,10 @@ fn be_short_of_descriptors(recording: &Recording, is_of_syncs: bool) {
 
 #[test]
 fn a_want_of_descriptors_fails_a_sync_once_and_marks_no_segment() {
-    let bench = Bench::new("descriptors");
-    let [core] = bench.open();
+    let bench = bench("descriptors");
+    let [core] = bench.cores();
     let writer = Writer::default();
-    let segment = bench.put(&core, &writer, 1);
+    let segment = bench.write(&core, &writer, 1);
     let recording = Recording::start(&bench.folder);
     be_short_of_descriptors(&recording, true);
     writer.sync(&core).expect_err("it can't open a file");
@@ -642,11 +631,11 @@ fn a_want_of_descriptors_fails_a_sync_once_and_marks_no_segment() {
 
 #[test]
 fn a_block_that_can_not_be_compared_for_want_of_descriptors_stays() {
-    let bench = Bench::new("compared");
-    let [core] = bench.open();
-    bench.put(&core, &Writer::default(), 1);
+    let bench = bench("compared");
+    let [core] = bench.cores();
+    bench.write(&core, &Writer::default(), 1);
     drop(core);
-    let [core] = bench.open();
+    let [core] = bench.cores();
     let recording = Recording::start(&bench.folder);
     be_short_of_descriptors(&recording, false);
     assert!(core.find_whole(&Key([1, 1]), || 0).is_none());

@@ -3,6 +3,7 @@
 use super::recorder::{Fault, Recording};
 use super::{CAPACITY, Engine, Folder, PATIENCE, Process, bytes_of_segments, hash, options};
 use crate::sync::lock;
+use kvferry_testkit::Journal;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -10,6 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
+use tracing::Level;
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
@@ -44,63 +46,18 @@ struct Case {
 }
 
 /// What the store logs.
-#[derive(Debug, Default)]
-struct Lines(Mutex<Vec<String>>);
-
-fn lines() -> &'static Lines {
-    static LINES: OnceLock<&'static Lines> = OnceLock::new();
+fn lines() -> &'static Journal {
+    static LINES: OnceLock<Journal> = OnceLock::new();
     LINES.get_or_init(|| {
-        let lines: &'static Lines = Box::leak(Box::default());
-        tracing::subscriber::set_global_default(lines).expect("no other test sets one");
+        let lines = Journal::new("kvferry_store", Level::WARN);
+        tracing::subscriber::set_global_default(lines.clone()).expect("no other test sets one");
         lines
     })
 }
 
-impl Lines {
-    /// Takes the lines about a folder.
-    fn take(&self, folder: &Path) -> Vec<String> {
-        let folder = folder.to_string_lossy();
-        lock(&self.0).extract_if(.., |line| line.contains(&*folder)).collect()
-    }
-
-    fn panics(&self) -> bool {
-        lock(&self.0).iter().any(|line| line.contains("panicked"))
-    }
-}
-
-/// A line, as it is made.
-#[derive(Default)]
-struct Line(String);
-
-impl tracing::field::Visit for Line {
-    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-        use std::fmt::Write;
-        let _ = write!(self.0, "{field}={value:?} ");
-    }
-}
-
-impl tracing::Subscriber for &'static Lines {
-    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        metadata.target().starts_with("kvferry_store") && *metadata.level() <= tracing::Level::WARN
-    }
-
-    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-        tracing::span::Id::from_u64(1)
-    }
-
-    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-
-    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-
-    fn event(&self, event: &tracing::Event<'_>) {
-        let mut line = Line::default();
-        event.record(&mut line);
-        lock(&self.0).push(line.0);
-    }
-
-    fn enter(&self, _: &tracing::span::Id) {}
-
-    fn exit(&self, _: &tracing::span::Id) {}
+/// Takes the lines about a folder.
+fn lines_about(folder: &Path) -> Vec<String> {
+    lines().take_with(&folder.to_string_lossy())
 }
 
 /// What a case has shown.
@@ -180,7 +137,7 @@ fn run(engine: &Engine, template: &Path, folder: &Path, case: Case) -> Result<Ou
         Start::Full => copy(template, folder),
     }
     // What the end of the case before has said.
-    lines().take(folder);
+    lines_about(folder);
     let (began, mut outcome) = (Instant::now(), Outcome::default());
     let recording = Recording::start(folder);
     recording.fail(Some(case.fault));
@@ -206,7 +163,7 @@ fn run(engine: &Engine, template: &Path, folder: &Path, case: Case) -> Result<Ou
     }
     let corrupt = process.store.stats().corrupt;
     check(corrupt == 0, || format!("{corrupt} blocks are corrupt"))?;
-    outcome.lines = lines().take(folder);
+    outcome.lines = lines_about(folder);
     // One when it is opened, one later.
     let allowed = 2 + began.elapsed().as_secs() / LINES_EVERY.as_secs();
     let lines = &outcome.lines;
@@ -277,7 +234,7 @@ fn run_all(cases: Vec<Case>, time: Duration) -> Vec<(Case, Outcome)> {
             Err(mpsc::RecvTimeoutError::Timeout) => panic!("hangs: {:?}", lock(&under_way)),
         }
     }
-    assert!(!lines().panics(), "{:?}", lines());
+    assert!(!lines().has(&["panicked"]), "{:?}", lines());
     outcomes
 }
 
@@ -338,8 +295,7 @@ fn a_sync_says_that_a_full_segment_could_not_be_synced() {
     recording.fail(Some(Fault { at: 0, stays: true, errno: EIO, is_of_syncs: true }));
     let (began, mut block) = (Instant::now(), 0);
     let name = folder.0.to_string_lossy();
-    let is_seal = |line: &String| line.contains("can't seal") && line.contains(&*name);
-    while !lock(&lines().0).iter().any(is_seal) {
+    while !lines().has(&["can't seal", &name]) {
         block += 1;
         engine.put(&process.kv, 0, &[block]).expect("memory is registered");
         assert!(began.elapsed() < PATIENCE, "no segment was sealed");
@@ -352,7 +308,7 @@ fn a_sync_says_that_a_full_segment_could_not_be_synced() {
         assert!(began.elapsed() < PATIENCE, "no call of `sync` says it");
     }
     assert!(is_said(), "as long as its blocks are in the store");
-    assert_eq!(lines().take(&folder.0).len(), 1);
+    assert_eq!(lines_about(&folder.0).len(), 1);
 }
 
 #[test]

@@ -1,11 +1,10 @@
 //! Puts into a store that is full, with and without a tier in host memory.
 
 use super::*;
-use crate::bench;
+use crate::bench::Bench;
 use crate::power::recorder::{Event, Recording};
 use crate::steps::Op;
 use crate::{Namespace, Retain, Store, StoreOptions};
-use std::ops::Deref;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
@@ -18,22 +17,11 @@ fn prompt(first: u64, blocks: u64) -> Vec<[u8; 32]> {
     (first..first + blocks).map(|it| *blake3::hash(&it.to_le_bytes()).as_bytes()).collect()
 }
 
-/// Stores in one folder, and memory for blocks.
-struct Bench(bench::Bench);
-
-impl Deref for Bench {
-    type Target = bench::Bench;
-
-    fn deref(&self) -> &Self::Target {
-        &self.0
-    }
+fn bench(name: &str) -> Bench {
+    Bench::new(&format!("put-{name}"), 64 * LEN as usize)
 }
 
 impl Bench {
-    fn new(name: &str) -> Self {
-        Self(bench::Bench::new(&format!("put-{name}"), 64 * LEN as usize))
-    }
-
     fn options(&self) -> StoreOptions {
         StoreOptions::new(&self.folder, 12 << 20).segment_bytes(1 << 20)
     }
@@ -99,7 +87,7 @@ fn until(what: &str, mut holds: impl FnMut() -> bool) {
 
 #[test]
 fn sync_fails_while_a_block_in_host_memory_has_no_place_on_the_disk_and_its_put_is_not_present() {
-    let bench = Bench::new("unwritten");
+    let bench = bench("unwritten");
     let (store, kv) = bench.with_host();
     let (pins, count) = bench.fill(&store, &kv);
     let stats = store.stats();
@@ -120,7 +108,7 @@ fn sync_fails_while_a_block_in_host_memory_has_no_place_on_the_disk_and_its_put_
 
 #[test]
 fn a_sync_beside_other_puts_succeeds_only_once_all_that_was_put_before_is_on_the_disk() {
-    let bench = Bench::new("sync-beside-puts");
+    let bench = bench("sync-beside-puts");
     let (store, kv) = bench.with_host();
     let (_pins, count) = bench.fill(&store, &kv);
     let lost = prompt(count - 8, 8);
@@ -145,7 +133,7 @@ fn a_sync_beside_other_puts_succeeds_only_once_all_that_was_put_before_is_on_the
 
 #[test]
 fn a_sync_covers_a_block_that_another_process_has_written_while_it_waited_here() {
-    let bench = Bench::new("written-elsewhere");
+    let bench = bench("written-elsewhere");
     let (other, its) = bench.open(&bench.options());
     // It has a segment with room.
     assert_eq!(bench.put(&its, 0, &prompt(1 << 40, 1)).stored, 1);
@@ -169,7 +157,7 @@ fn a_sync_covers_a_block_that_another_process_has_written_while_it_waited_here()
 
 #[test]
 fn of_two_puts_of_a_block_at_the_same_time_the_copy_that_stays_in_memory_is_written() {
-    let bench = Bench::new("twice");
+    let bench = bench("twice");
     let (store, kv) = bench.with_host();
     let (pins, count) = bench.fill(&store, &kv);
     for round in 0..12 {
@@ -197,7 +185,7 @@ fn of_two_puts_of_a_block_at_the_same_time_the_copy_that_stays_in_memory_is_writ
 
 #[test]
 fn a_block_that_has_left_the_disk_is_written_again_where_host_memory_still_has_it() {
-    let bench = Bench::new("left-the-disk");
+    let bench = bench("left-the-disk");
     let (store, kv) = bench.with_host();
     let blocks = prompt(1, 4);
     assert_eq!(bench.put(&kv, 0, &blocks).stored, 4);
@@ -215,7 +203,7 @@ fn a_block_that_has_left_the_disk_is_written_again_where_host_memory_still_has_i
 
 #[test]
 fn blocks_that_found_no_space_are_written_once_there_is_some_without_another_call() {
-    let bench = Bench::new("space-comes");
+    let bench = bench("space-comes");
     let (store, kv) = bench.with_host();
     let (pins, count) = bench.fill(&store, &kv);
     assert!(store.stats().unwritten_blocks > 0);
@@ -258,7 +246,7 @@ fn a_block_whose_lock_a_stopped_process_holds_is_not_written_again_with_each_put
 
 #[test]
 fn closing_the_store_writes_blocks_that_found_no_space_before() {
-    let bench = Bench::new("space-at-close");
+    let bench = bench("space-at-close");
     let (store, kv) = bench.with_host();
     let (other, _) = bench.open(&bench.options());
     let (pins, count) = bench.fill(&store, &kv);
@@ -271,7 +259,7 @@ fn closing_the_store_writes_blocks_that_found_no_space_before() {
 
 #[test]
 fn a_load_in_the_background_does_not_wait_for_puts_that_wait_for_space() {
-    let bench = Bench::new("loads");
+    let bench = bench("loads");
     // Its leases keep all blocks.
     let (keeps, kv) = bench.with_host();
     let (_pins, _) = bench.fill(&keeps, &kv);
@@ -292,7 +280,7 @@ fn a_load_in_the_background_does_not_wait_for_puts_that_wait_for_space() {
 
 #[test]
 fn blocks_count_as_stored_once_they_are_on_the_disk_and_as_refused_if_they_never_are() {
-    let bench = Bench::new("counts");
+    let bench = bench("counts");
     let (store, kv) = bench.with_host();
     let (_pins, count) = bench.fill(&store, &kv);
     let stats = store.stats();
@@ -306,7 +294,7 @@ fn blocks_count_as_stored_once_they_are_on_the_disk_and_as_refused_if_they_never
 
 #[test]
 fn puts_of_a_store_in_which_nothing_is_freed_wait_once_and_not_once_each() {
-    let bench = Bench::new("wait-once");
+    let bench = bench("wait-once");
     let (keeps, kv) = bench.with_host();
     let (_pins, _) = bench.fill(&keeps, &kv);
     let (_store, kv) = bench.open(&bench.options().put_wait(Duration::from_secs(1)));
@@ -320,7 +308,7 @@ fn puts_of_a_store_in_which_nothing_is_freed_wait_once_and_not_once_each() {
 
 #[test]
 fn closing_the_store_ends_the_waits_for_space() {
-    let bench = Bench::new("close-waits");
+    let bench = bench("close-waits");
     let (keeps, kv) = bench.with_host();
     let (_pins, _) = bench.fill(&keeps, &kv);
     let (store, kv) = bench.open(&bench.options().put_wait(Duration::MAX));
@@ -344,7 +332,7 @@ fn closing_the_store_ends_the_waits_for_space() {
 
 #[test]
 fn puts_of_blocks_that_can_not_be_written_do_not_have_all_of_them_tried_each_time() {
-    let bench = Bench::new("passes");
+    let bench = bench("passes");
     let (store, kv) = bench.with_host();
     let (_pins, count) = bench.fill(&store, &kv);
     let before = kv.store.behind.passes();
@@ -357,7 +345,7 @@ fn puts_of_blocks_that_can_not_be_written_do_not_have_all_of_them_tried_each_tim
 
 #[test]
 fn a_process_with_blocks_that_can_not_be_written_looks_once_for_each_time_that_it_tries_them() {
-    let bench = Bench::new("looks");
+    let bench = bench("looks");
     let (store, kv) = bench.with_host();
     let (_pins, _) = bench.fill(&store, &kv);
     let behind = &kv.store.behind;
@@ -370,7 +358,7 @@ fn a_process_with_blocks_that_can_not_be_written_looks_once_for_each_time_that_i
 
 #[test]
 fn a_block_that_is_put_behind_one_that_was_present_is_behind_that_one_in_the_index() {
-    let bench = Bench::new("present");
+    let bench = bench("present");
     let (store, kv) = bench.open(&bench.options());
     let whole = prompt(0, 6);
     assert_eq!(bench.put(&kv, 0, &whole).stored, 6);
@@ -387,7 +375,7 @@ fn a_block_that_is_put_behind_one_that_was_present_is_behind_that_one_in_the_ind
 
 #[test]
 fn each_of_two_calls_that_close_a_store_returns_when_it_is_closed() {
-    let bench = Bench::new("closing");
+    let bench = bench("closing");
     let (store, kv) = bench.with_host();
     bench.put(&kv, 0, &prompt(0, 8));
     let may_close = AtomicBool::new(false);

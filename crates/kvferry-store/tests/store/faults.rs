@@ -4,14 +4,14 @@ use crate::{Engine, Folder, MIB, POOL, content, options, prompt};
 use kvferry::Access;
 use kvferry_store::{BlockMemory, Error, Namespace, Put, Retain, Store};
 use kvferry_testkit::forked::in_forked_process;
-use kvferry_testkit::{PATIENCE, eventually};
+use kvferry_testkit::{Journal, PATIENCE, eventually};
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use tracing::Level;
 
 const LEN: u64 = 64 << 10;
 /// Prompts that a test puts, and blocks of each.
@@ -686,43 +686,9 @@ fn an_operation_in_the_background_with_a_wrong_argument_is_refused_at_once() {
 
 /// The warnings of the store while this thread runs `run`.
 pub(crate) fn warned<T>(run: impl FnOnce() -> T) -> (T, Vec<String>) {
-    let texts = Arc::default();
-    let done = tracing::subscriber::with_default(Texts(Arc::clone(&texts)), run);
-    let texts = std::mem::take(&mut *texts.lock().expect("no panic"));
-    (done, texts)
-}
-
-/// Collects the warnings of the store.
-struct Texts(Arc<Mutex<Vec<String>>>);
-
-impl tracing::Subscriber for Texts {
-    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        metadata.target().starts_with("kvferry_store") && *metadata.level() <= tracing::Level::WARN
-    }
-
-    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-        tracing::span::Id::from_u64(1)
-    }
-
-    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-
-    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-
-    fn event(&self, event: &tracing::Event<'_>) {
-        struct Text(String);
-        impl tracing::field::Visit for Text {
-            fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-                self.0.push_str(&format!("{field}={value:?} "));
-            }
-        }
-        let mut text = Text(String::new());
-        event.record(&mut text);
-        self.0.lock().expect("no panic").push(text.0);
-    }
-
-    fn enter(&self, _: &tracing::span::Id) {}
-
-    fn exit(&self, _: &tracing::span::Id) {}
+    let warnings = Journal::new("kvferry_store", Level::WARN);
+    let done = tracing::subscriber::with_default(warnings.clone(), run);
+    (done, warnings.take())
 }
 
 #[test]
