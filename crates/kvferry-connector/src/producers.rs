@@ -98,15 +98,29 @@ impl Producers {
         let Ok(parsed) = address.parse::<ProducerAddress>() else {
             return Err(self.forbidden(address));
         };
-        let bare = parsed.host_and_port();
-        let is_accepted = match bare.parse::<SocketAddr>() {
+        match self.may_be(parsed.host_and_port()) {
+            true => Ok(()),
+            false => Err(self.forbidden(address)),
+        }
+    }
+
+    /// As [`Producers::check`], of the text of a [`ProducerAddress`] or of an agent's address: it is in its
+    /// canonical form.
+    pub(crate) fn check_canonical(&self, address: &str) -> Result<(), ForbiddenProducer> {
+        match self.may_be(host_and_port(address)) {
+            true => Ok(()),
+            false => Err(self.forbidden(address)),
+        }
+    }
+
+    fn may_be(&self, bare: &str) -> bool {
+        match bare.parse::<SocketAddr>() {
             Ok(found) => self.accepts(found.ip()),
             Err(_) => {
                 let by_address = |it: &Rule| !matches!(it, Rule::Name(_) | Rule::Below(_));
                 self.names(bare) || self.rules.iter().any(by_address)
             }
-        };
-        if is_accepted { Ok(()) } else { Err(self.forbidden(address)) }
+        }
     }
 
     /// Checks what an address was resolved to. Each of the addresses found must be accepted, unless

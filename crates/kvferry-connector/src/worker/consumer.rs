@@ -23,13 +23,17 @@ impl Inner {
     /// Runs an action at a producing engine. Learns the engine and looks its names up first, if it must.
     pub(super) fn run(&self, state: &mut State, mut pending: PendingAction) {
         let (address, id) = (pending.action.address(), pending.action.engine());
-        if let Err(error) = self.producers.check(address.as_str()) {
+        if let Err(error) = self.producers.check_canonical(address.as_str()) {
             return self.fail(state, pending.action, &forbidden(&error));
         }
+        let mut is_checked = true;
         if address.is_bootstrap() {
             let can_look_up = state.names.has_room(&pending);
             match state.names.engine(address, id, can_look_up, now()) {
-                Some(Ok(behind)) => pending.set_engine(behind),
+                Some(Ok(behind)) => {
+                    pending.set_engine(behind);
+                    is_checked = false;
+                }
                 Some(Err((code, detail))) => {
                     return self.refuse(state, pending.action, &failure(code, detail));
                 }
@@ -50,7 +54,8 @@ impl Inner {
             None => vec![address.to_owned()],
         };
         // A producer names its other ranks itself.
-        if let Some(error) = names.iter().find_map(|name| self.producers.check(name).err()) {
+        let mut unchecked = names.iter().filter(|name| !(is_checked && *name == address));
+        if let Some(error) = unchecked.find_map(|it| self.producers.check_canonical(it).err()) {
             return self.fail(state, pending.action, &forbidden(&error));
         }
         let can_look_up = state.names.has_room(&pending);
