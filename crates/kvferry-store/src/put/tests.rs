@@ -215,7 +215,7 @@ fn blocks_that_found_no_space_are_written_once_there_is_some_without_another_cal
 
 #[test]
 fn a_block_whose_lock_a_stopped_process_holds_is_not_written_again_with_each_put_behind_it() {
-    let bench = Bench::new("contended");
+    let bench = bench("contended");
     let (store, kv) = bench.with_host();
     let (other, _) = bench.open(&bench.options());
     let contended = prompt(1, 1);
