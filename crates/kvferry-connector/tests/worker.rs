@@ -506,13 +506,18 @@ fn short_limits() -> Limits {
     Limits { offer_ttl: short, rendezvous: short, ..Limits::default() }
 }
 
+/// Only offers expire soon: a claim may come long before the blocks, and the consumer's fetch long after.
+fn short_offers() -> Limits {
+    Limits { offer_ttl: short_limits().offer_ttl, ..Limits::default() }
+}
+
 const BEYOND_SHORT: Duration = Duration::from_secs(1);
 
 #[test]
 fn a_claimed_offer_waits_for_its_consumer_and_others_expire() {
     let _bounded = bounded();
     for tp in [1, 2] {
-        let p = Engine::new(Build { limits: short_limits, ..Build::new(1, 2) }, "tcp", b"");
+        let p = Engine::new(Build { limits: short_offers, ..Build::new(1, 2) }, "tcp", b"");
         let d = Engine::new(Build::new(2, tp), "tcp", b"");
         let (there, here) = (blocks(8, 1), blocks(8, 5));
         d.claim("a", &p.address);

@@ -534,8 +534,13 @@ fn unregister_of_memory_whose_device_hangs_ends_as_quarantined_after_the_silence
     drop(writing);
 }
 
-/// What a call returned, and whether its device still copied then.
-fn ended_late<T: Send>(device: &SlowMemory, calls: &[&(dyn Fn() -> T + Sync)]) -> Vec<(T, bool)> {
+/// What each call returned, and whether the device still copied then. The first call has taken the agent's only region out
+/// of the table before the others begin.
+fn ended_late<T: Send>(
+    agent: &Agent,
+    device: &SlowMemory,
+    calls: &[&(dyn Fn() -> T + Sync)],
+) -> Vec<(T, bool)> {
     thread::scope(|scope| {
         let running: Vec<_> = calls
             .iter()
@@ -546,11 +551,11 @@ fn ended_late<T: Send>(device: &SlowMemory, calls: &[&(dyn Fn() -> T + Sync)]) -
                     (call(), device.pending() > 0)
                 });
                 begun.recv().expect("it begins");
-                // The order matters: the next call must find this one running.
-                thread::sleep(Duration::from_millis(50));
+                eventually("the first call takes the region out", || agent.stats().regions == 0);
                 running
             })
             .collect();
+        // Long enough for a call that doesn't wait to end early.
         thread::sleep(Duration::from_millis(50));
         device.release();
         running.into_iter().map(|call| call.join().expect("no panic")).collect()
@@ -576,7 +581,7 @@ fn every_shutdown_and_unregister_call_waits_for_the_copies_of_a_device() {
             "unregisters" => ([&one, &one, &many], [Ok(()), gone, gone]),
             _ => ([&one, &shutdown, &shutdown], [Ok(()); 3]),
         };
-        let ended = ended_late(&device, &calls);
+        let ended = ended_late(&far, &device, &calls);
         assert_eq!(ended, outcomes.map(|outcome| (outcome, false)), "{case}");
         let outcome = writing.wait(Duration::from_secs(20)).expect("it ends");
         assert!(case != "shutdowns" || outcome.is_err(), "the peer is gone");

@@ -116,6 +116,11 @@ impl Fake {
         self.shared.notified.lock().expect("no panic").clone()
     }
 
+    /// Requests whose heads it has read.
+    pub(crate) fn requests(&self) -> usize {
+        self.shared.requests.load(Ordering::SeqCst)
+    }
+
     /// Data connections so far.
     pub(crate) fn connections(&self) -> usize {
         self.shared.connections.load(Ordering::SeqCst)
@@ -250,7 +255,7 @@ impl Shared {
         }
         from.chunks(5).try_for_each(|part| {
             stream.write_all(part)?;
-            thread::sleep(Duration::from_micros(20));
+            thread::sleep(Duration::from_micros(50));
             Ok(())
         })
     }
