@@ -2,7 +2,7 @@
 
 use crate::fd::Fd;
 use crate::retry_on_intr;
-use rustix::fs::{FlockOperation, Mode, OFlags, flock};
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
 use std::io;
 use std::os::fd::AsFd;
@@ -19,12 +19,18 @@ impl LockFile {
     /// Opens the file, made with mode 0600 if it does not exist. A file that may only be read can be locked, too.
     ///
     /// # Errors
-    /// The kernel's error; `ELOOP` if the name is a link, which is not followed.
+    /// The kernel's error; `ELOOP` if the name is a link, which is not followed; `InvalidInput` if it is no regular
+    /// file: opening a FIFO would wait for its other end.
     pub fn open(path: &Path) -> io::Result<Self> {
         let open = |flags: OFlags| {
-            let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
             let open = || Ok(rustix::fs::open(path, flags, MODE)?);
-            retry_on_intr(open).map(|fd| Self(Fd::new(fd)))
+            let fd = retry_on_intr(open)?;
+            let mode = rustix::fs::fstat(&fd)?.st_mode;
+            if !FileType::from_raw_mode(mode).is_file() {
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+            }
+            Ok(Self(Fd::new(fd)))
         };
         open(OFlags::RDWR | OFlags::CREATE).or_else(|error| match Errno::from_io_error(&error) {
             // The first error says more.
@@ -93,6 +99,16 @@ mod tests {
         let error = LockFile::open(&path).expect_err("a link");
         assert_eq!(Errno::from_io_error(&error), Some(Errno::LOOP), "{error}");
         assert!(!behind.exists());
+        std::fs::remove_file(&path).expect("made above");
+    }
+
+    #[test]
+    fn a_pipe_is_refused_and_not_waited_for() {
+        let path = std::env::temp_dir().join(format!("kvferry-lock-pipe-{}", std::process::id()));
+        let kind = FileType::Fifo;
+        rustix::fs::mknodat(rustix::fs::CWD, &path, kind, MODE, 0).expect("a pipe");
+        let error = LockFile::open(&path).expect_err("a pipe");
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{error}");
         std::fs::remove_file(&path).expect("made above");
     }
 }
