@@ -5,7 +5,7 @@ use super::peers::{Ended, EndedReader, Met};
 use super::state::{By, Shared};
 use super::thread::Outgoing;
 use crate::codes::{code_of, may_return};
-use kvferry::{Channel, Error, Message, MessageHandler, Peer};
+use kvferry::{Channel, Error, ErrorKind, Message, MessageHandler, Peer};
 use kvferry_proto::engine_handshake::EngineHandshakeMessage as HandshakeMessage;
 use kvferry_proto::handoff::HandoffMessage;
 use kvferry_proto::rank_message::{RankMessage, ReaderMessage};
@@ -48,7 +48,8 @@ impl MessageHandler for Handler {
         let mut state = shared.lock();
         let now = shared.now();
         let (code, gone) = (code_of(error.kind()), !may_return(error.kind()));
-        let Ended { reader, supplier } = state.peers.ended(channel);
+        let Ended { reader, supplier } =
+            state.peers.ended(channel, error.kind() == ErrorKind::Busy);
         if let Some(EndedReader { id, is_up, may_return }) = reader {
             // Messages under way are lost even if there is another channel. Both sides repeat them there.
             let gone = (gone || !may_return) && !is_up;

@@ -29,6 +29,7 @@ use kvferry::{Agent, Error, Peer, Region};
 use kvferry_proto::engine_handshake::OwnEngine;
 use kvferry_proto::handoff::{BlockTable, HandoffId, Limits, Need, Progress, Refusal};
 use kvferry_proto::{Timestamp, WireCode};
+use kvferry_sys::fd;
 use messages::Handler;
 use state::{Held, Notice, Shared, State};
 use std::sync::{Arc, Mutex, Weak};
@@ -43,8 +44,8 @@ pub struct Rank {
     /// Locked until it is joined.
     thread: Mutex<Option<JoinHandle<()>>>,
     thread_id: ThreadId,
-    /// The process that the thread is in. A fork of it has neither the thread nor a usable lock.
-    process: u32,
+    /// The forks before the process that the thread is in. A fork of it has neither the thread nor a usable lock.
+    forks: u32,
 }
 
 impl std::fmt::Debug for Rank {
@@ -75,7 +76,7 @@ impl Rank {
         let thread = kvferry_sys::thread::spawn("kvferry-handoff".into(), move || runner.run())
             .map_err(RankError::Thread)?;
         let (thread_id, thread) = (thread.thread().id(), Mutex::new(Some(thread)));
-        Ok(Self { shared, thread, thread_id, process: std::process::id() })
+        Ok(Self { shared, thread, thread_id, forks: fd::forks() })
     }
 
     /// Says that a request has arrived at this engine and will be offered; it may wait in a queue.
@@ -262,7 +263,7 @@ impl Rank {
     /// Has [`RankObserver::called`] called soon, for so many actions.
     pub(crate) fn call_observer(&self, actions: usize) {
         // In a fork there is no observer to call.
-        if actions == 0 || self.check_process().is_err() {
+        if actions == 0 || self.is_forked() {
             return;
         }
         let mut state = self.shared.lock();
@@ -274,7 +275,7 @@ impl Rank {
 
     /// Has [`RankObserver::called`] called at this time, or earlier if it was asked to be.
     pub(crate) fn call_observer_at(&self, at: Timestamp) {
-        if self.check_process().is_err() {
+        if self.is_forked() {
             return;
         }
         let mut state = self.shared.lock();
@@ -289,24 +290,33 @@ impl Rank {
     /// an engine's step does not pay for their messages. If the rank's thread runs for another reason,
     /// it carries them out earlier. The guard is dropped without any lock of the observer.
     pub(crate) fn hold(&self) -> Held<'_> {
-        Held::new(self.check_process().is_ok().then_some(&self.shared))
+        Held::new((!self.is_forked()).then_some(&self.shared))
     }
 
-    /// Takes the events since the last call.
+    /// Takes the events since the last call; none in a fork.
     pub fn events(&self) -> Vec<Event> {
+        if self.is_forked() {
+            return Vec::new();
+        }
         self.shared.lock().events.drain(..).collect()
     }
 
-    /// Waits for the next event; `None` after `timeout`.
+    /// Waits for the next event; `None` after `timeout`, and at once in a fork.
     pub fn wait(&self, timeout: Duration) -> Option<Event> {
+        if self.is_forked() {
+            return None;
+        }
         let none = |state: &mut State| state.events.is_empty() && !state.closed;
         let state = self.shared.lock();
         wait_while(&self.shared.arrived, state, Some(timeout), none).events.pop_front()
     }
 
     /// Counts of what is kept, by name. All but tombstones and connected peers are zero when nothing
-    /// is under way.
+    /// is under way. None in a fork.
     pub fn gauges(&self) -> Vec<(&'static str, usize)> {
+        if self.is_forked() {
+            return Vec::new();
+        }
         let state = self.shared.lock();
         let own = [
             ("peers", state.peers.len()),
@@ -321,7 +331,7 @@ impl Rank {
     /// Ends everything. Nothing is read any more when this returns, unless the observer calls it.
     /// False in a fork, where there is nothing to end.
     pub(crate) fn close(&self) -> bool {
-        if self.check_process().is_err() {
+        if self.is_forked() {
             return false;
         }
         let me = std::thread::current().id();
@@ -367,13 +377,18 @@ impl Rank {
     }
 
     fn check_process(&self) -> Result<(), RankError> {
-        if std::process::id() == self.process { Ok(()) } else { Err(RankError::Forked) }
+        if self.is_forked() { Err(RankError::Forked) } else { Ok(()) }
+    }
+
+    /// Whether this is a child that was forked since: another thread may have had any lock then.
+    pub(crate) fn is_forked(&self) -> bool {
+        fd::forked_since(self.forks)
     }
 }
 
 impl Drop for Rank {
     fn drop(&mut self) {
-        if std::process::id() == self.process {
+        if !self.is_forked() {
             self.close();
         } else if let Ok(thread) = self.thread.get_mut() {
             std::mem::forget(thread.take());

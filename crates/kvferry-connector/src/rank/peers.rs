@@ -150,7 +150,7 @@ pub(super) struct Peers {
     uses: u64,
     /// Peers with sessions that nothing needs.
     unneeded: Vec<Peer>,
-    /// Addresses whose sessions have ended.
+    /// Addresses whose sessions have ended in a way that says that another life may be there.
     lost: Vec<String>,
 }
 
@@ -223,7 +223,6 @@ impl Peers {
         self.place_of.remove(&place.id);
         if let Some(session) = &place.session {
             self.supplier_of.remove(session);
-            self.lost.push(address);
             self.end_session(place.peer);
         }
         true
@@ -239,7 +238,7 @@ impl Peers {
         std::mem::take(&mut self.unneeded)
     }
 
-    /// Addresses whose sessions have ended since the last call.
+    /// Addresses at which another life may be: their sessions have ended since the last call, and not for want of places.
     pub(super) fn take_lost(&mut self) -> Vec<String> {
         std::mem::take(&mut self.lost)
     }
@@ -414,14 +413,16 @@ impl Peers {
         reader.update_watch();
     }
 
-    /// A channel ended.
-    pub(super) fn ended(&mut self, channel: &Channel) -> Ended {
+    /// A channel ended; `is_displaced`: an idle session that gave its place to a newer one, of a peer that lives.
+    pub(super) fn ended(&mut self, channel: &Channel, is_displaced: bool) -> Ended {
         self.changed = true;
         let supplier = self.supplier_of.remove(channel);
         if let Some((address, place)) = supplier.and_then(|id| self.place_of(id)) {
             (place.session, place.watch) = (None, None);
-            let address = address.to_owned();
-            self.lost.push(address);
+            if !is_displaced {
+                let address = address.to_owned();
+                self.lost.push(address);
+            }
         }
         let reader = self.reader_of.remove(channel).and_then(|id| {
             let reader = self.readers.get_mut(&id)?;

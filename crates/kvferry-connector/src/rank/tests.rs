@@ -134,3 +134,22 @@ fn changes_that_are_released_by_a_panic_are_carried_out() {
     rank.call_observer(1);
     calls.recv_timeout(PATIENCE).expect("a call");
 }
+
+/// In a child, the locks are as the other threads of its parent had them, and these threads are gone.
+#[test]
+fn a_fork_touches_no_lock_of_a_rank() {
+    let _bound = kvferry_testkit::Watchdog::new(kvferry_testkit::PATIENCE);
+    let agent = agent();
+    let mut rank = Rank::start(&agent, &Limits::default()).expect("the agent has no handler");
+    rank.forks += 1;
+    let shared = Arc::clone(&rank.shared);
+    let held = shared.lock();
+    assert_eq!(rank.events(), []);
+    assert_eq!(rank.wait(Duration::MAX), None);
+    assert_eq!(rank.gauges(), []);
+    assert!(!rank.close());
+    let refused = rank.expect(&HandoffId::new("a").expect("short"));
+    assert!(matches!(refused, Err(RankError::Forked)), "{refused:?}");
+    drop(held);
+    rank.forks -= 1;
+}

@@ -125,8 +125,11 @@ impl Worker {
     ///
     /// # Errors
     /// [`WorkerError::Metadata`]; [`WorkerError::Engine`] and [`WorkerError::Misuse`] for the metadata
-    /// that describe the engine, after the rest has been carried out.
+    /// that describe the engine, after the rest has been carried out; [`RankError::Forked`] in a fork.
     pub fn apply(&self, metadata: &[u8]) -> Result<(), WorkerError> {
+        if self.is_forked() {
+            return Err(RankError::Forked.into());
+        }
         let ConnectorMetadata {
             engine,
             restarts,
@@ -176,6 +179,9 @@ impl Worker {
     /// Begins the claims and fetches of the step's metadata. The blocks of their requests belong to this half
     /// until they are reported as received.
     pub fn fetch(&self) {
+        if self.is_forked() {
+            return;
+        }
         let inner = &self.inner;
         let _together = inner.rank().hold();
         let mut state = inner.lock();
@@ -202,13 +208,16 @@ impl Worker {
     /// Whether [`Worker::layer_computed`] would announce anything at the end of this layer. If not, an
     /// engine need neither record an event nor make that call.
     pub fn wants_layer(&self, layer: usize) -> bool {
-        self.inner.ends_piece(&self.inner.lock(), layer)
+        !self.is_forked() && self.inner.ends_piece(&self.inner.lock(), layer)
     }
 
     /// A layer of the step was launched, numbered as in the rank's layout; `computed` tells when it is
     /// done, `None` if it is. In the order of the layers. Layers may be left out: what ends with them
     /// is announced with the next one, and the last with [`Worker::step_computed`].
     pub fn layer_computed(&self, layer: usize, computed: Option<Box<dyn ComputeEvent>>) {
+        if self.is_forked() {
+            return;
+        }
         let inner = &self.inner;
         let mut state = inner.lock();
         if inner.ends_piece(&state, layer)
@@ -224,6 +233,9 @@ impl Worker {
     /// All layers of the step were launched; `computed` tells when they are done, `None` if they are.
     /// Once per step.
     pub fn step_computed(&self, computed: Option<Box<dyn ComputeEvent>>) {
+        if self.is_forked() {
+            return;
+        }
         let inner = &self.inner;
         let mut state = inner.lock();
         if let Some(parts) = state.step() {
@@ -238,6 +250,9 @@ impl Worker {
     /// this rank, so that none of their blocks is taken for computed. Instead of
     /// [`Worker::step_computed`]. `detail` says why, in words; their consumers get it.
     pub fn step_failed(&self, detail: &str) {
+        if self.is_forked() {
+            return;
+        }
         let inner = &self.inner;
         let _together = inner.rank().hold();
         let mut state = inner.lock();
@@ -251,8 +266,11 @@ impl Worker {
         }
     }
 
-    /// Takes what has ended on this rank since the last call.
+    /// Takes what has ended on this rank since the last call; nothing in a fork.
     pub fn reports(&self) -> Reports {
+        if self.is_forked() {
+            return Reports::default();
+        }
         let mut state = self.inner.lock();
         let notes = Notes {
             fetched: std::mem::take(&mut state.fetched),
@@ -268,8 +286,11 @@ impl Worker {
         }
     }
 
-    /// Waits until [`Worker::reports`] has something to return. False after `timeout`.
+    /// Waits until [`Worker::reports`] has something to return. False after `timeout`, and at once in a fork.
     pub fn wait(&self, timeout: Duration) -> bool {
+        if self.is_forked() {
+            return false;
+        }
         let none = |state: &mut State| !state.has_reports();
         let state = self.inner.lock();
         wait_while(&self.inner.arrived, state, Some(timeout), none).has_reports()
@@ -284,6 +305,9 @@ impl Worker {
     /// returns. It takes at most the agent's silence limit. Fetches that are under way, and later ones,
     /// are reported as failed. May be called again; dropping the half calls it.
     pub fn close(&self) {
+        if self.is_forked() {
+            return;
+        }
         let inner = &self.inner;
         inner.queue.close();
         if !inner.rank().close() {
@@ -300,8 +324,11 @@ impl Worker {
     }
 
     /// Counts of what is kept, by name. All but tombstones, known engines and connected peers are zero
-    /// when nothing is under way.
+    /// when nothing is under way. None in a fork.
     pub fn gauges(&self) -> Vec<(&'static str, usize)> {
+        if self.is_forked() {
+            return Vec::new();
+        }
         let of_rank = self.inner.rank().gauges();
         let state = self.inner.lock();
         let own = [
@@ -315,6 +342,10 @@ impl Worker {
             ("jobs", self.inner.queue.len()),
         ];
         of_rank.into_iter().chain(own).collect()
+    }
+
+    fn is_forked(&self) -> bool {
+        self.inner.rank().is_forked()
     }
 }
 
