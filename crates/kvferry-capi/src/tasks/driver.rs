@@ -438,7 +438,7 @@ impl Endpoint {
                 Action::Offer { to, send, bytes } => self.offer(state, to, send, bytes),
                 Action::Message { to, bytes } => self.say(state, to, bytes),
                 Action::Read { task, from, regions, copies, budget } => {
-                    let started = state.batch(task, &regions, &copies).and_then(|batch| {
+                    let started = state.batch(task, from, &regions, &copies).and_then(|batch| {
                         let peer = state.peer_of(&self.agent, from)?;
                         let timeout = Some(budget.saturating_add(AFTER_DEADLINE));
                         let options = Options { timeout, ..Options::default() };
@@ -604,9 +604,11 @@ impl State {
         Ok(peer)
     }
 
+    /// What a task reads. All of it is the sender's own memory: it can't have this agent read what a third one lends.
     fn batch(
         &self,
         task: RecvId,
+        from: Conn,
         regions: &[serde_bytes::ByteBuf],
         copies: &[kvferry_tasks::Copy],
     ) -> Result<Batch, String> {
@@ -614,6 +616,13 @@ impl State {
         let regions: Result<Vec<_>, _> =
             regions.iter().map(|bytes| RemoteRegion::from_bytes(bytes)).collect();
         let regions = regions.map_err(|error| error.to_string())?;
+        let sender = self.conns.get(&from).ok_or("the sender is gone")?.0.incarnation();
+        if let Some(foreign) = regions.iter().find(|region| region.incarnation != sender) {
+            let owner = foreign.incarnation;
+            return Err(format!(
+                "the sender {sender} offers memory of another agent, {owner}; a sender offers its own memory"
+            ));
+        }
         let mut batch = Batch::with_capacity(copies.len());
         for copy in copies {
             let kvferry_tasks::Part(region, offset, len) = copy.from;
@@ -736,6 +745,47 @@ mod tests {
             let (waiting, arrived) = (sender.gauges().sends, receiver.gauges().parked);
             waiting == arrived && arrived >= Channel::QUEUE_MAX / 2
         });
+        sender.close();
+        receiver.close();
+    }
+
+    /// A task that waits for one part, of `len` bytes.
+    fn receive(endpoint: &Endpoint, key: &str, len: usize) -> Arc<End> {
+        let into = endpoint.agent().allocate(len, Access::NONE).expect("memory");
+        let wanted = vec![Wanted { key: 1, lens: vec![len as u64] }];
+        let received = endpoint.recv(key, wanted, vec![Some((into, 0))], NEVER, None);
+        received.expect("there is room").1
+    }
+
+    fn outcome(end: &End) -> String {
+        end.wait(Some(PATIENCE / 2)).expect("it ends").text
+    }
+
+    #[test]
+    fn a_sender_can_not_offer_the_memory_of_a_third_agent() {
+        let _bound = Watchdog::new(PATIENCE);
+        let (sends, receives, third) = (agent(), agent(), agent());
+        let (sender, receiver) = (endpoint(&sends), endpoint(&receives));
+        let foreign = third.allocate(4096, Access::READ).expect("memory");
+        let end = receive(&receiver, "k", 4096);
+        let _sent = send(&sender, &receives, "k", &foreign);
+        assert!(outcome(&end).contains("offers memory of another agent"), "{}", outcome(&end));
+        assert_eq!(third.stats().sessions_opened, 0, "it is not asked");
+        sender.close();
+        receiver.close();
+    }
+
+    #[test]
+    fn a_sender_that_advertises_a_name_is_not_looked_up() {
+        let _bound = Watchdog::new(PATIENCE);
+        let sends = Agent::builder().listen(([127, 0, 0, 1], 0)).advertise("sender.invalid:1");
+        let (sends, receives) = (sends.start().expect("an agent"), agent());
+        let (sender, receiver) = (endpoint(&sends), endpoint(&receives));
+        let memory = sends.allocate(4096, Access::READ).expect("memory");
+        let end = receive(&receiver, "k", 4096);
+        let _sent = send(&sender, &receives, "k", &memory);
+        let text = outcome(&end);
+        assert!(text.contains("advertises the name sender.invalid:1, not an address"), "{text}");
         sender.close();
         receiver.close();
     }
