@@ -39,7 +39,8 @@ pub struct kvferry_region_info {
 // SAFETY: `repr(C)`, begins with its size, and holds numbers and addresses only.
 unsafe impl Versioned for kvferry_region_info {}
 
-/// A region as peers name it. A value: copy it, send it to the peer by any means.
+/// A region as peers name it. A value: copy it, send it to the peer by any means. Programs of different releases exchange it,
+/// so it never changes: what else there is to know of a region, its owner tells the peer's agent by `id`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct kvferry_remote {
