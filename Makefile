@@ -132,16 +132,19 @@ test-wheel: test-build $(VENV)/.test-tools
 	    && $(BIN)/python crates/kvferry-python/wheel '$(BUILD_DIR)/debug/lib_kvferry.so' target/test-wheel \
 	    && $(BIN)/pip install --quiet --force-reinstall --no-deps target/test-wheel/kvferry-*.whl)
 
+# After nextest: shows which tests found nothing to run on, and keeps nextest's exit status.
+SKIPPED_ALSO = status=$$?; .ci/skipped '$(BUILD_DIR)/nextest/default/junit.xml'; (exit $$status)
+
 # One test more at a time than there are cores: many wait for most of their time.
 test-rust:
 	$(call part,Rust tests,if $(CARGO) nextest --version >/dev/null 2>&1; \
-	then $(CARGO) nextest run --workspace --no-fail-fast --test-threads $$(($$(nproc) + 1)); else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests; fi)
+	then $(CARGO) nextest run --workspace --no-fail-fast --test-threads $$(($$(nproc) + 1)); $(SKIPPED_ALSO); else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests; fi)
 	@echo 'SKIPPED here, run by `make test-slow`: soaks, full meshes, sweeps and quick benches (#[ignore = "slow: ..."])'
 
 # The tests marked `#[ignore = "slow: make test-slow"]`: each takes 10 s or more, or all cores.
 test-slow: ## Run the slow Rust tests that make test skips: soaks, full meshes, sweeps, quick benches
 	$(call part,slow Rust tests,if $(CARGO) nextest --version >/dev/null 2>&1; \
-	then $(CARGO) nextest run --workspace --no-fail-fast --run-ignored only $(if $(SLOW_SKIP),-E "not test($(SLOW_SKIP))"); \
+	then $(CARGO) nextest run --workspace --no-fail-fast --run-ignored only $(if $(SLOW_SKIP),-E "not test($(SLOW_SKIP))"); $(SKIPPED_ALSO); \
 	else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests -- --ignored $(if $(SLOW_SKIP),--skip "$(SLOW_SKIP)"); fi)
 	$(if $(SLOW_SKIP),@echo 'SKIPPED: $(SLOW_SKIP): make test-slow without SLOW_SKIP runs it')
 
