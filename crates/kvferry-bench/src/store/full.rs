@@ -18,8 +18,9 @@ use crate::stats::Spread;
 const SCHEMA: &str = "kvferry.bench-store-full/1";
 /// The least rate of a full store, as a share of the rate of a store with space.
 const SHARE: f64 = 0.5;
-/// Bytes of the full store, in bytes of a turn.
+/// Bytes of the full store, in bytes of a turn, and its segments at least.
 const TURNS_IN_STORE: u64 = 4;
+const SEGMENTS_IN_STORE: u64 = 16;
 /// Puts wait for space as the adapters have them.
 const PUT_WAIT: Duration = Duration::from_secs(2);
 /// The tier in host memory, and calls of 32 MiB, of which half of it holds some.
@@ -63,7 +64,7 @@ pub fn measure(options: &StoreSpeed, seconds: f64, bar: &ProgressBar) -> Result<
 }
 
 fn rows_of(place: &Place, case: Case, how: How, seconds: f64) -> Result<Vec<Row>, Failure> {
-    let capacity = TURNS_IN_STORE * place.bytes;
+    let capacity = (TURNS_IN_STORE * place.bytes).max(SEGMENTS_IN_STORE * SEGMENT);
     let open = |name: &str, how: How| -> Result<(Store, Space), Failure> {
         let options = StoreOptions::new(place.folder.join(name), capacity)
             .segment_bytes(SEGMENT)
