@@ -467,6 +467,11 @@ impl Decoder {
         Self { limit, frame: Vec::new(), seal: None }
     }
 
+    /// Drops the part of a frame that has arrived.
+    pub(crate) fn clear(&mut self) {
+        self.frame = Vec::new();
+    }
+
     /// From the next frame on, frames have keyed tags behind them.
     pub(crate) fn open_with(&mut self, seal: Seal) {
         self.seal = Some(seal);

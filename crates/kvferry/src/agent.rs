@@ -541,7 +541,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_hangs_takes_no_time_of_the_others_when_the_agent_is_shut_down() {
-        let silence = Duration::from_secs(1);
+        let silence = Duration::from_secs(4);
         let agent = Agent::builder().silence(silence).start().expect("an agent");
         let threads = &agent.core().threads;
         let io = threads.io();

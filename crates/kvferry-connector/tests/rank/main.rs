@@ -21,7 +21,7 @@ const BLOCKS: u32 = 512;
 /// Bytes of one layer of one block. A block is one token here.
 const BYTES: usize = 4096;
 const BUDGET: Duration = Duration::from_secs(30);
-const SILENCE: Duration = Duration::from_secs(1);
+const SILENCE: Duration = Duration::from_secs(2);
 
 fn bounded() -> Watchdog {
     Watchdog::new(PATIENCE)

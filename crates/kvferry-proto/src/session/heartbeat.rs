@@ -9,6 +9,8 @@ pub(super) struct Heartbeat {
     interval: Duration,
     silence: Duration,
     last_receive: Timestamp,
+    /// Events of the session waited for longer than one turn of the driver, which does not read meanwhile.
+    behind: bool,
     watch: Option<Watch>,
     pings: u64,
 }
@@ -21,7 +23,7 @@ struct Watch {
 
 impl Heartbeat {
     pub(super) const fn new(interval: Duration, silence: Duration, now: Timestamp) -> Self {
-        Self { interval, silence, last_receive: now, watch: None, pings: 0 }
+        Self { interval, silence, last_receive: now, behind: false, watch: None, pings: 0 }
     }
 
     /// Starts or stops watching the peer. Starting begins a whole silence window.
@@ -38,12 +40,25 @@ impl Heartbeat {
         self.last_receive = self.last_receive.max(now);
     }
 
+    /// This side does not read what the peer sends, so the peer is not taken for silent.
+    pub(super) const fn fall_behind(&mut self) {
+        self.behind = true;
+    }
+
+    /// From now on this side reads again.
+    pub(super) fn catch_up(&mut self, now: Timestamp) {
+        if std::mem::take(&mut self.behind) {
+            self.received(now);
+        }
+    }
+
     pub(super) const fn last_receive(&self) -> Timestamp {
         self.last_receive
     }
 
     pub(super) fn next_timeout(&self) -> Option<Timestamp> {
-        Some(self.watch?.next_ping.min(self.silent_at()?))
+        let next_ping = self.watch?.next_ping;
+        Some(self.silent_at().map_or(next_ping, |at| at.min(next_ping)))
     }
 
     /// Whether the silence window has passed.
@@ -67,6 +82,7 @@ impl Heartbeat {
     }
 
     fn silent_at(&self) -> Option<Timestamp> {
-        Some(self.last_receive.max(self.watch?.since) + self.silence)
+        let since = self.watch.filter(|_| !self.behind)?.since;
+        Some(self.last_receive.max(since) + self.silence)
     }
 }

@@ -347,12 +347,23 @@ impl Session {
         }
     }
 
-    /// Handles the timers that are due. A call before [`Session::next_timeout`] has no effect.
+    /// Gives back what the session holds for a connection that is gone for good: what was not written, and the part of a
+    /// frame that has arrived. Handles to an ended session may live on for long.
+    pub fn hang_up(&mut self) {
+        self.outbox.clear();
+        self.decoder.clear();
+    }
+
+    /// Handles the timers that are due. A call before [`Session::next_timeout`] has no effect. While events wait,
+    /// the peer is not taken for silent: a driver reads what the peer sends once it has handled them.
     pub fn handle_timeout(&mut self, now: Timestamp) {
         if !self.wake(now) {
             return;
         }
         let now = self.now;
+        if !self.inbox.is_empty() {
+            self.heartbeat.fall_behind();
+        }
         if self.heartbeat.is_silent(now) {
             self.outbox.clear();
             self.abort(WireCode::Silent, "nothing arrived from the peer");
@@ -425,7 +436,11 @@ impl Session {
 
     /// The next event.
     pub fn poll_event(&mut self) -> Option<SessionEvent> {
-        self.inbox.pop()
+        let event = self.inbox.pop();
+        if self.inbox.is_empty() {
+            self.heartbeat.catch_up(self.now);
+        }
+        event
     }
 
     /// Whether the driver should read the socket. `false` while many events or frames are queued:

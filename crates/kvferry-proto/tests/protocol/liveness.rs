@@ -107,6 +107,31 @@ fn i6_silence_is_noticed_after_exactly_three_seconds() {
 }
 
 #[test]
+fn a_peer_is_not_silent_while_its_events_wait_here() {
+    let mut pair = active(&[A]);
+    let (begun, silence) = (pair.now, Duration::from_secs(3));
+    let id = pair.ends[B].session.request(7, b"who".to_vec(), HOUR, begun);
+    let request = pair.ends[B].session.poll_transmit().expect("the request");
+    let a = &mut pair.ends[A].session;
+    a.receive(&request, begun);
+    // The driver comes by every second, and does not get to the request.
+    for second in 1..=20 {
+        a.handle_timeout(begun + Duration::from_secs(second));
+        assert!(!a.is_closed(), "after {second} s");
+        assert!(a.poll_transmit().is_some(), "its own heartbeat goes on");
+    }
+    let taken = begun + Duration::from_secs(20);
+    assert!(matches!(a.poll_event(), Some(SessionEvent::Request { id: of, .. }) if of == id));
+    for second in 1..=2 {
+        a.handle_timeout(taken + Duration::from_secs(second));
+    }
+    a.handle_timeout(taken + silence - Duration::from_nanos(1));
+    assert!(!a.is_closed(), "it has read since");
+    a.handle_timeout(taken + silence);
+    assert!(a.is_closed());
+}
+
+#[test]
 fn a_frame_that_does_not_arrive_completely_ends_even_an_idle_session() {
     let mut pair = Pair::established();
     pair.inject(A, &(2 * FRAME_RATE_MIN as u32).to_le_bytes());

@@ -267,13 +267,18 @@ impl Writers {
     /// Drops the processes that are gone. Others stay even if their connection is not served any
     /// more: they may be inside a gate.
     pub(crate) fn forget_gone(&self) {
+        // Each is asked by a system call, so without the locks.
+        let gone: Vec<_> = self.all().into_iter().filter(|writer| writer.is_gone()).collect();
+        if gone.is_empty() {
+            return;
+        }
         let mut sum = lock(&self.before);
         lock(&self.live).retain(|writer| {
-            let gone = writer.is_gone();
-            if gone {
+            let stays = !gone.iter().any(|gone| Arc::ptr_eq(gone, writer));
+            if !stays {
                 sum.add(writer.totals());
             }
-            !gone
+            stays
         });
     }
 

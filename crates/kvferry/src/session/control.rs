@@ -476,14 +476,19 @@ impl Handler for Control {
         }
         // What this call queues leaves at its end, together.
         let mut writes = self.native.begin_writing();
-        // First: the heartbeat of a transfer that has ended meanwhile says nothing.
-        self.update_heartbeat(cx.now);
-        self.session().handle_timeout(cx.now);
         let is_ready = cause.ready.read || cause.ready.closed || cause.ready.peer_closed;
-        // Events of an earlier call come first, so that their queue stays short.
-        if is_ready && !self.session().has_events() {
+        let (has_events, next_timeout) = {
+            let session = self.session();
+            (session.has_events(), session.next_timeout())
+        };
+        // Events of an earlier call come first, so that their queue stays short. Before a timer, the socket is read even
+        // if this call does not say that it is ready: what has arrived is no silence.
+        if !has_events && (is_ready || next_timeout.is_some_and(|at| at <= cx.now)) {
             self.receive(cx.now);
         }
+        // Before the timers: the heartbeat of a transfer that has ended meanwhile says nothing.
+        self.update_heartbeat(cx.now);
+        self.session().handle_timeout(cx.now);
         self.link.expire(cx.now);
         // Handling an event may produce bytes and further events.
         let mut full;

@@ -178,10 +178,11 @@ impl Native {
         unwritten + self.session().held_bytes()
     }
 
-    /// Nothing is written any more, and the descriptor is given back.
+    /// Nothing is read or written any more; the descriptor is given back, and the memory of messages.
     pub(crate) fn hang_up(&self) {
         *lock(&self.wire) = Wire::default();
         *lock(&self.permit) = None;
+        self.session().hang_up();
     }
 
     /// Keeps the session's permit until the connection ends or another session gets it.

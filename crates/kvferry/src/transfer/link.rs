@@ -326,6 +326,7 @@ impl Link {
             self.core.counters.streams.less_one();
         }
         self.backend.ended();
+        self.messages.drop_waiting();
         // Last: a transfer's waker is the user's code and may take its time.
         for give in waiters {
             give(Err(error.clone()));

@@ -59,6 +59,12 @@ impl MessageQueue {
         message
     }
 
+    /// Drops the messages that wait: the session has ended.
+    pub(crate) fn drop_waiting(&self) {
+        let mut queue = lock(&self.0);
+        (queue.waiting, queue.waiting_bytes) = (VecDeque::new(), 0);
+    }
+
     /// Messages that wait to be sent, and their bytes.
     pub(crate) fn waiting(&self) -> (usize, usize) {
         let queue = lock(&self.0);
