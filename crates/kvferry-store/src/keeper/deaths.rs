@@ -645,11 +645,11 @@ fn a_block_that_can_not_be_compared_for_want_of_descriptors_stays() {
 
 #[test]
 fn a_segment_with_copies_that_have_all_left_it_is_not_synced_before_another_one_is_freed() {
-    let bench = Bench::new("copies-left");
-    let [core] = bench.open();
-    let segment = bench.put(&core, &Writer::default(), 1);
+    let bench = bench("copies-left");
+    let [core] = bench.cores();
+    let segment = bench.write(&core, &Writer::default(), 1);
     drop(core);
-    let [core] = bench.open();
+    let [core] = bench.cores();
     assert!(core.member.has_copies(segment), "which ones were copied is not known");
     let mut keeper = Keeper::new(Arc::clone(&core));
     let free = core.member.claim().expect("one is free");
@@ -672,15 +672,15 @@ fn a_segment_with_copies_that_have_all_left_it_is_not_synced_before_another_one_
 #[test]
 fn a_segment_is_not_lost_because_the_process_that_opens_the_store_is_short_of_descriptors() {
     for (errno, is_lost) in [(24, false), (5, true)] {
-        let bench = Bench::new(&format!("sync-{errno}"));
-        let [core] = bench.open();
+        let bench = bench(&format!("sync-{errno}"));
+        let [core] = bench.cores();
         // As where all processes were killed while the keeper copied the block.
-        let segments = [(); 2].map(|()| bench.put(&core, &Writer::default(), 1));
+        let segments = [(); 2].map(|()| bench.write(&core, &Writer::default(), 1));
         assert_ne!(segments[0], segments[1]);
         drop(core);
         let recording = Recording::start(&bench.folder);
         recording.fail(Some(Fault { at: 0, stays: true, errno, is_of_syncs: true }));
-        let [core] = bench.open();
+        let [core] = bench.cores();
         assert_eq!(recording.injected().1.len(), 1, "the block is in two segments");
         recording.fail(None);
         let unsynced = segments.iter().filter(|it| core.member.is_unsynced(**it)).count();
