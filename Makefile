@@ -133,7 +133,7 @@ test-wheel: test-build $(VENV)/.test-tools
 	    && $(BIN)/pip install --quiet --force-reinstall --no-deps target/test-wheel/kvferry-*.whl)
 
 # After nextest: shows which tests found nothing to run on, and keeps nextest's exit status.
-SKIPPED_ALSO = status=$$?; .ci/skipped '$(BUILD_DIR)/nextest/default/junit.xml'; (exit $$status)
+SKIPPED_ALSO = status=$$?; .ci/skipped target/nextest/default/junit.xml; (exit $$status)
 
 # One test more at a time than there are cores: many wait for most of their time.
 test-rust:
