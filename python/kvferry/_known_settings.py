@@ -1,8 +1,8 @@
 """The settings of engines that are known: those that fields of `Identity` have, and those that leave KV as it is.
 
 Every other setting counts as one that changes the KV of a prompt. So a setting that a later version of an engine adds
-keeps engines apart that differ in it, until it is listed here. It counts where it has not the default of its class:
-versions with and without it agree as long as nobody sets it.
+keeps engines apart that differ in it, until it is listed here. It counts if its value is not the default of its class:
+versions with and without the setting agree as long as it has its default.
 
 "Leave KV as it is" allows for rounding: engines of other hardware, kernels and parallelism hand KV to each other.
 """

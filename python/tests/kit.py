@@ -205,7 +205,7 @@ def ticks_during(call: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def kept_port() -> Iterator[str]:
-    """The address of a port at which servers listen, one after another. The kernel gives it to nobody else, also between
+    """The address of a port at which servers listen, one after another. The kernel gives it to no other socket, also between
     two of them.
     """
     with socket.socket() as bound:

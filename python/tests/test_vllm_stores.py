@@ -299,14 +299,15 @@ def test_a_manager_that_fails_with_its_cards_finds_and_stores_nothing_and_ends_n
     assert engine.lookup(0) == "MISS"
 
 
+def fails(*_: Any) -> Any:
+    raise RuntimeError("as a bug")
+
+
 def test_a_call_that_fails_in_a_manager_is_a_miss_or_a_load_without_blocks(
     manager: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = manager()
     made = engine.made
-
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("as a bug")
 
     monkeypatch.setattr(made, "_request", fails)
     assert made.on_new_request(Context(BLOCKS)) is not None
@@ -325,9 +326,6 @@ def test_a_call_that_fails_in_a_tier_is_a_miss_or_a_job_that_ends_without_blocks
 ) -> None:
     engine = tier()
     made = engine.made
-
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("as a bug")
 
     monkeypatch.setattr(made, "_asked", fails)
     assert made.on_new_request(Context(BLOCKS)) is not None

@@ -41,7 +41,7 @@ pub const SECRET_LEN_MIN: usize = 16;
 #[derive(Clone)]
 pub struct Secret {
     bytes: Zeroizing<Vec<u8>>,
-    /// What handshakes use of it.
+    /// The key that handshakes derive from the secret.
     key: SessionKey,
 }
 

@@ -27,10 +27,10 @@ fn groups_of(origin: Origin, peer: Number) -> [Group; 4] {
     [Group::All, Group::Network(origin.network()), Group::Host(host), Group::Peer(host, peer)]
 }
 
-/// What is kept for peers: items with sizes, whose sum has a limit.
+/// Items that are kept for peers, with sizes, whose sum has a limit.
 ///
-/// A driver adds an item first. Then it asks whether there is too much, and removes what it is told, until there
-/// is not: the newcomer, or something else.
+/// A driver adds an item first. While the sum is above the limit, it removes the item that [`Shares::excess`] names:
+/// the new one, or another.
 #[derive(Debug)]
 pub struct Shares<K> {
     room: usize,
@@ -75,7 +75,7 @@ impl<K: Clone + Eq + Hash> Shares<K> {
         self.items.len()
     }
 
-    /// Whether there is no item.
+    /// True without items.
     pub fn is_empty(&self) -> bool {
         self.items.is_empty()
     }
@@ -86,7 +86,8 @@ impl<K: Clone + Eq + Hash> Shares<K> {
     }
 
     /// The size of the items of a host.
-    pub fn size_of_host(&self, origin: Origin) -> usize {
+    #[cfg(test)]
+    fn size_of_host(&self, origin: Origin) -> usize {
         self.sizes.get(&Group::Host(origin.host())).copied().unwrap_or(0)
     }
 
@@ -241,7 +242,7 @@ mod tests {
     /// Items in the order in which they were added: key, origin, peer and size.
     type Plain = Vec<(u64, Origin, Number, usize)>;
 
-    /// What [`Shares::excess`] should say, by a search of all items.
+    /// The right answer of [`Shares::excess`], found by a search of all items.
     fn plain_excess(items: &Plain, room: usize, newcomer: u64) -> Option<u64> {
         if items.iter().map(|it| it.3).sum::<usize>() <= room {
             return None;

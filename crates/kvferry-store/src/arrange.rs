@@ -285,7 +285,7 @@ fn is_empty_beside_lost() -> io::Error {
     io::Error::new(io::ErrorKind::NotFound, what)
 }
 
-/// What a directory is, and which one.
+/// The state of a directory, and its numbers in the system.
 struct Look {
     /// The numbers of its file system, and in it; `None` if it can't be read.
     directory: Option<(u64, u64)>,

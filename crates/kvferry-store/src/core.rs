@@ -105,7 +105,7 @@ impl Core {
         self.member.die();
     }
 
-    /// Whether the directory of a block hangs.
+    /// True if the directory of the block hangs.
     pub(crate) fn hangs(&self, entry: &Entry) -> bool {
         self.disk.hangs(self.superblock.geometry.locate(entry.page).0)
     }
@@ -220,7 +220,7 @@ impl Core {
         lock(&self.late).extend(held);
     }
 
-    /// Whether something waits for operations that were given up.
+    /// True while given-up operations or unsealed segments wait for a device.
     pub(crate) fn awaits_device(&self) -> bool {
         !lock(&self.late).is_empty() || !lock(&self.unsealed).is_empty()
     }

@@ -105,7 +105,7 @@ struct Moving {
     transfer: Option<Transfer>,
     uses: Uses,
     step: Option<Step>,
-    /// Of a write that is given up once its directory hangs.
+    /// The memory of a write that is given up once its directory hangs.
     kept: Option<Kept>,
 }
 
@@ -464,7 +464,7 @@ impl Directories {
         self.of(segment).gate.hangs().is_some()
     }
 
-    /// Whether any directory hangs.
+    /// True if at least one directory hangs.
     pub(crate) fn is_any_hanging(&self) -> bool {
         self.all.iter().any(|it| it.gate.hangs().is_some())
     }
@@ -536,7 +536,7 @@ impl Directories {
         self.of(segment).unlock(segment);
     }
 
-    /// As if the process had ended, with all that it was writing.
+    /// Closes all files, as the end of the process does in the middle of its writes.
     #[cfg(test)]
     pub(crate) fn close_all(&self) {
         self.all.iter().for_each(|it| it.close_all());

@@ -88,7 +88,7 @@ def missing(scheduler: type, worker: type) -> list[str]:
 
 
 def missing_settings(llm_args: Any) -> list[str]:
-    """The names that the engine's arguments lack. A part that is None lacks none."""
+    """The names that the engine's arguments lack. Parts that are None are not looked at."""
     found = []
     for part, names in _READ_OF_ARGUMENTS.items():
         value = getattr(llm_args, part, None) if part else llm_args

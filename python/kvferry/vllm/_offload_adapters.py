@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import get_offload_block_hash
 from kvferry._adapters import Adapters
 from kvferry._core import Core
 
-# Names that are translated back. Events of blocks beyond are reported under the store's names, which nobody looks for.
+# Names that are translated back. Events of further blocks have the store's names, which no router looks up.
 _NAMES_MAX = 1 << 20
 
 
@@ -104,7 +104,7 @@ class RequestNames:
 
 
 def _lora_of_callers() -> tuple[bool, Any]:
-    """The adapter of the request that the caller is told of, and whether it is known. vLLM tells a manager and a tier
+    """The adapter of the request that vLLM's connector handles, and whether it is known. vLLM tells managers and tiers
     no more of a request than its keys and parameters, and its connector, which calls them, has it.
     """
     frame: Any = sys._getframe(1)

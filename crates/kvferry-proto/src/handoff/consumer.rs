@@ -876,7 +876,7 @@ impl Entry {
         self.sources.values().all(settled)
     }
 
-    /// Whether a producer has said that it has, or will have, the KV.
+    /// True once a producer has said that it has, or will have, the KV.
     fn is_answered(&self) -> bool {
         self.sources.values().any(|source| source.stage != Stage::Asking)
     }

@@ -45,7 +45,7 @@ impl Heartbeat {
         self.behind = true;
     }
 
-    /// From now on this side reads again.
+    /// This side reads again. The silence window begins anew.
     pub(super) fn catch_up(&mut self, now: Timestamp) {
         if std::mem::take(&mut self.behind) {
             self.received(now);

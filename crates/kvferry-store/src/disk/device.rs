@@ -300,7 +300,7 @@ impl Device {
     fn ended_late(&self, segment: Option<u32>, is_lost: bool) {
         let Some(segment) = segment else { return };
         if is_lost && let Some(index) = self.index.get() {
-            // The error is told once: this process may end, and another one's sync succeed.
+            // The kernel reports the error once: after this process has ended, the sync of another one may succeed.
             index.note_unsynced(segment);
         }
         let mut late = lock(&self.state.late);
