@@ -299,6 +299,42 @@ def test_a_manager_that_fails_with_its_cards_finds_and_stores_nothing_and_ends_n
     assert engine.lookup(0) == "MISS"
 
 
+class ArrivesBehindLookup:
+    """A space of a store with an object store, from which a block arrives as soon as it was looked up in vain."""
+
+    def __init__(self) -> None:
+        self.prefetches = 0
+        self.is_here = False
+
+    def done(self) -> bool:
+        return self.is_here
+
+    def prefetch_async(self, _: list[bytes]) -> ArrivesBehindLookup:
+        self.prefetches += 1
+        return self
+
+    def lookup(self, hashes: list[bytes]) -> int:
+        was_here, self.is_here = self.is_here, self.prefetches > 0
+        return len(hashes) if was_here else 0
+
+
+@pytest.mark.parametrize("kind", ["manager", "tier"])
+def test_a_block_that_arrives_from_the_object_store_during_its_look_up_is_found(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = request.getfixturevalue(kind)().made
+    space = ArrivesBehindLookup()
+    monkeypatch.setattr(made, "_settings", SimpleNamespace(object="s3://bucket"))
+    if kind == "manager":
+        monkeypatch.setattr(made, "_groups", {0: SimpleNamespace(spaces=[space], window=0)})
+    else:
+        monkeypatch.setattr(made, "_space", lambda _: space)
+    context = Context(BLOCKS)
+    # All within one step.
+    found = [made.lookup(key(0), context).name for _ in range(3)]
+    assert (found, space.prefetches) == (["RETRY", "RETRY", "HIT"], 1)
+
+
 def fails(*_: Any) -> Any:
     raise RuntimeError("as a bug")
 

@@ -241,11 +241,15 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
             request.step = self._step
             request.known.clear()
         request.keys.update(req_context)
+        # Asked before the index: a prefetch that ends between the two has its blocks looked up once more.
+        runs = self._is_prefetching(number, request)
         if self._is_known(key, number, group, request):
             return LookupResult.HIT
         if key in self._storing:
             return LookupResult.HIT_PENDING
-        if self._settings.object is not None and self._prefetch(key, number, group, request):
+        if runs or (self._settings.object is not None and self._prefetch(key, number, group, request)):
+            # It may arrive within the step.
+            del request.known[key]
             return LookupResult.RETRY
         return LookupResult.MISS
 
@@ -287,11 +291,14 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
             return 0
         return len(hashes)
 
+    @staticmethod
+    def _is_prefetching(number: int, request: _Request) -> bool:
+        begun = request.prefetches.get(number, {})
+        return any(not pending.done() for pendings in begun.values() for pending in pendings)
+
     def _prefetch(self, key: bytes, number: int, group: _Group, request: _Request) -> bool:
-        """Whether a prefetch from the object store runs that may bring a block."""
+        """Begins a prefetch from the object store, while none of the group runs, and says whether it has."""
         begun = request.prefetches.setdefault(number, {})
-        if any(not pending.done() for pendings in begun.values() for pending in pendings):
-            return True
         if key in begun or len(begun) >= _PREFETCHES_MAX:
             return False
         # vLLM looks for a window from its end.

@@ -193,20 +193,21 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         if space is None:
             return LookupResult.MISS
         try:
-            if space.lookup(self._asked(req_context).names.of([key])):
+            asked = self._asked(req_context)
+            # Asked before the index: a prefetch that ends between the two has its blocks looked up once more.
+            runs = any(not pending.done() for pending in asked.prefetches.get(number, {}).values())
+            if space.lookup(asked.names.of([key])):
                 return LookupResult.HIT
-            if self._settings.object is not None and self._prefetch(key, number, space, req_context):
+            if runs or (self._settings.object is not None and self._prefetch(key, number, space, req_context)):
                 return LookupResult.RETRY
         except kvferry.Error as error:
             logger.debug("a block can't be looked up: %s", error)
         return LookupResult.MISS
 
     def _prefetch(self, key: bytes, number: int, space: Any, req_context: Any) -> bool:
-        """Whether a prefetch from the object store runs that may bring a block."""
+        """Begins a prefetch from the object store, while none of the group runs, and says whether it has."""
         asked = self._asked(req_context)
         begun = asked.prefetches.setdefault(number, {})
-        if any(not pending.done() for pending in begun.values()):
-            return True
         if key in begun or len(begun) >= _PREFETCHES_MAX:
             return False
         asked.keys.update(req_context)
