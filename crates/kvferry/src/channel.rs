@@ -5,7 +5,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::peer::Peer;
 use crate::sync::Arc;
 use crate::transfer::link::Link;
-use crate::transfer::messages;
+use crate::transfer::messages::{self, Full};
 use crate::transfer::requests::MESSAGE;
 use kvferry_proto::message::BODY_MAX;
 use kvferry_proto::{Incarnation, WireCode};
@@ -101,7 +101,7 @@ impl Drop for Receipt {
 impl Channel {
     /// The longest length of a message, in bytes.
     pub const MESSAGE_MAX: usize = BODY_MAX;
-    /// Messages and bytes that wait to be sent, at most; beyond that [`Channel::send`] is `Busy`.
+    /// Messages and bytes that wait to be sent, at most; beyond that [`Channel::send`] is `Busy`. It may be earlier.
     pub const QUEUE_MAX: usize = messages::WAITING_MAX;
     /// See [`Channel::QUEUE_MAX`].
     pub const QUEUE_BYTES_MAX: usize = messages::WAITING_BYTES_MAX;
@@ -143,8 +143,8 @@ impl Channel {
     ///
     /// # Errors
     /// `TooLarge` for more than [`Channel::MESSAGE_MAX`] bytes; `Busy` if [`Channel::QUEUE_BYTES_MAX`] or
-    /// [`Channel::QUEUE_MAX`] are queued because the peer does not take them; [`Channel::end`] if the session
-    /// has ended.
+    /// [`Channel::QUEUE_MAX`] are queued because the peer does not take them, or if more than 64 KiB are and peers hold as much
+    /// memory as they may ([`Config::peer_memory`](crate::Config::peer_memory)); [`Channel::end`] if the session has ended.
     pub fn send(&self, message: Vec<u8>) -> Result<()> {
         self.queue(message)?;
         self.flush();
@@ -165,12 +165,15 @@ impl Channel {
         if let Some(end) = self.0.end() {
             return Err(end.clone());
         }
-        if !self.0.messages.push(message) {
-            return Err(Error::new(
-                ErrorKind::Busy,
-                "the queue of messages is full: the peer does not take them",
-            )
-            .with("peer", &self.0.address));
+        if let Err(full) = self.0.messages.push(message) {
+            let what = match full {
+                Full::Queue => "the queue of messages is full: the peer does not take them",
+                Full::Memory => {
+                    self.0.core.counters.peer_memory_refused.one();
+                    "peers hold as much memory as they may, and this one takes its messages slowly"
+                }
+            };
+            return Err(Error::new(ErrorKind::Busy, what).with("peer", &self.0.address));
         }
         send_queued(&self.0);
         Ok(())

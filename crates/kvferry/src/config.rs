@@ -97,8 +97,8 @@ pub struct Config {
     /// The time limit of a transfer whose caller sets none, in milliseconds, 1 to 86 400 000.
     pub timeout_ms: u64,
     /// Bytes that all peers together may make the agent hold: heads of requests, control messages, and
-    /// answers that they do not read, beyond 64 KiB for each connection. One peer gets at most a fifth of
-    /// it. At least 16 MiB. Requests and sessions that need more end with `Busy`.
+    /// answers that they do not read, beyond 64 KiB for each connection in each direction. One host gets at most a fifth of
+    /// it, and all hosts of one network a third. At least 16 MiB. Requests and sessions that need more end with `Busy`.
     pub peer_memory: Option<u64>,
     /// Whether the agent serves stock Mooncake peers. Opens a second port.
     pub mooncake: bool,

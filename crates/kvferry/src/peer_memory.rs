@@ -6,11 +6,13 @@
 //! connection holds beyond [`FREE_PER_CONNECTION`] comes from one budget
 //! ([`Config::peer_memory`](crate::Config::peer_memory)).
 //!
-//! The budget is shared by dynamic thresholds, as the buffers of a switch are: a peer may hold a quarter of
-//! what is still free. One peer alone gets a fifth of the budget, ten greedy ones leave a tenth to others. A
-//! peer here is an address, or the /64 of IPv6: a host that opens many connections is one peer.
+//! The budget is shared by dynamic thresholds, as the buffers of a switch are: a host may hold a quarter of
+//! what is still free, and a network a half. One host alone gets a fifth of the budget, all hosts of one network a
+//! third, and hosts of ten networks leave a tenth to others. Hosts are told apart by their addresses ([`Origin`]), however many
+//! connections they open.
 
 use crate::sync::{Arc, Mutex, lock};
+use kvferry_proto::Origin;
 use rustc_hash::FxHashMap;
 use std::net::IpAddr;
 
@@ -23,8 +25,9 @@ pub(crate) const FREE_PER_CONNECTION: usize = 64 * 1024;
 pub(crate) const PEER_MEMORY_MIN: usize = 16 * 1024 * 1024;
 /// The smallest default.
 const DEFAULT_MIN: usize = 64 * 1024 * 1024;
-/// A peer may hold this part of what is free.
-const PEERS_PART: usize = 4;
+/// A host may hold this part of what is free, and so may a network.
+const HOSTS_PART: usize = 4;
+const NETWORKS_PART: usize = 2;
 /// The default is this part of the memory that the process may use.
 const DEFAULT_PART: usize = 64;
 
@@ -44,7 +47,13 @@ pub(crate) struct PeerMemory {
 struct Held {
     total: usize,
     /// Never zero.
-    by_peer: FxHashMap<IpAddr, usize>,
+    by_holder: FxHashMap<Holder, usize>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Holder {
+    Host(IpAddr),
+    Network(IpAddr),
 }
 
 impl PeerMemory {
@@ -54,7 +63,7 @@ impl PeerMemory {
 
     /// The account of a new connection.
     pub(crate) fn account(self: &Arc<Self>, peer: IpAddr) -> Account {
-        Account { memory: Arc::clone(self), peer: of_peer(peer), counted: 0 }
+        Account { memory: Arc::clone(self), peer: Origin::from(peer), counted: 0 }
     }
 
     /// Bytes that are counted now.
@@ -62,27 +71,29 @@ impl PeerMemory {
         lock(&self.held).total
     }
 
-    fn change(&self, peer: IpAddr, from: usize, to: usize) -> bool {
+    fn change(&self, peer: Origin, from: usize, to: usize) -> bool {
         let mut held = lock(&self.held);
-        let others = held.by_peer.get(&peer).map_or(0, |of_peer| of_peer - from);
         let total = held.total - from + to;
-        if to > from && others + to > self.budget.saturating_sub(total) / PEERS_PART {
+        let free = self.budget.saturating_sub(total);
+        let holders = [
+            (Holder::Host(peer.host()), HOSTS_PART),
+            (Holder::Network(peer.network()), NETWORKS_PART),
+        ];
+        let after = holders.map(|(holder, part)| {
+            let before = held.by_holder.get(&holder).copied().unwrap_or(0);
+            (holder, before - from + to, free / part)
+        });
+        if to > from && after.iter().any(|(_, of_holder, most)| of_holder > most) {
             return false;
         }
         held.total = total;
-        match others + to {
-            0 => drop(held.by_peer.remove(&peer)),
-            of_peer => drop(held.by_peer.insert(peer, of_peer)),
+        for (holder, of_holder, _) in after {
+            match of_holder {
+                0 => drop(held.by_holder.remove(&holder)),
+                _ => drop(held.by_holder.insert(holder, of_holder)),
+            }
         }
         true
-    }
-}
-
-/// Whom an address stands for.
-fn of_peer(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V6(v6) => IpAddr::V6((u128::from(v6) & !u128::from(u64::MAX)).into()),
-        v4 => v4,
     }
 }
 
@@ -90,7 +101,7 @@ fn of_peer(address: IpAddr) -> IpAddr {
 #[derive(Debug)]
 pub(crate) struct Account {
     memory: Arc<PeerMemory>,
-    peer: IpAddr,
+    peer: Origin,
     /// Bytes beyond [`FREE_PER_CONNECTION`].
     counted: usize,
 }
@@ -149,28 +160,36 @@ mod tests {
         assert!(memory.held() <= BUDGET / 5 && memory.held() > BUDGET / 5 - 2 * STEP);
         // An IPv4 peer is the same in either notation.
         assert!(!memory.account(ip("::ffff:10.0.0.1")).hold(FREE_PER_CONNECTION + STEP));
-        let mut other = memory.account(ip("10.0.0.2"));
+        let mut other = memory.account(ip("10.0.1.1"));
         assert!(other.hold(BUDGET / 8), "others have a fifth of what is left");
-        drop((all, other));
-        assert_eq!((memory.held(), lock(&memory.held).by_peer.len()), (0, 0));
+        let mut neighbour = memory.account(ip("10.0.0.2"));
+        assert!(neighbour.hold(BUDGET / 20), "its network has more than one host gets");
+        drop((all, other, neighbour));
+        assert_eq!((memory.held(), lock(&memory.held).by_holder.len()), (0, 0));
     }
 
     #[test]
     fn ten_greedy_hosts_leave_an_honest_one_its_largest_request() {
         let memory = PeerMemory::new(BUDGET);
-        let greedy: Vec<_> =
-            (1..=10).flat_map(|host| greedy(&memory, ip(&format!("10.0.0.{host}")))).collect();
+        let greedy: Vec<_> = (1..=10)
+            .flat_map(|network| greedy(&memory, ip(&format!("10.0.{network}.1"))))
+            .collect();
         let mut honest = memory.account(ip("10.1.0.1"));
         assert!(honest.hold(1024 * 1024), "{} of {BUDGET} are held", memory.held());
         drop(greedy);
-        // The addresses of one network of IPv6 are one host's.
-        let memory = PeerMemory::new(BUDGET);
-        let all: Vec<_> = (1..=10).flat_map(|n| greedy_v6(&memory, n)).collect();
-        assert!(memory.held() <= BUDGET / 5, "{} by {}", memory.held(), all.len());
     }
 
-    fn greedy_v6(memory: &Arc<PeerMemory>, host: u32) -> Vec<Account> {
-        greedy(memory, ip(&format!("fd00::{host}")))
+    #[test]
+    fn all_hosts_of_one_network_get_a_third_of_the_budget() {
+        for network in ["10.0.0.", "fd00::"] {
+            let memory = PeerMemory::new(BUDGET);
+            let hosts = (1..=99).map(|host| ip(&format!("{network}{host}")));
+            let all: Vec<_> = hosts.flat_map(|host| greedy(&memory, host)).collect();
+            let held = memory.held();
+            assert!(held <= BUDGET / 3 && held > BUDGET / 4, "{held} by {}", all.len());
+            let mut honest = memory.account(ip("192.168.0.1"));
+            assert!(honest.hold(BUDGET / 8), "{held} of {BUDGET} are held");
+        }
     }
 
     #[test]

@@ -7,8 +7,8 @@
 
 use crate::guard::Failure;
 use kvferry::{
-    Agent, Batch, Channel, Message, MessageHandler, Options, Peer, Receipt, Region, RemoteRegion,
-    Transfer, Watch,
+    Agent, Batch, Channel, ErrorKind, Message, MessageHandler, Options, Peer, Receipt, Region,
+    RemoteRegion, Transfer, Watch,
 };
 use kvferry_proto::{Origin, Timestamp};
 use kvferry_tasks::{Action, Conn, Gauges, Offered, Outcome, RecvId, SendId, Tasks, Wanted};
@@ -510,16 +510,26 @@ impl Endpoint {
         let (messages, queued_bytes) = channel.queued();
         let has_room = messages < Channel::QUEUE_MAX / 2
             && queued_bytes + bytes.len() <= Channel::QUEUE_BYTES_MAX / 2;
-        if has_room {
-            return self.say(state, to, bytes);
-        }
-        let text = format!("{messages} messages wait until the receiver takes them");
+        let text = if !has_room {
+            format!("{messages} messages wait until the receiver takes them")
+        } else {
+            match channel.send(bytes) {
+                Err(error) if error.kind() == ErrorKind::Busy && channel.end().is_none() => {
+                    error.to_string()
+                }
+                sent => return self.said(channel, sent),
+            }
+        };
         state.tasks.unsent(send, text);
     }
 
     fn say(&self, state: &State, to: Conn, bytes: Vec<u8>) {
         let Some((channel, _)) = state.conns.get(&to) else { return };
-        if let Err(error) = channel.send(bytes) {
+        self.said(channel, channel.send(bytes));
+    }
+
+    fn said(&self, channel: &Channel, sent: kvferry::Result<()>) {
+        if let Err(error) = sent {
             self.queue.push(Event::Lost(channel.clone(), error.to_string()));
             // The peer does not take its messages: what depends on them can't go on.
             channel.close(error);

@@ -3,10 +3,13 @@
 
 use super::state::{By, Notice, Shared, State};
 use super::types::Event;
+use crate::codes::code_of;
 use kvferry::{Channel, ErrorKind, Peer, Transfer};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::EngineHandshakeAction as HandshakeAction;
-use kvferry_proto::handoff::{ConsumerAction, HandoffId, PeerId, ProducerAction, ReadId, Slice};
+use kvferry_proto::handoff::{
+    ConsumerAction, HandoffId, HandoffMessage, PeerId, ProducerAction, ReadId, Slice,
+};
 use kvferry_proto::rank_message::{Reader, ReaderKey, ReaderMessage};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, MutexGuard, Weak};
@@ -18,11 +21,11 @@ pub(super) enum Action {
     CancelRead(Transfer),
 }
 
-/// A message, and the handoff that it is of.
+/// A message, and the handoff that it announces.
 pub(super) struct Outgoing {
     channel: Channel,
     bytes: Vec<u8>,
-    id: Option<HandoffId>,
+    announced: Option<HandoffId>,
 }
 
 impl Shared {
@@ -183,7 +186,10 @@ impl Shared {
         while let Some(action) = state.producer.poll() {
             match action {
                 ProducerAction::Send { to, message } => {
-                    messages.extend(Outgoing::new(state, to, message.id(), || message.encode()));
+                    let is_announcement =
+                        matches!(message, HandoffMessage::Offer(_) | HandoffMessage::Ready(_));
+                    let announced = message.id().filter(|_| is_announcement);
+                    messages.extend(Outgoing::new(state, to, announced, || message.encode()));
                 }
                 ProducerAction::Watch { peer, on } => state.peers.watch(peer, on),
                 ProducerAction::Ended { id, outcome } => {
@@ -195,7 +201,7 @@ impl Shared {
         while let Some(action) = state.consumer.poll() {
             match action {
                 ConsumerAction::Send { to, message } => {
-                    messages.extend(Outgoing::new(state, to, message.id(), || message.encode()));
+                    messages.extend(Outgoing::new(state, to, None, || message.encode()));
                 }
                 ConsumerAction::Watch { peer, on } => state.peers.watch(peer, on),
                 ConsumerAction::Read { read, id, from, slice } => {
@@ -261,7 +267,7 @@ impl Shared {
 
     fn send(&self, messages: Vec<Outgoing>) {
         let mut channels: Vec<Channel> = Vec::new();
-        for Outgoing { channel, bytes, id } in messages {
+        for Outgoing { channel, bytes, announced } in messages {
             let queued = channel.queue(bytes);
             if !channels.contains(&channel) {
                 channels.push(channel.clone());
@@ -272,14 +278,18 @@ impl Shared {
                 continue;
             }
             kvferry::warn_limited!(peer = channel.peer_name(), %error, "a rank's message can't be sent");
-            match (error.kind(), id) {
-                (ErrorKind::TooLarge, Some(id)) => {
-                    let why = "its blocks and side data are too much for a message";
-                    let mut state = self.lock();
-                    drop(state.producer.withdraw(&id, WireCode::TooLarge, why, self.now()));
+            let why = match error.kind() {
+                ErrorKind::TooLarge => "its blocks and side data are too much for a message",
+                _ => "its announcement finds no room beside other messages",
+            };
+            match announced {
+                // An announcement costs its handoff, whose readers are told.
+                Some(id) => {
+                    let (code, mut state) = (code_of(error.kind()), self.lock());
+                    drop(state.producer.withdraw(&id, code, why, self.now()));
                 }
                 // The peer takes no messages. The next session begins with what matters.
-                _ => channel.close(error),
+                None => channel.close(error),
             }
         }
         channels.iter().for_each(Channel::flush);
@@ -316,17 +326,17 @@ impl Outgoing {
     /// The first message to a supplier: the key of this rank.
     pub(super) fn greeting(channel: Channel, key: ReaderKey) -> Self {
         let bytes = ReaderMessage::from(Reader { key }).encode();
-        Self { channel, bytes, id: None }
+        Self { channel, bytes, announced: None }
     }
 
     /// `None` if there is no channel to the peer.
     fn new(
         state: &State,
         to: PeerId,
-        id: Option<&HandoffId>,
+        announced: Option<&HandoffId>,
         encode: impl FnOnce() -> Vec<u8>,
     ) -> Option<Self> {
         let channel = state.peers.channel(to)?.clone();
-        Some(Self { channel, bytes: encode(), id: id.cloned() })
+        Some(Self { channel, bytes: encode(), announced: announced.cloned() })
     }
 }

@@ -522,7 +522,9 @@ impl Session {
         }
         self.requests.insert(id, self.now + budget);
         let budget_ms = u32::try_from(budget.as_millis()).unwrap_or(u32::MAX).max(1);
-        self.send(&Message::Request(Request { id, kind, budget_ms, body }));
+        let request = Message::Request(Request { id, kind, budget_ms, body });
+        let queued = self.outbox.push_asked(encode(&request));
+        self.check_sent(queued);
         self.rewatch();
         id
     }
@@ -690,10 +692,15 @@ impl Session {
         self.rewatch();
     }
 
-    /// Bytes of memory that this value holds for the peer: what has arrived and was not handled, and what
-    /// the peer has not read.
+    /// Bytes of memory that the peer makes this value hold: what has arrived and was not handled, and answers
+    /// that the peer has not read. Without [`Session::asked_bytes`].
     pub const fn held_bytes(&self) -> usize {
-        self.decoder.buffered() + self.inbox.bytes() + self.outbox.bytes()
+        self.decoder.buffered() + self.inbox.bytes() + self.outbox.bytes() - self.asked_bytes()
+    }
+
+    /// Bytes of requests of this side that wait for the socket.
+    pub const fn asked_bytes(&self) -> usize {
+        self.outbox.asked_bytes()
     }
 
     /// When the peer last sent something.

@@ -120,7 +120,12 @@ pub fn outbox(script: &mut Script<'_>, met: Met<'_>) {
                 "push" => {
                     let frame = frame(len);
                     let fits = oracle.fits(&frame);
-                    assert_eq!(outbox.push(frame.clone()), if fits { Ok(()) } else { Err(Full) });
+                    let is_asked = n.is_multiple_of(2);
+                    let push = if is_asked { Outbox::push_asked } else { Outbox::push };
+                    assert_eq!(
+                        push(&mut outbox, frame.clone()),
+                        if fits { Ok(()) } else { Err(Full) }
+                    );
                     if fits {
                         oracle.push(frame);
                     } else {
@@ -190,6 +195,7 @@ pub fn outbox(script: &mut Script<'_>, met: Met<'_>) {
         pop_both(&mut outbox, &mut oracle);
     }
     assert_eq!(outbox.pop(), None);
+    assert_eq!((outbox.bytes(), outbox.asked_bytes()), (0, 0));
 }
 
 fn pop_both(outbox: &mut Outbox, oracle: &mut OutboxOracle) {

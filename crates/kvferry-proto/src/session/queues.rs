@@ -26,8 +26,11 @@ pub(super) struct Full;
 /// front of them does not look like silence.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
-    frames: VecDeque<Vec<u8>>,
+    /// Each with whether it is a request of this side.
+    frames: VecDeque<(Vec<u8>, bool)>,
     bytes: usize,
+    /// Those of requests of this side.
+    asked_bytes: usize,
     /// Frames of the handshake at the front, which no heartbeat overtakes.
     pinned: usize,
     ping: Option<Ping>,
@@ -58,6 +61,15 @@ impl Outbox {
         Ok(())
     }
 
+    /// Queues a request of this side.
+    pub(super) fn push_asked(&mut self, frame: Vec<u8>) -> Result<(), Full> {
+        self.check_room(&frame)?;
+        self.asked_bytes += frame.len();
+        self.bytes += frame.len();
+        self.frames.push_back((frame, true));
+        Ok(())
+    }
+
     fn check_room(&self, frame: &[u8]) -> Result<(), Full> {
         let frames = self.frames.len() + self.waiting.len();
         if frames >= OUTBOX_MAX || self.bytes + frame.len() > OUTBOX_BYTES_MAX {
@@ -69,7 +81,7 @@ impl Outbox {
     /// For the handful of frames that end a session.
     pub(super) fn push_unbounded(&mut self, frame: Vec<u8>) {
         self.bytes += frame.len();
-        self.frames.push_back(frame);
+        self.frames.push_back((frame, false));
     }
 
     pub(super) fn set_ping(&mut self, ping: Ping) {
@@ -97,7 +109,7 @@ impl Outbox {
 
     /// No frame waits any more.
     pub(super) fn release(&mut self) {
-        self.frames.extend(self.waiting.drain(..));
+        self.frames.extend(self.waiting.drain(..).map(|frame| (frame, false)));
     }
 
     /// Drops pending heartbeats and frames that wait: nothing may follow a `Close`.
@@ -116,6 +128,11 @@ impl Outbox {
     /// Bytes of frames that wait.
     pub(super) const fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Bytes of requests of this side among them.
+    pub(super) const fn asked_bytes(&self) -> usize {
+        self.asked_bytes
     }
 
     pub(super) const fn said_bytes(&self) -> u64 {
@@ -141,8 +158,9 @@ impl Outbox {
                 return Some(encode(&Message::Ping(ping)));
             }
         }
-        let frame = self.frames.pop_front()?;
+        let (frame, is_asked) = self.frames.pop_front()?;
         self.bytes -= frame.len();
+        self.asked_bytes -= if is_asked { frame.len() } else { 0 };
         self.said_bytes += frame.len() as u64;
         self.pinned = self.pinned.saturating_sub(1);
         Some(frame)

@@ -191,7 +191,8 @@ impl Control {
         }
     }
 
-    /// Counts the memory that the peer makes this side hold; ends the session if that is too much.
+    /// Counts the memory that the peer makes this side hold; ends the session if that is too much. Requests of this side
+    /// are not counted here: their queue refuses them.
     fn check_memory(&mut self, now: Timestamp) {
         let held_bytes = self.native.held_bytes() + self.link.messages.untaken().1;
         if self.account.hold(held_bytes) || !self.session().is_established() {

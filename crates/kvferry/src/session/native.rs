@@ -64,6 +64,8 @@ struct Wire {
     /// Frames of which `at` bytes were written.
     out: Vec<u8>,
     at: usize,
+    /// Bytes of requests of this side among them.
+    asked: usize,
 }
 
 /// The quota has no room for another stream.
@@ -141,17 +143,18 @@ impl Native {
     fn write_frames(&self, core: &Core, now: Timestamp) -> Wrote {
         let mut wire = lock(&self.wire);
         // Frames may be left: with `All`, `write` would try again for ever.
-        let Wire { socket: Some(socket), out, at } = &mut *wire else { return Wrote::Lost };
+        let Wire { socket: Some(socket), out, at, asked } = &mut *wire else { return Wrote::Lost };
         loop {
             if *at == out.len() {
-                (*at, *out) = (0, Vec::new());
+                (*at, *asked, *out) = (0, 0, Vec::new());
                 let mut session = self.session();
-                let said_bytes = session.said_bytes();
+                let (said_bytes, asked_bytes) = (session.said_bytes(), session.asked_bytes());
                 while out.len() < WRITTEN_TOGETHER
                     && let Some(frame) = session.poll_transmit()
                 {
                     if out.is_empty() { *out = frame } else { out.extend(frame) }
                 }
+                *asked = asked_bytes - session.asked_bytes();
                 core.counters.control_bytes_sent.add(session.said_bytes() - said_bytes);
                 if out.is_empty() {
                     return Wrote::All;
@@ -161,7 +164,7 @@ impl Native {
                 Ok(n) => *at += n,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Wrote::Full,
                 Err(_) => {
-                    (*at, *out) = (0, Vec::new());
+                    (*at, *asked, *out) = (0, 0, Vec::new());
                     self.session().transport_closed(now);
                     return Wrote::Lost;
                 }
@@ -169,11 +172,11 @@ impl Native {
         }
     }
 
-    /// Bytes of messages that this side holds for the peer.
+    /// Bytes that the peer makes this side hold: what it sends, and answers that it does not read.
     pub(crate) fn held_bytes(&self) -> usize {
         let unwritten = {
             let wire = lock(&self.wire);
-            wire.out.len() - wire.at
+            (wire.out.len() - wire.at).min(wire.out.len() - wire.asked)
         };
         unwritten + self.session().held_bytes()
     }

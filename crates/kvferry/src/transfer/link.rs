@@ -229,6 +229,7 @@ impl Link {
         permits_max: usize,
     ) -> Arc<Self> {
         let lanes = Lanes::new(core.sizing.streams_per_peer, permits_max);
+        let account = core.peer_memory.account(peer_addr.ip());
         Arc::new(Self {
             core,
             address,
@@ -237,7 +238,7 @@ impl Link {
             routes: RwLock::default(),
             obstacle: OnceLock::new(),
             lanes,
-            messages: MessageQueue::default(),
+            messages: MessageQueue::new(account),
             in_flight: AtomicUsize::new(0),
             copying: AtomicUsize::new(0),
             watched: AtomicBool::new(false),

@@ -1,13 +1,16 @@
 //! The queue of messages for the control connection.
 
+use crate::peer_memory::Account;
 use crate::sync::{Mutex, lock};
 use std::collections::VecDeque;
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct MessageQueue(Mutex<Queue>);
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Queue {
+    /// Memory of messages that the peer has not taken.
+    account: Account,
     waiting: VecDeque<Vec<u8>>,
     waiting_bytes: usize,
     /// Sent and not answered yet.
@@ -28,18 +31,52 @@ pub(crate) const WAITING_BYTES_MAX: usize = 16 * 1024 * 1024;
 pub(crate) const SENT_MAX: usize = 256;
 pub(crate) const SENT_BYTES_MAX: usize = 1024 * 1024;
 
+/// Why a message is not queued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Full {
+    /// The session's queue is full.
+    Queue,
+    /// All peers make this agent hold as much memory as they may.
+    Memory,
+}
+
+impl Queue {
+    /// Counts the messages that the peer has not taken, and `more` bytes. False if that is more than it may be; less than
+    /// before is always granted.
+    fn hold(&mut self, more: usize) -> bool {
+        let bytes = self.waiting_bytes + self.sent_bytes + more;
+        self.account.hold(bytes)
+    }
+}
+
 impl MessageQueue {
-    /// False if the queue is full.
-    pub(crate) fn push(&self, message: Vec<u8>) -> bool {
+    /// `account` is for the messages that wait until the peer takes them.
+    pub(crate) fn new(account: Account) -> Self {
+        Self(Mutex::new(Queue {
+            account,
+            waiting: VecDeque::new(),
+            waiting_bytes: 0,
+            sent: 0,
+            sent_bytes: 0,
+            busy: false,
+            untaken: 0,
+            untaken_bytes: 0,
+        }))
+    }
+
+    pub(crate) fn push(&self, message: Vec<u8>) -> Result<(), Full> {
         let mut queue = lock(&self.0);
         if queue.waiting.len() >= WAITING_MAX
             || queue.waiting_bytes + message.len() > WAITING_BYTES_MAX
         {
-            return false;
+            return Err(Full::Queue);
+        }
+        if !queue.hold(message.len()) {
+            return Err(Full::Memory);
         }
         queue.waiting_bytes += message.len();
         queue.waiting.push_back(message);
-        true
+        Ok(())
     }
 
     /// The next message to send. `None` if the queue is empty, too many messages are in progress,
@@ -94,5 +131,26 @@ impl MessageQueue {
         let mut queue = lock(&self.0);
         queue.sent -= 1;
         queue.sent_bytes -= len;
+        let _ = queue.hold(0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::peer_memory::{FREE_PER_CONNECTION, PeerMemory};
+
+    #[test]
+    fn without_memory_a_message_beyond_what_is_free_is_refused_until_others_were_taken() {
+        let memory = PeerMemory::new(0);
+        let queue = MessageQueue::new(memory.account([10, 0, 0, 1].into()));
+        let message = vec![7; FREE_PER_CONNECTION / 2];
+        assert_eq!(queue.push(message.clone()), Ok(()));
+        assert_eq!(queue.push(message.clone()), Ok(()));
+        assert_eq!(queue.push(vec![7]), Err(Full::Memory));
+        let sent = queue.next(false).expect("the first one");
+        assert_eq!(queue.push(vec![7]), Err(Full::Memory), "it was not taken");
+        queue.answered(sent.len());
+        assert_eq!(queue.push(message), Ok(()));
     }
 }

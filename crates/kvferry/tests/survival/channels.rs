@@ -56,11 +56,17 @@ impl MessageHandler for MessageLog {
 }
 
 fn writer() -> (Agent, Arc<MessageLog>) {
-    let (agent, log) = (agent(), Arc::new(MessageLog::default()));
+    let agent = agent();
+    let log = listens(&agent);
+    (agent, log)
+}
+
+fn listens(agent: &Agent) -> Arc<MessageLog> {
+    let log = Arc::new(MessageLog::default());
     agent
         .set_message_handler(Arc::clone(&log) as Arc<dyn MessageHandler>)
         .expect("the first handler");
-    (agent, log)
+    log
 }
 
 fn echo() -> (Child, String) {
@@ -152,7 +158,9 @@ fn a_long_message_is_refused_and_a_peer_without_a_handler_ends_the_session() {
 #[test]
 fn messages_to_a_stopped_peer_use_bounded_memory() {
     let _bound = bounded();
-    let (agent, log) = writer();
+    let builder = Agent::builder().peer_memory(1024 * MIB as u64).silence(SILENCE);
+    let agent = builder.start().expect("an agent");
+    let log = listens(&agent);
     let (child, address) = echo();
     let channel = channel_to(&agent, &address);
     child.stop();
@@ -190,6 +198,31 @@ impl MessageHandler for Late {
     }
 
     fn ended(&self, _: &Channel, _: &Error) {}
+}
+
+#[test]
+fn a_message_that_finds_no_memory_is_refused_and_the_session_goes_on() {
+    let _bound = bounded();
+    let budget = 16 * MIB;
+    let builder = Agent::builder().peer_memory(budget as u64).silence(NEVER);
+    let agent = builder.start().expect("an agent");
+    let log = listens(&agent);
+    let mut config = peer_config();
+    config["silence_ms"] = json!(NEVER.as_millis() as u64);
+    let (mut child, address) = Child::with_agent(config);
+    child.call(json!({"op": "echo"}));
+    let channel = channel_to(&agent, &address);
+    child.stop();
+    let message = vec![7; 256 * KIB];
+    let sent = (0..).take_while(|_| channel.send(message.clone()).is_ok()).count();
+    let busy = channel.send(message.clone()).expect_err("as before");
+    assert_eq!(busy.kind(), ErrorKind::Busy, "{busy}");
+    assert!(channel.end().is_none() && agent.stats().peer_memory_refused > 0);
+    assert!((2..=1 + budget / 5 / message.len()).contains(&sent), "{sent} messages");
+    child.resume();
+    eventually("the echoes arrive", || log.messages().len() == sent);
+    eventually("the memory is released", || agent.stats().peer_memory_bytes == 0);
+    channel.send(message).expect("there is room again");
 }
 
 #[test]
