@@ -98,7 +98,8 @@ pub struct Config {
     pub timeout_ms: u64,
     /// Bytes that all peers together may make the agent hold: heads of requests, control messages, and
     /// answers that they do not read, beyond 64 KiB for each connection in each direction. One host gets at most a fifth of
-    /// it, and all hosts of one network a third. At least 16 MiB. Requests and sessions that need more end with `Busy`.
+    /// it, and all hosts of one network a third; messages that wait
+    /// for slow peers get a half of it. At least 16 MiB. Requests and sessions that need more end with `Busy`.
     pub peer_memory: Option<u64>,
     /// Whether the agent serves stock Mooncake peers. Opens a second port.
     pub mooncake: bool,

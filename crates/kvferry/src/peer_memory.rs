@@ -6,10 +6,15 @@
 //! connection holds beyond [`FREE_PER_CONNECTION`] comes from one budget
 //! ([`Config::peer_memory`](crate::Config::peer_memory)).
 //!
-//! The budget is shared by dynamic thresholds, as the buffers of a switch are: a host may hold a quarter of
-//! what is still free, and a network a half. One host alone gets a fifth of the budget, all hosts of one network a
-//! third, and hosts of ten networks leave a tenth to others. Hosts are told apart by their addresses ([`Origin`]), however many
-//! connections they open.
+//! A host that has too much can't give any of it back: what it holds are messages under way. So a host is refused more
+//! before all is taken, by dynamic thresholds, as the buffers of a switch are shared. A network may hold a half of
+//! what is still free, and a host as much as its network may still get. One host alone gets a fifth of the budget, and all
+//! hosts of one network get a third. Of those that take what they can, each further network gets two thirds of what the one
+//! before got, and each further host of a network two fifths. Hosts are told apart by their addresses ([`Origin`]),
+//! however many connections they open.
+//!
+//! Messages that this side queues for slow peers ([`Memory::Queued`]) take at most a half of the budget, and none of a
+//! host's thresholds for what it sends: a peer whose messages wait here can still send.
 
 use crate::sync::{Arc, Mutex, lock};
 use kvferry_proto::Origin;
@@ -25,9 +30,9 @@ pub(crate) const FREE_PER_CONNECTION: usize = 64 * 1024;
 pub(crate) const PEER_MEMORY_MIN: usize = 16 * 1024 * 1024;
 /// The smallest default.
 const DEFAULT_MIN: usize = 64 * 1024 * 1024;
-/// A host may hold this part of what is free, and so may a network.
-const HOSTS_PART: usize = 4;
+/// A network may hold this part of what is free, and messages that are queued may take this part of the budget.
 const NETWORKS_PART: usize = 2;
+const QUEUED_PART: usize = 2;
 /// The default is this part of the memory that the process may use.
 const DEFAULT_PART: usize = 64;
 
@@ -43,8 +48,24 @@ pub(crate) struct PeerMemory {
     held: Mutex<Held>,
 }
 
+/// What an account is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Memory {
+    /// What a connection's peer has sent, and answers that it does not read.
+    Received,
+    /// Messages of this side that a session's peer has not taken.
+    Queued,
+}
+
+/// Bytes by what they are for.
 #[derive(Debug, Default)]
 struct Held {
+    received: Part,
+    queued: Part,
+}
+
+#[derive(Debug, Default)]
+struct Part {
     total: usize,
     /// Never zero.
     by_holder: FxHashMap<Holder, usize>,
@@ -56,51 +77,67 @@ enum Holder {
     Network(IpAddr),
 }
 
-impl PeerMemory {
-    pub(crate) fn new(budget: usize) -> Arc<Self> {
-        Arc::new(Self { budget, held: Mutex::default() })
+impl Part {
+    fn of(&self, holder: Holder) -> usize {
+        self.by_holder.get(&holder).copied().unwrap_or(0)
     }
 
-    /// The account of a new connection.
-    pub(crate) fn account(self: &Arc<Self>, peer: IpAddr) -> Account {
-        Account { memory: Arc::clone(self), peer: Origin::from(peer), counted: 0 }
-    }
-
-    /// Bytes that are counted now.
-    pub(crate) fn held(&self) -> usize {
-        lock(&self.held).total
-    }
-
-    fn change(&self, peer: Origin, from: usize, to: usize) -> bool {
-        let mut held = lock(&self.held);
-        let total = held.total - from + to;
-        let free = self.budget.saturating_sub(total);
-        let holders = [
-            (Holder::Host(peer.host()), HOSTS_PART),
-            (Holder::Network(peer.network()), NETWORKS_PART),
-        ];
-        let after = holders.map(|(holder, part)| {
-            let before = held.by_holder.get(&holder).copied().unwrap_or(0);
-            (holder, before - from + to, free / part)
-        });
-        if to > from && after.iter().any(|(_, of_holder, most)| of_holder > most) {
+    /// Changes what a host holds, unless it may not have more within `budget`.
+    fn change(&mut self, peer: Origin, from: usize, to: usize, budget: usize) -> bool {
+        let (host, network) = (Holder::Host(peer.host()), Holder::Network(peer.network()));
+        let [total, of_host, of_network] =
+            [self.total, self.of(host), self.of(network)].map(|before| before - from + to);
+        let most = budget.saturating_sub(total) / NETWORKS_PART;
+        if to > from && of_host > most.saturating_sub(of_network) {
             return false;
         }
-        held.total = total;
-        for (holder, of_holder, _) in after {
-            match of_holder {
-                0 => drop(held.by_holder.remove(&holder)),
-                _ => drop(held.by_holder.insert(holder, of_holder)),
+        self.total = total;
+        for (holder, bytes) in [(host, of_host), (network, of_network)] {
+            match bytes {
+                0 => drop(self.by_holder.remove(&holder)),
+                _ => drop(self.by_holder.insert(holder, bytes)),
             }
         }
         true
     }
 }
 
+impl PeerMemory {
+    pub(crate) fn new(budget: usize) -> Arc<Self> {
+        Arc::new(Self { budget, held: Mutex::default() })
+    }
+
+    /// The account of a new connection, or of the messages of a new session.
+    pub(crate) fn account(self: &Arc<Self>, peer: IpAddr, memory: Memory) -> Account {
+        Account { of: Arc::clone(self), memory, peer: Origin::from(peer), counted: 0 }
+    }
+
+    /// Bytes that are counted now.
+    pub(crate) fn held(&self) -> usize {
+        let held = lock(&self.held);
+        held.received.total + held.queued.total
+    }
+
+    fn change(&self, memory: Memory, peer: Origin, from: usize, to: usize) -> bool {
+        let mut held = lock(&self.held);
+        let Held { received, queued } = &mut *held;
+        match memory {
+            Memory::Received => {
+                received.change(peer, from, to, self.budget.saturating_sub(queued.total))
+            }
+            Memory::Queued => {
+                let left = self.budget.saturating_sub(received.total);
+                queued.change(peer, from, to, left.min(self.budget / QUEUED_PART))
+            }
+        }
+    }
+}
+
 /// What one connection holds. Dropping it gives all of it back.
 #[derive(Debug)]
 pub(crate) struct Account {
-    memory: Arc<PeerMemory>,
+    of: Arc<PeerMemory>,
+    memory: Memory,
     peer: Origin,
     /// Bytes beyond [`FREE_PER_CONNECTION`].
     counted: usize,
@@ -116,7 +153,7 @@ impl Account {
         if counted == self.counted {
             return true;
         }
-        let is_granted = self.memory.change(self.peer, self.counted, counted);
+        let is_granted = self.of.change(self.memory, self.peer, self.counted, counted);
         if is_granted {
             self.counted = counted;
         }
@@ -127,7 +164,7 @@ impl Account {
 impl Drop for Account {
     fn drop(&mut self) {
         if self.counted > 0 {
-            self.memory.change(self.peer, self.counted, 0);
+            self.of.change(self.memory, self.peer, self.counted, 0);
         }
     }
 }
@@ -143,10 +180,14 @@ mod tests {
         address.parse().expect("an address")
     }
 
+    fn received(memory: &Arc<PeerMemory>, peer: IpAddr) -> Account {
+        memory.account(peer, Memory::Received)
+    }
+
     /// Connections of a peer that take as much as they get, 1 MiB each.
     fn greedy(memory: &Arc<PeerMemory>, peer: IpAddr) -> Vec<Account> {
         let connection = || {
-            let mut account = memory.account(peer);
+            let mut account = received(memory, peer);
             let steps = (1..=16).take_while(|n| account.hold(n * STEP)).count();
             (steps > 0).then_some(account)
         };
@@ -159,13 +200,13 @@ mod tests {
         let all = greedy(&memory, ip("10.0.0.1"));
         assert!(memory.held() <= BUDGET / 5 && memory.held() > BUDGET / 5 - 2 * STEP);
         // An IPv4 peer is the same in either notation.
-        assert!(!memory.account(ip("::ffff:10.0.0.1")).hold(FREE_PER_CONNECTION + STEP));
-        let mut other = memory.account(ip("10.0.1.1"));
+        assert!(!received(&memory, ip("::ffff:10.0.0.1")).hold(FREE_PER_CONNECTION + STEP));
+        let mut other = received(&memory, ip("10.0.1.1"));
         assert!(other.hold(BUDGET / 8), "others have a fifth of what is left");
-        let mut neighbour = memory.account(ip("10.0.0.2"));
+        let mut neighbour = received(&memory, ip("10.0.0.2"));
         assert!(neighbour.hold(BUDGET / 20), "its network has more than one host gets");
         drop((all, other, neighbour));
-        assert_eq!((memory.held(), lock(&memory.held).by_holder.len()), (0, 0));
+        assert_eq!((memory.held(), lock(&memory.held).received.by_holder.len()), (0, 0));
     }
 
     #[test]
@@ -174,7 +215,7 @@ mod tests {
         let greedy: Vec<_> = (1..=10)
             .flat_map(|network| greedy(&memory, ip(&format!("10.0.{network}.1"))))
             .collect();
-        let mut honest = memory.account(ip("10.1.0.1"));
+        let mut honest = received(&memory, ip("10.1.0.1"));
         assert!(honest.hold(1024 * 1024), "{} of {BUDGET} are held", memory.held());
         drop(greedy);
     }
@@ -187,18 +228,52 @@ mod tests {
             let all: Vec<_> = hosts.flat_map(|host| greedy(&memory, host)).collect();
             let held = memory.held();
             assert!(held <= BUDGET / 3 && held > BUDGET / 4, "{held} by {}", all.len());
-            let mut honest = memory.account(ip("192.168.0.1"));
+            let mut honest = received(&memory, ip("192.168.0.1"));
             assert!(honest.hold(BUDGET / 8), "{held} of {BUDGET} are held");
         }
     }
 
     #[test]
+    fn greedy_hosts_leave_room_to_another_of_their_network() {
+        let memory = PeerMemory::new(BUDGET);
+        let hosts = (1..=3).map(|host| ip(&format!("10.0.0.{host}")));
+        let greedy: Vec<_> = hosts.flat_map(|host| greedy(&memory, host)).collect();
+        let mut neighbour = received(&memory, ip("10.0.0.99"));
+        assert!(neighbour.hold(BUDGET / 100), "{} of {BUDGET} are held", memory.held());
+        drop(greedy);
+    }
+
+    #[test]
+    fn messages_that_are_queued_leave_room_for_what_their_hosts_send() {
+        let memory = PeerMemory::new(BUDGET);
+        let queue = |peer| {
+            let mut account = memory.account(peer, Memory::Queued);
+            let steps = (1..).take_while(|n| account.hold(n * STEP)).count();
+            (steps * STEP, account)
+        };
+        let mut all = vec![queue(ip("10.0.0.1"))];
+        let of_first = all[0].0;
+        assert!(
+            (BUDGET / 12..=BUDGET / 10 + FREE_PER_CONNECTION).contains(&of_first),
+            "{of_first}"
+        );
+        let mut sent = received(&memory, ip("10.0.0.1"));
+        assert!(sent.hold(BUDGET / 6), "almost as much as without messages");
+        drop(sent);
+        all.extend((1..=99).map(|network| queue(ip(&format!("10.0.{network}.1")))));
+        assert!((BUDGET / 3..=BUDGET / 2).contains(&memory.held()), "{}", memory.held());
+        assert!(received(&memory, ip("10.0.0.1")).hold(BUDGET / 10), "as much as of a half");
+        drop(all);
+        assert_eq!((memory.held(), lock(&memory.held).queued.by_holder.len()), (0, 0));
+    }
+
+    #[test]
     fn what_is_free_for_a_connection_is_not_counted_and_less_is_always_granted() {
         let memory = PeerMemory::new(0);
-        let mut account = memory.account(ip("10.0.0.1"));
+        let mut account = received(&memory, ip("10.0.0.1"));
         assert!(account.hold(FREE_PER_CONNECTION) && !account.hold(FREE_PER_CONNECTION + 1));
         let memory = PeerMemory::new(BUDGET);
-        let mut first = memory.account(ip("10.0.0.1"));
+        let mut first = received(&memory, ip("10.0.0.1"));
         assert!(first.hold(BUDGET / 8));
         assert!(first.hold(BUDGET / 16) && memory.held() == BUDGET / 16 - FREE_PER_CONNECTION);
     }

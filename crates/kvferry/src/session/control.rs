@@ -5,7 +5,7 @@ use crate::channel::{Channel, Message};
 use crate::error::{Error, ErrorKind};
 use crate::host::keep_control_alive;
 use crate::memory::gate::Gate;
-use crate::peer_memory::Account;
+use crate::peer_memory::{Account, Memory};
 use crate::reactor::{Cause, Cx, Handler, Next, now};
 use crate::session::accept::{Admission, is_full, refuse};
 use crate::session::connect::Attempt;
@@ -138,7 +138,7 @@ impl Control {
         native: Arc<Native>,
         socket: Arc<Socket>,
     ) -> Self {
-        let account = link.core.peer_memory.account(link.peer_addr.ip());
+        let account = link.core.peer_memory.account(link.peer_addr.ip(), Memory::Received);
         Self {
             account,
             sessions: Arc::downgrade(sessions),

@@ -13,6 +13,7 @@ use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::region::RemoteRegion;
 use crate::notify::Notification;
+use crate::peer_memory::Memory;
 use crate::reactor::now;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Arc, OnceLock, RwLock, read, write};
@@ -229,7 +230,7 @@ impl Link {
         permits_max: usize,
     ) -> Arc<Self> {
         let lanes = Lanes::new(core.sizing.streams_per_peer, permits_max);
-        let account = core.peer_memory.account(peer_addr.ip());
+        let account = core.peer_memory.account(peer_addr.ip(), Memory::Queued);
         Arc::new(Self {
             core,
             address,

@@ -100,6 +100,7 @@ impl MessageQueue {
     pub(crate) fn drop_waiting(&self) {
         let mut queue = lock(&self.0);
         (queue.waiting, queue.waiting_bytes) = (VecDeque::new(), 0);
+        let _ = queue.hold(0);
     }
 
     /// Messages that wait to be sent, and their bytes.
@@ -138,12 +139,12 @@ impl MessageQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::peer_memory::{FREE_PER_CONNECTION, PeerMemory};
+    use crate::peer_memory::{FREE_PER_CONNECTION, Memory, PeerMemory};
 
     #[test]
     fn without_memory_a_message_beyond_what_is_free_is_refused_until_others_were_taken() {
         let memory = PeerMemory::new(0);
-        let queue = MessageQueue::new(memory.account([10, 0, 0, 1].into()));
+        let queue = MessageQueue::new(memory.account([10, 0, 0, 1].into(), Memory::Queued));
         let message = vec![7; FREE_PER_CONNECTION / 2];
         assert_eq!(queue.push(message.clone()), Ok(()));
         assert_eq!(queue.push(message.clone()), Ok(()));

@@ -11,7 +11,7 @@ use super::wire::{
 };
 use crate::memory::region::Backing;
 use crate::notify::Notification;
-use crate::peer_memory::Account;
+use crate::peer_memory::{Account, Memory};
 use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use kvferry_proto::{Handshakes, Timestamp, WireCode};
@@ -57,6 +57,7 @@ pub(super) fn accept(server: &Arc<MooncakeServer>, socket: Socket, len: u64, cx:
         cx.remote.wake(evicted);
     }
     core.counters.handshakes_pending.one();
+    let address = from.map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |from| from.ip());
     let conn = HandshakeConn {
         server: Arc::clone(server),
         socket,
@@ -64,9 +65,7 @@ pub(super) fn accept(server: &Arc<MooncakeServer>, socket: Socket, len: u64, cx:
         token,
         deadline: cx.now + DEADLINE,
         state: State::Reading { len, bytes: Vec::new() },
-        account: core
-            .peer_memory
-            .account(from.map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |from| from.ip())),
+        account: core.peer_memory.account(address, Memory::Received),
     };
     cx.remote.add(token, Box::new(conn));
 }

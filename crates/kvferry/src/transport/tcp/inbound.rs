@@ -10,7 +10,7 @@ use crate::memory::device::Wake;
 use crate::memory::gate::Gate;
 use crate::memory::region::Access;
 use crate::notify::Notification;
-use crate::peer_memory::Account;
+use crate::peer_memory::{Account, Memory};
 use crate::quota::Permit;
 use crate::reactor::{Cause, Cx, Handler, Next, now};
 use crate::transfer::drive::{RECEIVE_CHUNK, STEP_BYTES};
@@ -82,7 +82,7 @@ impl InboundStream {
         permit: Permit,
     ) -> Self {
         link.core.counters.streams.one();
-        let account = link.core.peer_memory.account(link.peer_addr.ip());
+        let account = link.core.peer_memory.account(link.peer_addr.ip(), Memory::Received);
         let lane = Target::new(Limits::default(), link.checksum(), guard, early);
         Self {
             link,
