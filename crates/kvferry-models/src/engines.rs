@@ -1,12 +1,18 @@
 //! Small engines, for what is said of whole engines.
 
-use kvferry_proto::RegionId;
 use kvferry_proto::engine_handshake::{EngineId, Introduced, Model, OwnEngine};
 use kvferry_proto::layout::{
     ContextShard, Encoding, Group, Heads, Kind, Layer, Layout, Packing, Plane, Region, Shape,
 };
 use kvferry_proto::plan::Topology;
+use kvferry_proto::{Origin, RegionId};
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
+
+/// Where all ranks are.
+pub fn here() -> Origin {
+    Origin::from(IpAddr::V4(Ipv4Addr::LOCALHOST))
+}
 
 /// A rank with these heads of layers of full attention, whose blocks lie in the region `id`. A row
 /// is a token.

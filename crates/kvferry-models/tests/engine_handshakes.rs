@@ -1,6 +1,6 @@
 //! What engine handshakes promise, one sentence each, in virtual time.
 
-use kvferry_models::engines::{card, introduced, model, own_engine, topology};
+use kvferry_models::engines::{card, here, introduced, model, own_engine, topology};
 use kvferry_proto::engine_handshake::{
     EngineHandshakeAction, EngineHandshakeMessage, EngineHandshakes, EngineId, Failure, Introduce,
     Model, OwnEngine, Pairing, Turned,
@@ -8,8 +8,9 @@ use kvferry_proto::engine_handshake::{
 use kvferry_proto::handoff::PeerId;
 use kvferry_proto::message::BODY_MAX;
 use kvferry_proto::plan::RANKS_MAX;
-use kvferry_proto::{Timestamp, WireCode};
+use kvferry_proto::{Origin, Timestamp, WireCode};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -143,9 +144,9 @@ impl Pair {
     fn deliver(&mut self, to_producer: bool, message: EngineHandshakeMessage) {
         self.arrived.push(message.clone());
         if to_producer {
-            self.producer.receive(CONSUMER, message);
+            self.producer.receive(CONSUMER, here(), message);
         } else {
-            self.consumer.receive(self.producer_id, message);
+            self.consumer.receive(self.producer_id, here(), message);
         }
         self.collect();
     }
@@ -316,24 +317,75 @@ fn who_waits_for_a_producer_is_forgotten_with_its_connection() {
     assert!(pair.pairing().cards.len() == 4);
 }
 
+fn question() -> Introduce {
+    Introduce { topology: topology(1, 4).encode(), model: Model::default(), ranks: Vec::new() }
+}
+
+/// The peers that a producer turns because it is busy.
+fn busy(producer: &mut EngineHandshakes) -> Vec<PeerId> {
+    let of = |action| match action {
+        EngineHandshakeAction::Send { to, message: EngineHandshakeMessage::Turned(turned) } => {
+            (turned.code == WireCode::Busy).then_some(to)
+        }
+        _ => None,
+    };
+    std::iter::from_fn(|| producer.poll()).filter_map(of).collect()
+}
+
+fn at(host: &str) -> Origin {
+    Origin::from(host.parse::<IpAddr>().expect("an address"))
+}
+
+#[test]
+fn i8_many_sessions_of_one_host_leave_questions_of_others_their_room() {
+    let mut producer = EngineHandshakes::new(RECONNECT, SILENCE);
+    let (host, other) = (at("10.0.0.1"), at("10.0.1.1"));
+    let many = 16 * RANKS_MAX as u64;
+    (0..many).for_each(|peer| producer.arrived(PeerId(peer), host, question().into()));
+    let all = producer.gauges()[1].1;
+    assert_eq!(busy(&mut producer).len(), many as usize - all);
+    for peer in many..many + RANKS_MAX as u64 {
+        producer.arrived(PeerId(peer), other, question().into());
+    }
+    let turned = busy(&mut producer);
+    assert!(turned.len() == RANKS_MAX && turned.iter().all(|peer| peer.0 < many), "{turned:?}");
+    // One that is repeated counts once.
+    (0..many).for_each(|_| producer.arrived(PeerId(many), other, question().into()));
+    assert_eq!((busy(&mut producer).len(), producer.gauges()[1].1), (0, all));
+    // So does one long question.
+    let long = Introduce { topology: vec![0; BODY_MAX / 2], ..question() };
+    for peer in 2 * many..3 * many {
+        producer.arrived(PeerId(peer), at("10.0.2.1"), long.clone().into());
+    }
+    let turned = busy(&mut producer);
+    assert!(turned.iter().all(|peer| peer.0 < many || peer.0 >= 2 * many), "{turned:?}");
+    producer.know(own_engine(THEIRS, 0, topology(1, 4), SMALL));
+    assert_eq!(producer.gauges()[1].1, 0);
+}
+
+#[test]
+fn i8_answers_that_no_handshake_waits_for_take_no_room() {
+    let mut consumer = EngineHandshakes::new(RECONNECT, SILENCE);
+    consumer.know(own_engine(OURS, 0, topology(1, 4), SMALL));
+    let answer = introduced(&producer(4, SMALL), 0..4);
+    consumer.arrived(PRODUCER, here(), answer.clone().into());
+    assert_eq!((consumer.has_work(), consumer.gauges()[1].1), (false, 0));
+    consumer.meet(1, PRODUCER, true, BUDGET, Timestamp::default());
+    consumer.arrived(PRODUCER, here(), answer.into());
+    assert!(consumer.has_work());
+}
+
 #[test]
 fn i8_no_more_wait_for_a_producer_than_an_engine_has_ranks_a_few_times() {
     let mut producer = EngineHandshakes::new(RECONNECT, SILENCE);
-    let (model, ranks) = (Model::default(), Vec::new());
-    let ask = Introduce { topology: topology(1, 4).encode(), model, ranks };
     let many = 16 * RANKS_MAX as u64;
     for peer in 0..many {
-        producer.receive(PeerId(peer), ask.clone().into());
+        producer.receive(PeerId(peer), here(), question().into());
     }
     let (_, waiting) = producer.gauges()[1];
     assert!((RANKS_MAX..many as usize).contains(&waiting), "{waiting}");
     // The others hear it at once.
-    let is_busy = |action: &EngineHandshakeAction| {
-        let EngineHandshakeAction::Send { message, .. } = action else { return false };
-        matches!(message, EngineHandshakeMessage::Turned(turned) if turned.code == WireCode::Busy)
-    };
-    let busy = std::iter::from_fn(|| producer.poll()).filter(is_busy).count();
-    assert_eq!(busy, many as usize - waiting);
+    assert_eq!(busy(&mut producer).len(), many as usize - waiting);
     producer.know(own_engine(THEIRS, 0, topology(1, 4), SMALL));
     let answers = std::iter::from_fn(|| producer.poll()).count();
     assert_eq!((answers, producer.gauges()[1].1), (waiting, 0));
@@ -668,7 +720,7 @@ fn i12_a_meeting_that_moves_to_another_life_is_kept_and_starts_over_there() {
     assert!(pair.watched.remove(&PRODUCER) && pair.watched.insert(later));
     pair.producer_id = later;
     // What the life before said late is nothing to the meeting.
-    pair.consumer.receive(PRODUCER, introduced(&producer(4, BIG), 2..4).into());
+    pair.consumer.receive(PRODUCER, here(), introduced(&producer(4, BIG), 2..4).into());
     pair.reconnect();
     pair.work();
     assert_eq!(pair.asked(), [vec![], vec![], vec![2, 3]]);

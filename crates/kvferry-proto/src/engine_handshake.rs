@@ -18,28 +18,37 @@
 //! The handshake happens once per pair of engine lives; handoffs do not need it again. A rank that
 //! does not know its own engine yet answers when it does. Cards are not interpreted here.
 //!
+//! Messages wait until the driver works them out; of each peer, the last one of its kind does. Peers share the room
+//! for them ([`crate::Shares`]): the peer that has most of it gets [`WireCode::Busy`] where another one needs room.
+//!
 //! # How a driver runs it
 //!
-//! [`EngineHandshakes`] is one rank's side, in both roles. Its methods fall into four classes, as those
+//! [`EngineHandshakes`] is one rank's side, in both roles. Its methods fall into five classes, as those
 //! of [`crate::session`] do.
 //!
-//! * **What happened** goes in: [`EngineHandshakes::meet`], [`EngineHandshakes::know`],
-//!   [`EngineHandshakes::receive`], [`EngineHandshakes::met`], [`EngineHandshakes::lost`],
+//! * **What happened** goes in: [`EngineHandshakes::meet`], [`EngineHandshakes::set_own`],
+//!   [`EngineHandshakes::arrived`], [`EngineHandshakes::met`], [`EngineHandshakes::lost`],
 //!   [`EngineHandshakes::moved`].
+//! * **Messages that wait** are worked out one by one: [`EngineHandshakes::examine`], [`Examination::run`],
+//!   [`EngineHandshakes::accept`].
 //! * **What to do** comes out of [`EngineHandshakes::poll`], one action at a time.
 //! * **Time**: [`EngineHandshakes::expire`] is due at [`EngineHandshakes::next_timeout`].
-//! * **Queries** change nothing: [`EngineHandshakes::gauges`].
+//! * **Queries** change nothing: [`EngineHandshakes::has_work`], [`EngineHandshakes::gauges`].
 //!
-//! After each call of a method of the first or third class the driver polls until there is no
-//! action left, and carries the actions out in order.
+//! After each call that is not a query the driver polls until there is no action left, and carries the
+//! actions out in order.
 //!
 //! Decoding a topology and routing between two of them takes milliseconds for engines of hundreds of
-//! ranks. A driver that keeps the machine behind a lock does that part without it:
-//! [`EngineHandshakes::examine`], [`Examination::run`], [`EngineHandshakes::accept`].
+//! ranks. [`Examination::run`] does that, and needs no lock behind which the driver keeps the machine.
+//! [`EngineHandshakes::know`] and [`EngineHandshakes::receive`] do all of it in one call.
 
+mod waiting;
+
+use self::waiting::{Kind, Waiting};
 use crate::code::WireCode;
 use crate::handoff::PeerId;
 use crate::message::{BODY_MAX, DETAIL_MAX, MessageError, at_most, bodies, messages, refused};
+use crate::origin::Origin;
 use crate::plan::{RANKS_MAX, Routing, Topology};
 use crate::text::truncated;
 use crate::time::Timestamp;
@@ -55,11 +64,6 @@ const ADDRESS_MAX: usize = crate::message::ADVERTISED_MAX;
 
 /// Bytes of cards in one answer at most. One longer card may be sent alone.
 const CARDS_MAX: usize = BODY_MAX / 2;
-
-/// Bounds on the questions that are kept until this rank knows its own engine: their number, and
-/// their bytes.
-const WAITING_MAX: usize = 4 * RANKS_MAX;
-const WAITING_BYTES_MAX: usize = 64 * 1024 * 1024;
 
 /// Bounds of a [`Model`]: properties, and bytes of the name or the value of one.
 const PROPERTIES_MAX: usize = 16;
@@ -304,8 +308,7 @@ pub struct EngineHandshakes {
     /// The silence limit of the sessions; see [`EngineHandshakes::lost`].
     silence: Duration,
     meetings: HashMap<PeerId, Meeting>,
-    /// Questions that arrived before this rank knew its own engine; the latest of each peer.
-    waiting: HashMap<PeerId, Introduce>,
+    waiting: Waiting,
     actions: VecDeque<EngineHandshakeAction>,
 }
 
@@ -339,28 +342,25 @@ impl EngineHandshakes {
             reconnect,
             silence,
             meetings: HashMap::new(),
-            waiting: HashMap::new(),
+            waiting: Waiting::default(),
             actions: VecDeque::new(),
         }
     }
 
-    /// Sets this rank's engine and answers the questions that waited for it. Repeats its own
-    /// questions, because earlier answers were for another engine.
+    /// Sets this rank's engine and works out what waited for it: [`EngineHandshakes::set_own`] and
+    /// [`EngineHandshakes::work_out`].
     pub fn know(&mut self, own: OwnEngine) {
-        for (from, message) in self.set_own(own) {
-            self.receive(from, message);
-        }
+        self.set_own(own);
+        self.work_out();
     }
 
-    /// As [`EngineHandshakes::know`], but returns the questions that waited. Each must be received
-    /// again.
-    #[must_use]
-    pub fn set_own(&mut self, own: OwnEngine) -> Vec<(PeerId, EngineHandshakeMessage)> {
+    /// Sets this rank's engine: what has arrived can be worked out. Repeats its own questions, because
+    /// earlier answers were for another engine.
+    pub fn set_own(&mut self, own: OwnEngine) {
         self.own = Some(Arc::new(own));
         self.meetings.values_mut().for_each(|meeting| meeting.heard = None);
         let meetings: Vec<_> = self.meetings.keys().copied().collect();
         meetings.into_iter().for_each(|peer| self.say(peer));
-        self.waiting.drain().map(|(peer, introduce)| (peer, introduce.into())).collect()
     }
 
     /// Begins a handshake with the engine of the rank `peer`. It ends with
@@ -389,15 +389,64 @@ impl EngineHandshakes {
         }
     }
 
-    /// A message arrived from a peer: [`EngineHandshakes::examine`], [`Examination::run`] and
-    /// [`EngineHandshakes::accept`] in one call.
-    pub fn receive(&mut self, from: PeerId, message: EngineHandshakeMessage) {
-        let examination = self.examine(from, message).run();
-        self.accept(examination);
+    /// A message arrived from a peer, whose session comes from `origin`. It waits, in place of an earlier one
+    /// of its kind. An answer that no handshake waits for is dropped.
+    pub fn arrived(&mut self, from: PeerId, origin: Origin, message: EngineHandshakeMessage) {
+        let is_wanted = match &message {
+            EngineHandshakeMessage::Introduce(_) => true,
+            EngineHandshakeMessage::Introduced(_) | EngineHandshakeMessage::Turned(_) => {
+                self.own.is_some() && self.meetings.contains_key(&from)
+            }
+            EngineHandshakeMessage::Unknown { .. } => false,
+        };
+        if is_wanted {
+            self.waiting.add(from, origin, message);
+        }
+        while let Some((peer, kind)) = self.waiting.pop_excess() {
+            self.drop_message(peer, kind);
+        }
     }
 
-    /// Begins to handle a message. Takes microseconds, as [`EngineHandshakes::accept`] does.
-    pub fn examine(&self, from: PeerId, message: EngineHandshakeMessage) -> Examination {
+    /// There is no room for a message of a peer that has more of it than others.
+    fn drop_message(&mut self, peer: PeerId, kind: Kind) {
+        let code = WireCode::Busy;
+        let detail = "too many messages of engine handshakes wait".to_owned();
+        if kind == Kind::Introduce {
+            let message = Turned { code, detail, addresses: Vec::new() }.into();
+            self.actions.push_back(EngineHandshakeAction::Send { to: peer, message });
+        } else {
+            let addresses = self.addresses_of(peer);
+            self.end(peer, &Err(Failure { code, detail, addresses }));
+        }
+    }
+
+    /// [`EngineHandshakes::arrived`], and works out what has arrived.
+    pub fn receive(&mut self, from: PeerId, origin: Origin, message: EngineHandshakeMessage) {
+        self.arrived(from, origin, message);
+        self.work_out();
+    }
+
+    /// Works out what has arrived.
+    pub fn work_out(&mut self) {
+        while let Some(examination) = self.examine() {
+            self.accept(examination.run());
+        }
+    }
+
+    /// Whether [`EngineHandshakes::examine`] returns something.
+    pub fn has_work(&self) -> bool {
+        self.own.is_some() && self.waiting.len() > 0
+    }
+
+    /// Begins to handle the message that has waited longest. `None` if there is none, or if this rank does not
+    /// know its own engine. Takes microseconds, as [`EngineHandshakes::accept`] does.
+    pub fn examine(&mut self) -> Option<Examination> {
+        self.own.as_ref()?;
+        let (from, message) = self.waiting.pop()?;
+        Some(self.examination(from, message))
+    }
+
+    fn examination(&self, from: PeerId, message: EngineHandshakeMessage) -> Examination {
         let heard = self.meetings.get(&from).and_then(|meeting| meeting.heard.as_ref());
         let is_known = heard.is_some_and(|heard| {
             matches!(&message, EngineHandshakeMessage::Introduced(it) if it.engine == heard.engine)
@@ -415,24 +464,23 @@ impl EngineHandshakes {
         let examination = if is_same {
             examination
         } else {
-            self.examine(examination.from, examination.message).run()
+            self.examination(examination.from, examination.message).run()
         };
         let Examination { from, message, finding, .. } = examination;
         match (message, finding) {
-            (EngineHandshakeMessage::Introduce(introduce), finding) => {
-                self.introduced_to(from, introduce, finding);
+            (EngineHandshakeMessage::Introduce(_), Finding::Answer(message, refusal)) => {
+                let refused =
+                    refusal.map(|detail| EngineHandshakeAction::Refused { peer: from, detail });
+                self.actions.extend(refused);
+                self.actions.push_back(EngineHandshakeAction::Send { to: from, message });
             }
             (EngineHandshakeMessage::Introduced(it), finding) => self.heard(from, it, finding),
             (EngineHandshakeMessage::Turned(turned), _) => {
-                // An answer that was not asked for is ignored.
-                if self.own.is_none() {
-                    return;
-                }
                 let Turned { code, detail, addresses } = turned;
                 let code = if code.is_ok() { WireCode::Malformed } else { code };
                 self.end(from, &Err(Failure { code, detail, addresses }));
             }
-            (EngineHandshakeMessage::Unknown { .. }, _) => {}
+            (EngineHandshakeMessage::Introduce(_) | EngineHandshakeMessage::Unknown { .. }, _) => {}
         }
     }
 
@@ -440,7 +488,7 @@ impl EngineHandshakes {
     /// less than a silence window before its session ended in silence waits for the rest of the window, as
     /// a handoff does.
     pub fn lost(&mut self, peer: PeerId, code: WireCode, gone: bool, now: Timestamp) {
-        self.waiting.remove(&peer);
+        self.waiting.remove(peer, Kind::Introduce);
         let Some(meeting) = self.meetings.get_mut(&peer) else { return };
         meeting.connected = false;
         let until = match gone {
@@ -528,25 +576,6 @@ impl EngineHandshakes {
         let (topology, model) = (own.topology.encode(), own.model.clone());
         let introduce = Introduce { topology, model, ranks };
         self.actions.push_back(EngineHandshakeAction::Send { to: peer, message: introduce.into() });
-    }
-
-    /// A rank of another engine wants to consume from this one.
-    fn introduced_to(&mut self, from: PeerId, introduce: Introduce, finding: Finding) {
-        if let Finding::Answer(message, refusal) = finding {
-            let refused =
-                refusal.map(|detail| EngineHandshakeAction::Refused { peer: from, detail });
-            self.actions.extend(refused);
-            return self.actions.push_back(EngineHandshakeAction::Send { to: from, message });
-        }
-        let bytes: usize = self.waiting.values().map(|it| it.topology.len()).sum();
-        if self.waiting.len() < WAITING_MAX && bytes + introduce.topology.len() <= WAITING_BYTES_MAX
-        {
-            self.waiting.insert(from, introduce);
-            return;
-        }
-        let detail = "too many ranks wait for this rank to know its own engine".to_owned();
-        let turned = Turned { code: WireCode::Busy, detail, addresses: Vec::new() };
-        self.actions.push_back(EngineHandshakeAction::Send { to: from, message: turned.into() });
     }
 
     /// A producing engine has described itself.

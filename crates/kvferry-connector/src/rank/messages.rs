@@ -54,9 +54,11 @@ impl MessageHandler for Handler {
             // Messages under way are lost even if there is another channel. Both sides repeat them there.
             let gone = (gone || !may_return) && !is_up;
             state.producer.lost(id, code, gone, now);
-            state.handshakes.lost(id, code, gone, now);
             if is_up {
+                // A question that waits may have come over the other channel, and is answered there.
                 state.producer.met(id);
+            } else {
+                state.handshakes.lost(id, code, gone, now);
             }
         }
         if let Some(supplier) = supplier {
@@ -94,7 +96,7 @@ impl Shared {
             false => state.peers.supplier(channel),
         };
         if let Some(from) = from {
-            state.queue_handshake(from, message);
+            state.handshakes.arrived(from, Origin::from(channel.peer_ip()), message);
         }
     }
 

@@ -239,9 +239,7 @@ impl Rank {
     /// Sets the engine that this rank belongs to. Until then, peers that ask for it wait.
     pub(crate) fn set_own_engine(&self, own: OwnEngine) -> Result<(), RankError> {
         self.change(|state, _| {
-            for (from, message) in state.handshakes.set_own(own) {
-                state.queue_handshake(from, message);
-            }
+            state.handshakes.set_own(own);
             Ok(())
         })
     }

@@ -8,9 +8,7 @@ use crate::clock::now;
 use crate::sync::lock;
 use kvferry::{Agent, Channel, Transfer};
 use kvferry_proto::Timestamp;
-use kvferry_proto::engine_handshake::{
-    EngineHandshakeMessage as HandshakeMessage, EngineHandshakes as Handshakes, Failure, Pairing,
-};
+use kvferry_proto::engine_handshake::{EngineHandshakes as Handshakes, Failure, Pairing};
 use kvferry_proto::handoff::{
     Consumer, HandoffId, Limits, Outcome, PeerId, Producer, ProducerRank, ReadId, Refusal,
 };
@@ -19,10 +17,6 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
-
-/// Messages of engine handshakes that wait at most. The rest is dropped: consumers ask again when
-/// their connection does.
-const HANDSHAKES_MAX: usize = 4096;
 
 /// How often reads of a handoff are tried again over a session that lives but for their streams. A
 /// fault that resets one stream of a peer may have reset all of them.
@@ -62,6 +56,8 @@ pub(super) struct Shared {
 pub(super) struct State {
     pub(super) producer: Producer,
     pub(super) consumer: Consumer,
+    /// The rank's thread takes their messages one by one and works them out without the lock: the agent's
+    /// control thread, which takes the lock for each message, must not wait for that.
     pub(super) handshakes: Handshakes,
     pub(super) peers: Peers,
     /// The mapper of each fetch; taken out while it is called.
@@ -73,10 +69,6 @@ pub(super) struct State {
     pub(super) notices: VecDeque<Notice>,
     /// First messages of new sessions, which leave before all others.
     pub(super) greetings: Vec<Outgoing>,
-    /// Messages of engine handshakes, by the peer they came from. The rank's thread takes them one by
-    /// one and works them out without the lock: the agent's control thread, which takes the lock
-    /// for each message, must not wait for that.
-    pub(super) inbox: VecDeque<(PeerId, HandshakeMessage)>,
     /// Reads that are left to the rank's thread.
     pub(super) left: Vec<Action>,
     /// The thread that does what the machines ask for.
@@ -134,7 +126,6 @@ impl Shared {
             events: VecDeque::new(),
             notices: VecDeque::new(),
             greetings: Vec::new(),
-            inbox: VecDeque::new(),
             left: Vec::new(),
             driver: None,
             is_left_more: false,
@@ -234,20 +225,6 @@ impl State {
         *retries <= RETRIES_MAX
     }
 
-    /// Queues a message of an engine handshake, in place of an earlier one of its kind.
-    pub(super) fn queue_handshake(&mut self, from: PeerId, message: HandshakeMessage) {
-        let is_earlier = |of: &PeerId, earlier: &HandshakeMessage| {
-            *of == from && earlier.kind() == message.kind()
-        };
-        self.inbox.retain(|(of, earlier)| !is_earlier(of, earlier));
-        if self.inbox.len() < HANDSHAKES_MAX {
-            self.inbox.push_back((from, message));
-        } else {
-            let max = HANDSHAKES_MAX;
-            kvferry::warn_limited!(max, "too many engine handshakes wait: one is dropped");
-        }
-    }
-
     /// Adds the address of the peer that an outcome is due to: its number is known only here.
     pub(super) fn with_address(&mut self, mut outcome: Outcome) -> Outcome {
         let Some(peer) = outcome.peer else { return outcome };
@@ -284,7 +261,8 @@ impl State {
             (Some(next), Some(due)) => next < due,
             (next, _) => next.is_some(),
         };
-        let has_work = !(self.left.is_empty() && self.notices.is_empty() && self.inbox.is_empty());
+        let is_left = !(self.left.is_empty() && self.notices.is_empty());
+        let has_work = is_left || self.handshakes.has_work();
         let is_unheard = self.consumer.unheard().next().is_some();
         self.closed || is_earlier || has_work || is_unheard || self.peers.are_changed()
     }

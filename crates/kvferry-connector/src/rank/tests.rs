@@ -2,7 +2,7 @@
 
 use super::*;
 use kvferry::{Channel, Message, MessageHandler};
-use kvferry_models::engines::{own_engine, topology};
+use kvferry_models::engines::{here, own_engine, topology};
 use kvferry_proto::engine_handshake::{
     EngineHandshakeMessage, EngineHandshakes, Failure, Introduce, Model, Pairing,
 };
@@ -44,7 +44,7 @@ fn the_rank_is_not_locked_while_an_engine_handshake_is_worked_out() {
     let mut machine = EngineHandshakes::new(Duration::ZERO, Duration::ZERO);
     machine.know(own);
     let began = Instant::now();
-    machine.receive(PeerId(1), question.clone().into());
+    machine.receive(PeerId(1), here(), question.clone().into());
     let takes = began.elapsed();
     let question = EngineHandshakeMessage::from(question).encode();
     let is_over = AtomicBool::new(false);

@@ -58,7 +58,7 @@ impl Shared {
             let unneeded = state.peers.take_unneeded();
             state.due = state.next_timeout().into_iter().chain(retry).min();
             let left = state.due.map(|due| due.saturating_since(self.now()));
-            let is_idle = unmet.is_empty() && state.inbox.is_empty();
+            let is_idle = unmet.is_empty() && !state.handshakes.has_work();
             drop(state);
             unneeded.iter().for_each(Peer::disconnect);
             for (address, peer) in unmet {
@@ -139,8 +139,7 @@ impl Shared {
 
     /// Works out the next message of an engine handshake, without the lock.
     fn work_out_handshake(&self, mut state: MutexGuard<'_, State>) {
-        let Some((from, message)) = state.inbox.pop_front() else { return };
-        let examination = state.handshakes.examine(from, message);
+        let Some(examination) = state.handshakes.examine() else { return };
         drop(state);
         let examination = examination.run();
         self.lock().handshakes.accept(examination);

@@ -1,6 +1,6 @@
 //! Messages of engine handshakes, and what two machines make of them.
 
-use crate::engines::{introduced, model, own_engine, topology};
+use crate::engines::{here, introduced, model, own_engine, topology};
 use kvferry_proto::engine_handshake::{
     EngineHandshakeAction, EngineHandshakeMessage, EngineHandshakes, Introduce, Introduced, Model,
     Turned,
@@ -55,7 +55,7 @@ fn check(message: &EngineHandshakeMessage) {
 fn asked(message: &EngineHandshakeMessage) {
     let mut machine = EngineHandshakes::new(Duration::ZERO, Duration::ZERO);
     machine.know(own_engine(1, 0, topology(RANKS, RANKS), 8));
-    machine.receive(STRANGER, message.clone());
+    machine.receive(STRANGER, here(), message.clone());
     let actions: Vec<_> = std::iter::from_fn(|| machine.poll()).collect();
     let sent = actions.iter().filter(|action| matches!(action, EngineHandshakeAction::Send { .. }));
     let is_question = matches!(message, EngineHandshakeMessage::Introduce(_));
@@ -69,7 +69,7 @@ fn told(message: &EngineHandshakeMessage) {
     let now = Timestamp::default();
     machine.know(own_engine(1, 0, topology(1, RANKS), 8));
     machine.meet(TICKET, STRANGER, true, BUDGET, now);
-    (0..3).for_each(|_| machine.receive(STRANGER, message.clone()));
+    (0..3).for_each(|_| machine.receive(STRANGER, here(), message.clone()));
     machine.expire(now + BUDGET);
     let (mut ended, mut watched) = (0, 0);
     while let Some(action) = machine.poll() {

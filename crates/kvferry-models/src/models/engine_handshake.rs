@@ -11,7 +11,7 @@
 //! another.
 
 use super::Model;
-use crate::engines::{card, own_engine, topology};
+use crate::engines::{card, here, own_engine, topology};
 use kvferry_proto::engine_handshake::{
     EngineHandshakeAction, EngineHandshakeMessage, EngineHandshakes, OwnEngine, Pairing,
 };
@@ -193,10 +193,10 @@ impl<'a> World<'a> {
         at.last = Some(message.clone());
         let (to_producer, message) = message;
         if to_producer {
-            at.machine.receive(CONSUMER, message);
+            at.machine.receive(CONSUMER, here(), message);
         } else {
             at.halfway = self.knows && at.watched;
-            self.consumer.receive(at.id, message);
+            self.consumer.receive(at.id, here(), message);
         }
         self.work();
     }

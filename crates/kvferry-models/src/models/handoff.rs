@@ -15,15 +15,15 @@
 //! connection, stalls; ranks are stopped, killed and started again.
 
 use super::Model;
+use crate::engines::here;
 use crate::pair::ms;
 use kvferry_proto::fuzzing::{Met, Script};
 use kvferry_proto::handoff::{
     BlockTable, Consumer, ConsumerAction, HandoffId, HandoffMessage, Limits, NULL_BLOCK, Need,
     Outcome, PeerId, Producer, ProducerAction, ProducerRank, Progress, ReadId, Refusal, Slice,
 };
-use kvferry_proto::{Origin, Timestamp, WireCode};
+use kvferry_proto::{Timestamp, WireCode};
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 pub const MODEL: Model = Model {
@@ -47,11 +47,6 @@ pub const MODEL: Model = Model {
     unreachable: &[],
     cases: (6000, 800),
 };
-
-/// Where all ranks are.
-fn here() -> Origin {
-    Origin::from(IpAddr::V4(Ipv4Addr::LOCALHOST))
-}
 
 const CUT: &str = "disconnect";
 const PARTITION: &str = "partition";
