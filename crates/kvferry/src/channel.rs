@@ -197,7 +197,7 @@ impl Channel {
     /// Runs the heartbeat to the peer until the [`Watch`] is dropped, as during a transfer. Needed
     /// while this side waits for a message from the peer: without it, silence is not noticed.
     pub fn watch(&self) -> Watch {
-        self.0.begin();
+        self.0.begin_watch();
         Watch(Arc::clone(&self.0))
     }
 }
@@ -249,7 +249,7 @@ pub struct Watch(Arc<Link>);
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        self.0.finish();
+        self.0.end_watch();
     }
 }
 

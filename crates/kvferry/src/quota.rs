@@ -4,8 +4,9 @@
 //! limits follow the process's descriptor limit (the soft `RLIMIT_NOFILE`) at the time of each
 //! connection, because the engine may raise it after the agent has started. A connection beyond
 //! them is refused with `Busy` and counted in `connections_refused`; the peer may retry. Sessions in which
-//! nothing is in progress keep no new one out, and neither does a network with more than half of all sessions: the new one gets
-//! the place of one of them (see `Sessions::displace_for`).
+//! nothing is in progress keep no new one out, and neither does a network that has more sessions than the new one's: the
+//! new one gets the place of one of them (see `Sessions::displace_for`). A connection counts as a session once its peer
+//! has proved the secret.
 //!
 //! Together the limits take at most three quarters of the process's: a quarter for sessions, a
 //! quarter for the one stream that each session needs to move anything, and a quarter for all
@@ -53,6 +54,10 @@ pub(crate) fn quarter() -> usize {
     fd::limit() / 4
 }
 
+fn sessions_max() -> usize {
+    quarter().min(SESSIONS_MAX)
+}
+
 fn take(count: &Arc<AtomicUsize>, descriptors: usize, max: usize) -> Option<Permit> {
     let before = count.fetch_add(descriptors, Ordering::Relaxed);
     let permit = Permit { count: Arc::clone(count), descriptors };
@@ -62,7 +67,12 @@ fn take(count: &Arc<AtomicUsize>, descriptors: usize, max: usize) -> Option<Perm
 impl Quota {
     /// For a session that a peer opens.
     pub(crate) fn session(&self) -> Option<Permit> {
-        take(&self.sessions, 1, quarter().min(SESSIONS_MAX))
+        take(&self.sessions, 1, sessions_max())
+    }
+
+    /// Whether there is room for another session.
+    pub(crate) fn has_session(&self) -> bool {
+        self.sessions.load(Ordering::Relaxed) < sessions_max()
     }
 
     /// For one more stream of a session that has `streams` open.

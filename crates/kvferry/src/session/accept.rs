@@ -389,9 +389,8 @@ fn accept_session(
 ) {
     let Some(from) = from else { return };
     keep_control_alive(&socket, sessions.core.settings.silence);
-    let permit = sessions.core.quota.session();
-    // Only a peer that has proved the secret gets the place of another one: when its handshake is complete.
-    if permit.is_none() && !sessions.has_place_for(from.ip()) {
+    // Only a peer that has proved the secret gets a place: when its handshake is complete.
+    if !sessions.core.quota.has_session() && !sessions.has_place_for(from.ip()) {
         return refuse_full(&sessions.core, &socket, from, "sessions", None);
     }
     let here = socket.local_addr().ok();
@@ -406,9 +405,6 @@ fn accept_session(
     let token = admission.token;
     let socket = Arc::new(socket);
     let native = Native::new(session, &socket, token);
-    if let Some(permit) = permit {
-        native.keep_permit(permit);
-    }
     native.session().receive(bytes, now());
     let (core, backend) = (&sessions.core, Arc::clone(&native) as _);
     let permits_max = core.sizing.permits_max(from);

@@ -288,7 +288,7 @@ impl Control {
         }
         let Some(sessions) = self.sessions.upgrade() else { return };
         let id = info.session;
-        if side == Side::Acceptor && !self.native.has_permit() {
+        if side == Side::Acceptor {
             match core.quota.session().or_else(|| sessions.displace_for(self.link.peer_addr.ip())) {
                 Some(permit) => self.native.keep_permit(permit),
                 None => {

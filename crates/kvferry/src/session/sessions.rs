@@ -267,9 +267,9 @@ impl Directory for Sessions {
 /// First a session in which nothing is in progress: of the network that has most such sessions, the one that was idle
 /// for longest. So idle sessions keep no peer out, and a host that opens many displaces its own first.
 ///
-/// A peer may say that it waits for something for ever. So if there is no idle session, a network that has more than
-/// half of all sessions gives one up to a peer of another network, whatever its peers say: one in which this side has
-/// nothing in progress, of the host that has most.
+/// A peer may say for ever that it waits for something, and may have this side wait for messages. So if there is no idle
+/// session, the network that has most gives one up to a network that has fewer, whatever its peers say: one in which
+/// nothing is moved, of the host that has most. Of `n` networks each gets an `n`th of all sessions at least.
 fn dispensable(
     accepted: &FxHashMap<SessionId, Accepted>,
     newcomer: Origin,
@@ -296,15 +296,15 @@ fn longest_idle(accepted: &FxHashMap<SessionId, Accepted>) -> Option<SessionId> 
 
 fn of_the_crowd(accepted: &FxHashMap<SessionId, Accepted>, newcomer: Origin) -> Option<SessionId> {
     let (mut of_networks, mut of_hosts) = (FxHashMap::default(), FxHashMap::default());
-    let mut all = 0;
     for session in accepted.values().filter(|(_, native)| native.has_permit()) {
-        all += 1;
         let origin = origin_of(session);
         *of_networks.entry(origin.network()).or_insert(0) += 1;
         *of_hosts.entry(origin.host()).or_insert(0) += 1;
     }
+    let own = of_networks.get(&newcomer.network()).copied().unwrap_or(0);
     let (crowd, count) = of_networks.into_iter().max_by_key(|(_, count)| *count)?;
-    if crowd == newcomer.network() || 2 * count <= all {
+    // Equal shares do not change hands.
+    if count <= own + 1 {
         return None;
     }
     let candidates = accepted.iter().filter(|(_, session)| {
@@ -313,7 +313,8 @@ fn of_the_crowd(accepted: &FxHashMap<SessionId, Accepted>, newcomer: Origin) -> 
     });
     let rank = |(id, session): &(&SessionId, &Accepted)| {
         let of_host = of_hosts.get(&origin_of(session).host()).copied().unwrap_or(0);
-        (of_host, Reverse((session.1.session().last_receive(), **id)))
+        let is_needed = session.0.is_needed();
+        (of_host, Reverse((is_needed, session.1.session().last_receive(), **id)))
     };
     candidates.max_by_key(rank).map(|(id, _)| *id)
 }
@@ -325,7 +326,7 @@ fn origin_of((link, _): &Accepted) -> Origin {
 /// Since when nothing is in progress in an accepted session, if it can give its place to another one.
 fn idle_since((link, native): &Accepted, at: Timestamp) -> Option<Timestamp> {
     let since = native.session().idle_since(at)?;
-    (native.has_permit() && !link.is_in_use()).then_some(since)
+    (native.has_permit() && !link.is_needed()).then_some(since)
 }
 
 fn no_random(e: std::io::Error) -> Error {
@@ -391,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn a_network_with_more_than_half_of_all_sessions_gives_one_up_to_another_network() {
+    fn the_network_with_most_sessions_gives_one_up_to_a_network_that_has_fewer() {
         let agent = Agent::builder().listen(([127, 0, 0, 1], 0)).start().expect("an agent");
         let crowd = ["10.0.0.1", "10.0.0.2", "10.0.0.1", "10.0.1.1", "10.0.0.1", "fd00::1"];
         let sessions = accepted(&agent, &crowd);
@@ -399,18 +400,23 @@ mod tests {
         let taken = |address| dispensable(&sessions, origin(address)).map(|(id, _)| id.0);
         // None of them is idle. The host with most sessions gives up the one that was silent for longest.
         assert_eq!(taken("10.0.2.1"), Some(1));
-        assert_eq!(taken("10.0.0.9"), None, "it has more than half itself");
+        assert_eq!(taken("10.0.0.9"), None, "its network has most itself");
+        // A peer that has this side wait for messages keeps no place by that.
+        [1, 3, 5].iter().for_each(|number| sessions[&SessionId(*number)].0.begin_watch());
+        assert_eq!(taken("10.0.2.1"), Some(1));
+        sessions[&SessionId(3)].0.end_watch();
+        assert_eq!(taken("10.0.2.1"), Some(3), "of one host, that one which nothing waits for");
         sessions[&SessionId(1)].0.begin();
         assert_eq!(taken("10.0.2.1"), Some(3), "the first one is in use");
         [3, 5].iter().for_each(|number| sessions[&SessionId(*number)].0.begin());
         assert_eq!(taken("10.0.2.1"), Some(2), "another host of the network");
         sessions[&SessionId(2)].0.begin();
         assert_eq!(taken("10.0.2.1"), None, "all of them are in use");
-        let half = accepted(&agent, &crowd[1..]);
-        [2, 4].iter().for_each(|number| half[&SessionId(*number)].0.begin());
-        assert!(dispensable(&half, origin("10.0.2.1")).is_some());
-        let half = accepted(&agent, &crowd[2..]);
-        assert_eq!(dispensable(&half, origin("10.0.2.1")), None, "two of four");
+        // Networks of which none has more than half.
+        let some = accepted(&agent, &crowd[2..]);
+        let taken = |address| dispensable(&some, origin(address)).map(|(id, _)| id.0);
+        assert_eq!(taken("10.0.2.1"), Some(1), "two of four are more than none");
+        assert_eq!(taken("10.0.1.9"), None, "with another one it would have as many");
     }
 
     #[test]

@@ -206,6 +206,8 @@ pub(crate) struct Link {
     pub(crate) messages: MessageQueue,
     /// Transfers of this side and requests of the peer that are in progress.
     in_flight: AtomicUsize,
+    /// How much this side waits for that only the peer's messages can bring.
+    watches: AtomicUsize,
     /// Processes that copy directly, out of this process's sight. See [`Copying`].
     copying: AtomicUsize,
     /// The control thread has been woken since the link was last idle for a heartbeat interval.
@@ -241,6 +243,7 @@ impl Link {
             lanes,
             messages: MessageQueue::new(account),
             in_flight: AtomicUsize::new(0),
+            watches: AtomicUsize::new(0),
             copying: AtomicUsize::new(0),
             watched: AtomicBool::new(false),
             used_ns: AtomicU64::new(now().as_nanos()),
@@ -429,6 +432,17 @@ impl Link {
         self.watch();
     }
 
+    /// This side waits for a message of the peer, until [`Link::end_watch`]. Runs the heartbeat as [`Link::begin`]
+    /// does. A peer can have this side wait for it, so a watch does not count as use of the session.
+    pub(crate) fn begin_watch(&self) {
+        self.watches.fetch_add(1, Ordering::SeqCst);
+        self.watch();
+    }
+
+    pub(crate) fn end_watch(&self) {
+        self.watches.fetch_sub(1, Ordering::SeqCst);
+    }
+
     /// Starts the heartbeat; it ends by itself if nothing is in progress.
     pub(crate) fn watch(&self) {
         if !self.watched.swap(true, Ordering::SeqCst) {
@@ -438,13 +452,23 @@ impl Link {
 
     /// Whether something is in progress, or waits for a lane: only a live peer can let this side
     /// open one.
-    fn is_busy(&self) -> bool {
+    fn is_moving(&self) -> bool {
         self.in_flight.load(Ordering::SeqCst) > 0 || self.lanes.has_waiters()
     }
 
-    /// Whether anything is in progress, as far as this process can see.
+    /// Whether something is in progress, or waits for the peer.
+    fn is_busy(&self) -> bool {
+        self.is_moving() || self.watches.load(Ordering::SeqCst) > 0
+    }
+
+    /// Whether anything is in progress, as far as this process can see. Without what only waits for messages.
     pub(crate) fn is_in_use(&self) -> bool {
-        self.is_busy() || self.copying.load(Ordering::SeqCst) > 0
+        self.is_moving() || self.copying.load(Ordering::SeqCst) > 0
+    }
+
+    /// Whether this side waits for the peer, or anything is in progress.
+    pub(crate) fn is_needed(&self) -> bool {
+        self.is_busy() || self.is_in_use()
     }
 
     /// Something that [`Link::begin`] counted has ended.

@@ -1,6 +1,6 @@
 //! More connections than the process has file descriptors for.
 
-use super::unauthenticated::{RawPeer, config};
+use super::unauthenticated::{RawPeer, begun, config};
 use super::*;
 use kvferry_proto::{Secret, SessionConfig, WireCode};
 
@@ -97,6 +97,23 @@ fn a_stranger_without_the_secret_displaces_no_session() {
 }
 
 #[test]
+#[test]
+fn connections_that_prove_nothing_take_no_place_of_a_session() {
+    let _bound = bounded();
+    let mut settings =
+        json!({"name": "peer", "transports": "tcp", "secret": "the secret of a test"});
+    settings["silence_ms"] = json!(NEVER.as_millis() as u64);
+    let (mut child, address) = Child::with_agent(settings);
+    child.call(json!({"op": "limit_descriptors", "limit": 160}));
+    let guesses = SessionConfig { secret: Secret::new(*b"another secret here"), ..config() };
+    let _strangers: Vec<_> = (0..45).map(|_| begun(&address, guesses.clone())).collect();
+    let knows = SessionConfig { secret: Secret::new(*b"the secret of a test"), ..config() };
+    let inside = |_| RawPeer::call(&address, knows.clone()).expect("there is a place");
+    let _inside: Vec<_> = (0..40).map(inside).collect();
+    let stats = child.stats();
+    assert_eq!((&stats["sessions"], &stats["connections_refused"]), (&json!(40), &json!(0)));
+}
+
 fn further_streams_beyond_a_quarter_of_the_descriptors_are_refused_and_transfers_go_on() {
     let _bound = bounded();
     let (mut child, address, region) = target("tcp", 64);

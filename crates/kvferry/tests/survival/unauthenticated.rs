@@ -120,6 +120,15 @@ impl RawPeer {
     }
 }
 
+/// A connection of a peer that begins a handshake, and does not go on.
+pub(super) fn begun(address: &str, config: SessionConfig) -> TcpStream {
+    let mut session = Session::initiator(config, None, nonce(), clock());
+    let hello: Vec<_> = std::iter::from_fn(|| session.poll_transmit()).flatten().collect();
+    let mut stream = call(address, &hello);
+    assert!(!answered(&mut stream).is_empty(), "a hello was not answered");
+    stream
+}
+
 pub(super) fn config() -> SessionConfig {
     SessionConfig::new(Incarnation(0x57), "raw_peer")
 }
