@@ -47,9 +47,10 @@ impl MessageHandler for Handler {
         let Some(shared) = self.0.upgrade() else { return };
         let mut state = shared.lock();
         let now = shared.now();
-        let (code, gone) = (code_of(error.kind()), !may_return(error.kind()));
-        let Ended { reader, supplier } =
-            state.peers.ended(channel, error.kind() == ErrorKind::Busy);
+        // A session that gave its place to a newer one, or ended for want of memory: its peer lives.
+        let is_displaced = error.kind() == ErrorKind::Busy;
+        let (code, gone) = (code_of(error.kind()), !(may_return(error.kind()) || is_displaced));
+        let Ended { reader, supplier } = state.peers.ended(channel, is_displaced);
         if let Some(EndedReader { id, is_up, may_return }) = reader {
             // Messages under way are lost even if there is another channel. Both sides repeat them there.
             let gone = (gone || !may_return) && !is_up;

@@ -22,6 +22,8 @@ struct Shared {
     heard: Mutex<Vec<RankMessage>>,
     acknowledged: AtomicUsize,
     is_over: AtomicBool,
+    /// The session ends as one that gave its place to another one.
+    is_displaced: AtomicBool,
 }
 
 /// Ends its session when it is dropped.
@@ -40,37 +42,54 @@ impl Claimant {
         let socket = TcpStream::connect(address).expect("the agent listens");
         let config = SessionConfig::new(claimed, "claimant");
         let session = Session::initiator(config, None, nonce(), clock());
-        let claimant = Self::start(String::new(), move || (session, socket));
+        let mut once = Some((session, socket));
+        let claimant = Self::start(String::new(), move |_| once.take());
         let nothing = kvferry_proto::handoff::Expected { id: id("nothing") };
         claimant.say(HandoffMessage::from(nothing).encode());
         claimant
     }
 
-    /// Accepts one session as the peer of this incarnation.
+    /// Accepts sessions, one after another, as the peer of this incarnation.
     pub(crate) fn listen(claimed: Incarnation) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("bound").to_string();
-        Self::start(address, move || {
-            let mut socket = listener.accept().expect("a session").0;
+        listener.set_nonblocking(true).expect("a socket");
+        let mut sessions = 0;
+        Self::start(address, move |shared| {
+            let mut socket = loop {
+                match listener.accept() {
+                    Ok((socket, _)) => break socket,
+                    Err(_) if shared.is_over.load(Ordering::Relaxed) => return None,
+                    Err(_) => std::thread::sleep(Duration::from_millis(2)),
+                }
+            };
+            socket.set_nonblocking(false).expect("a socket");
             let mut magic = [0; MAGIC.len()];
             socket.read_exact(&mut magic).expect("the magic");
             let config = SessionConfig::new(claimed, "claimant");
-            (Session::acceptor(config, SessionId(1), nonce(), clock()), socket)
+            sessions += 1;
+            Some((Session::acceptor(config, SessionId(sessions), nonce(), clock()), socket))
         })
     }
 
     fn start(
         address: String,
-        begin: impl FnOnce() -> (Session, TcpStream) + Send + 'static,
+        mut begin: impl FnMut(&Shared) -> Option<(Session, TcpStream)> + Send + 'static,
     ) -> Self {
         let (says, to_say) = channel();
         let shared = Arc::new(Shared::default());
         let with = Arc::clone(&shared);
         let thread = std::thread::spawn(move || {
-            let (session, socket) = begin();
-            run(session, socket, &to_say, &with);
+            while let Some((session, socket)) = begin(&with) {
+                run(session, socket, &to_say, &with);
+            }
         });
         Self { says, said: AtomicUsize::new(0), shared, thread: Some(thread), address }
+    }
+
+    /// Ends the session as a full agent does, for a newer one.
+    pub(crate) fn displace(&self) {
+        self.shared.is_displaced.store(true, Ordering::Relaxed);
     }
 
     /// Sends a message. Returns when the agent has handled it.
@@ -116,6 +135,9 @@ fn run(mut session: Session, mut socket: TcpStream, to_say: &Receiver<Vec<u8>>, 
     let mut buffer = [0; 4096];
     let mut is_established = false;
     while !shared.is_over.load(Ordering::Relaxed) {
+        if shared.is_displaced.swap(false, Ordering::Relaxed) {
+            session.close(WireCode::Busy, "the place of an idle session is needed", clock());
+        }
         if is_established {
             for message in to_say.try_iter() {
                 session.request(MESSAGE, message, Duration::from_secs(3600), clock());

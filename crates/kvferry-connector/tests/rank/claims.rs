@@ -112,3 +112,21 @@ fn a_reader_in_a_second_session_is_known_by_its_key_and_not_by_its_incarnation()
     again.say(message(Confirm { id: id(1), generation: Generation(1) }));
     assert_eq!(p.produced(), Outcome::DONE);
 }
+
+/// A full agent ends a session in which nothing is moved. Its peer connects again.
+#[test]
+fn a_fetch_goes_on_after_its_session_gave_its_place_to_another_one() {
+    let _bound = bounded();
+    let mut d = Node::new("tcp");
+    let claimant = Claimant::listen(Incarnation(7));
+    let pool = d.pool.remote();
+    d.fetch(1, 8, &claimant.address, &pool);
+    let asked = |times: usize| {
+        let asks = claimant.heard().into_iter().filter(|it| matches!(it, HandoffMessage::Ask(_)));
+        asks.count() == times
+    };
+    eventually("the producer is asked", || asked(1));
+    claimant.displace();
+    eventually("the producer is asked in another session", || asked(2));
+    assert_eq!(d.rank.events(), []);
+}
