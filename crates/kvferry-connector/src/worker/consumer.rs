@@ -306,7 +306,7 @@ impl Inner {
                 return;
             }
             Action::Free(Free { transfer, code, .. }) => {
-                state.wait_for_no_answer(&transfer);
+                state.forget_answer(&transfer);
                 if let Err(error) = self.rank().free_at(&transfer, &peers, code, "") {
                     tracing::debug!(%transfer, %error, "a handoff can't be freed");
                 }
@@ -360,7 +360,7 @@ impl Inner {
                 return;
             }
             Action::Free(Free { transfer, .. }) => {
-                state.wait_for_no_answer(&transfer);
+                state.forget_answer(&transfer);
                 // The producer's offer ends by its timer.
                 tracing::debug!(%transfer, %code, "a handoff can't be freed");
                 return;
@@ -389,7 +389,7 @@ impl Inner {
     fn fetched(&self, state: &mut State, request: String, how: Failure, side_data: SideData) {
         let Failure { code, detail, .. } = how;
         match state.fetches.remove(&request) {
-            Some(Stage::Fetching(transfer)) => state.forget_answer(&transfer, &request),
+            Some(Stage::Fetching(transfer)) => state.forget_answer(&transfer),
             // It may have been claimed.
             _ => state.forget_claim(&request),
         }

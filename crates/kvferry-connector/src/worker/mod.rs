@@ -274,7 +274,7 @@ impl Worker {
         let mut state = self.inner.lock();
         let notes = Notes {
             fetched: std::mem::take(&mut state.fetched),
-            answered: std::mem::take(&mut state.answered).into_iter().collect(),
+            answered: std::mem::take(&mut state.answered).into_values().collect(),
             lost: std::mem::take(&mut state.lost),
         };
         let failed = notes.fetched.iter().filter(|it| !it.code.is_ok());

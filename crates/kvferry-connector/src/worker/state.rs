@@ -16,7 +16,7 @@ use kvferry_proto::Timestamp;
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{EngineId, Failure};
 use kvferry_proto::handoff::{HandoffId, Limits};
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
 
@@ -52,7 +52,7 @@ pub(super) struct State {
     /// its request is fetched or freed.
     pub(super) unanswered: FxHashMap<HandoffId, String>,
     /// The requests whose producers have answered since the last report, and which are not fetched yet.
-    pub(super) answered: FxHashSet<String>,
+    pub(super) answered: FxHashMap<HandoffId, String>,
     pub(super) produced: FxHashMap<String, (HandoffId, Arc<ProducedRequest>)>,
     pub(super) produced_as: FxHashMap<HandoffId, String>,
     /// What [`super::Worker::apply`] was given for the next [`super::Worker::fetch`].
@@ -142,24 +142,20 @@ impl State {
     /// A producer of the handoff has answered: its request is in the next report, unless that says that its
     /// fetch has ended.
     pub(super) fn answered_by_producer(&mut self, transfer: &HandoffId) {
-        self.answered.extend(self.unanswered.remove(transfer));
+        self.answered.extend(self.unanswered.remove_entry(transfer));
     }
 
-    /// The handoff was freed.
-    pub(super) fn wait_for_no_answer(&mut self, transfer: &HandoffId) {
+    /// The handoff was freed, or its fetch has ended, which is all that the next report says of it. Another handoff of
+    /// a request with this id is another matter.
+    pub(super) fn forget_answer(&mut self, transfer: &HandoffId) {
         self.unanswered.remove(transfer);
-    }
-
-    /// The fetch of a request has ended, which is all that the next report says of it.
-    pub(super) fn forget_answer(&mut self, transfer: &HandoffId, request: &str) {
-        self.unanswered.remove(transfer);
-        self.answered.remove(request);
+        self.answered.remove(transfer);
     }
 
     /// As [`State::forget_answer`], of a request that was claimed at most.
     pub(super) fn forget_claim(&mut self, request: &str) {
         self.unanswered.retain(|_, of| of != request);
-        self.answered.remove(request);
+        self.answered.retain(|_, of| of != request);
     }
 
     /// Logs why a fetch failed: once for all that fail alike within [`FAILURE_LOG`], since a peer's death

@@ -423,3 +423,17 @@ fn a_fetch_that_is_cancelled_before_its_success_is_reported_is_reported_as_faile
     offer(&producer, "ending");
     assert_eq!(outcome(&consumer), ("ending".to_owned(), false));
 }
+
+#[test]
+fn an_answer_to_a_freed_handoff_says_nothing_of_another_one_of_the_same_request() {
+    let mut state = super::state::State::default();
+    let [first, second] = ["first", "second"].map(|name| HandoffId::new(name).expect("short"));
+    state.wait_for_answer("a".to_owned(), first.clone());
+    state.answered_by_producer(&first);
+    state.forget_answer(&first);
+    // The client uses the id again.
+    state.wait_for_answer("a".to_owned(), second.clone());
+    assert!(state.answered.is_empty());
+    state.answered_by_producer(&second);
+    assert!(state.answered.into_values().eq(["a"]));
+}
