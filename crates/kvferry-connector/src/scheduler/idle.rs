@@ -96,6 +96,11 @@ impl HeldBlocks {
         self.all.remove(&held.blocks);
     }
 
+    /// The number of held blocks that the worker halves were not told to give up.
+    pub(super) const fn unclaimed(&self) -> usize {
+        self.unclaimed.distinct
+    }
+
     /// The number of held blocks.
     pub(super) const fn len(&self) -> usize {
         self.all.distinct

@@ -455,6 +455,7 @@ impl Scheduler {
             ("produced", self.produced.requests.len()),
             ("held", self.produced.held),
             ("held_blocks", self.produced.held_blocks.len()),
+            ("unclaimed_blocks", self.produced.held_blocks.unclaimed()),
             ("consumed", self.consumed.requests.len()),
             ("fetching", self.consumed.fetching),
             ("waiting_loads", self.consumed.waiting.loads()),

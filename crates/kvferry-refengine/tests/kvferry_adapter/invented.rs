@@ -22,9 +22,8 @@ const BLOCK_TOKENS: usize = 8;
 const PROMPT: usize = 24;
 /// Blocks of a made-up request: of its prompt, and one for the token that it generates.
 const BLOCKS_EACH: usize = PROMPT / BLOCK_TOKENS + 1;
-/// Tokens and blocks of a real handoff's prompt, with one for the token that prefill generates.
+/// Tokens of a real handoff's prompt.
 const REAL_PROMPT: usize = 40;
-const REAL_BLOCKS: usize = REAL_PROMPT / BLOCK_TOKENS + 1;
 /// How long an unanswered load and an unclaimed offer last, at 30 s by default.
 const WAIT: Duration = Duration::from_millis(300);
 
@@ -106,7 +105,6 @@ fn run(invented: usize, nobody: Option<&Nobody>) -> Vec<Duration> {
         }
         sent = (sent + PER_TICK).min(invented);
         worked = pair.tick();
-        let before = began.len();
         began.retain(|(id, at)| {
             let ended = pair.ended(id).is_some();
             if ended {
@@ -114,13 +112,13 @@ fn run(invented: usize, nobody: Option<&Nobody>) -> Vec<Duration> {
             }
             !ended
         });
-        let held = pair.prefill.gauge("held_blocks");
-        // Besides `IDLE` those of one step's requests, which the worker half is giving up, and those that consumers of
-        // real handoffs have asked for.
-        let asked_for = before * REAL_BLOCKS;
-        let held_max = IDLE as usize + PER_TICK * BLOCKS_EACH + asked_for;
-        assert!(held <= held_max, "{held} blocks are held, and {asked_for} asked for at most");
-        most.0 = most.0.max(held);
+        // Without those that the worker half is giving up: when it has done so depends on its threads.
+        let unclaimed = pair.prefill.gauge("unclaimed_blocks");
+        assert!(
+            unclaimed <= IDLE as usize,
+            "{unclaimed} blocks are kept that nobody has asked for"
+        );
+        most.0 = most.0.max(pair.prefill.gauge("held_blocks"));
         let waiting = pair.decode.gauge("waiting_loads") * (BLOCKS_EACH - 1);
         assert!(waiting <= IDLE as usize + 8, "{waiting} blocks wait");
         most.1 = most.1.max(waiting);
@@ -144,7 +142,9 @@ fn assert_counted(pair: &Pair, invented: usize, real: u64) {
     println!("prefill: {prefill:?}\ndecode: {decode:?}");
     let at_prefill = (0..invented).filter(|n| n % KINDS == 0).count() as u64;
     assert_eq!(prefill.offered, at_prefill + real);
-    assert_eq!(prefill.withdrawn.get("expired"), Some(&at_prefill));
+    // A real one, too, may have to make room before its consumer's message arrives.
+    let expired = prefill.withdrawn.get("expired").copied().unwrap_or(0);
+    assert!((at_prefill..=at_prefill + real).contains(&expired), "{expired} of {at_prefill}");
     let loaded = decode.fetched.get("ok").copied().unwrap_or(0);
     let failed = sum(&decode.fetched) - loaded;
     let at_decode = invented as u64 - at_prefill;
