@@ -165,9 +165,10 @@ def test_a_notification_arrives_after_the_data_it_follows(agent: kvferry.Agent, 
     batch.push(agent.register(source), 0, target.region, 0, 1000)
     agent.peer(target.address).write(batch, notify=("layer 3", b"\x00\xff"))
     sender, name, message, data = target.child.run(
-        "n = agent.wait_notification(5); n.sender, n.name, n.message, memory[0:1000]"
+        "n = agent.wait_notification(5); (n.sender, n.host), n.name, n.message, memory[0:1000]"
     )
-    assert (sender, name, message, data) == ("here", "layer 3", b"\x00\xff", source)
+    assert (sender, name, message, data) == (("here", "127.0.0.1"), "layer 3", b"\x00\xff", source)
+    assert kvferry.Notification("layer 3").host == ""
     assert target.child.run("agent.notifications(), agent.wait_notification(0.05)") == ([], None)
 
 

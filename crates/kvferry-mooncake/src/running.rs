@@ -164,11 +164,7 @@ impl Running {
     ) -> Answer<()> {
         let mut options = self.options(batch);
         options.interrupt = Some(interrupt);
-        let mut notification = notify.map(|(name, message)| Notification {
-            from: String::new(),
-            name,
-            message: message.into_bytes(),
-        });
+        let mut notification = notify.map(|(name, message)| Notification::new(name, message));
         if batch.is_empty() || notification.is_some() {
             // An empty batch fails, too, if the peer cannot be reached.
             self.connect(peer, interrupt)?;

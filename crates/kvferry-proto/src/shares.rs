@@ -80,6 +80,11 @@ impl<K: Clone + Eq + Hash> Shares<K> {
         self.items.is_empty()
     }
 
+    /// Whether there is such an item.
+    pub fn contains(&self, key: &K) -> bool {
+        self.items.contains_key(key)
+    }
+
     /// The size of all items.
     pub fn size(&self) -> usize {
         self.sizes.get(&Group::All).copied().unwrap_or(0)

@@ -25,6 +25,7 @@
 //! | `store_watch` | `Watch` |
 //! | `retention` | `RetentionConfig` |
 //! | `notification` | `Notification` |
+//! | `shares` | `Shares`, which `kvferry.trtllm` is made of |
 //! | `connector` | `SchedulerHalf`, `WorkerHalf`: what engines' connectors are made of |
 //! | `mooncake` | `MooncakeEngine`, which `kvferry.mooncake` is made of |
 //! | `blocking`, `error`, `log` | the rules above, exceptions, `KVFERRY_LOG` |
@@ -41,6 +42,7 @@ mod mooncake;
 mod notification;
 mod peer;
 mod retention;
+mod shares;
 mod store;
 mod store_blocks;
 mod store_pending;
@@ -79,6 +81,7 @@ pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<store_pending::Pending>()?;
     module.add_class::<store_pending::Put>()?;
     module.add_class::<mooncake::NativeEngine>()?;
+    module.add_class::<shares::Shares>()?;
     module.add_class::<connector::scheduler::SchedulerHalf>()?;
     module.add_class::<connector::worker::WorkerHalf>()?;
     module.add_function(pyo3::wrap_pyfunction!(connector::scheduler::prompt_id, module)?)?;

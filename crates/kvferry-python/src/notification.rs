@@ -14,13 +14,20 @@ impl Notification {
     #[new]
     #[pyo3(signature = (name, message = Message(Vec::new())), text_signature = "(name, message=b'')")]
     fn new(name: String, message: Message) -> Self {
-        Self(kvferry::Notification { from: String::new(), name, message: message.0 })
+        Self(kvferry::Notification::new(name, message.0))
     }
 
     /// The name of the agent that sent it; empty before it is sent.
     #[getter]
     fn sender(&self) -> &str {
         &self.0.from
+    }
+
+    /// The IP address that the sender's connection comes from; empty before it is sent. Unlike `sender`, which the
+    /// sender chooses, it can't be made up.
+    #[getter]
+    fn host(&self) -> String {
+        self.0.from_ip.map_or_else(String::new, |ip| ip.to_canonical().to_string())
     }
 
     #[getter]

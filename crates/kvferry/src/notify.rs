@@ -5,6 +5,7 @@ use crate::sync::{Condvar, Mutex, MutexGuard, OnceLock, lock, wait, wait_timeout
 use kvferry_proto::{Limits, WireCode};
 use kvferry_sys::poll::EventFd;
 use std::collections::VecDeque;
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -19,6 +20,9 @@ const QUEUED_BYTES_MAX: usize = 64 * 1024 * 1024;
 pub struct Notification {
     /// The sender's name. Ignored when sending.
     pub from: String,
+    /// The address that the sender's connection comes from. Unlike the name, which the sender chooses, it can't be made
+    /// up. `None` before it is sent, and ignored when sending.
+    pub from_ip: Option<IpAddr>,
     /// Selects the message at the receiver.
     pub name: String,
     /// The message; not interpreted.
@@ -28,7 +32,7 @@ pub struct Notification {
 impl Notification {
     /// A notification to be sent.
     pub fn new(name: impl Into<String>, message: impl Into<Vec<u8>>) -> Self {
-        Self { from: String::new(), name: name.into(), message: message.into() }
+        Self { name: name.into(), message: message.into(), ..Self::default() }
     }
 
     /// Bytes on the wire: both strings, and the length of the name.

@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ import kvferry
 from kvferry._identity import bounded
 from kvferry.connector import SchedulerHalf, WorkerHalf, prompt_id
 from kvferry.trtllm._engine_facts import Facts
+from kvferry.trtllm._followers import Claim, Followers
 from kvferry.trtllm._meta import Part
 from kvferry.trtllm._pages import Group, Pages
 from kvferry.trtllm._settings import HandoffSettings
@@ -44,11 +45,11 @@ _NOTIFY_S = 1.0
 # An engine that could not be told something is not told anything for so many seconds. So many are remembered.
 _RETRY_S = 5.0
 _DEAF_MAX = 1 << 10
-# Decode engines that are told of prompts, in all and of one host.
-_FOLLOWERS_MAX, _FOLLOWERS_OF_HOST_MAX = 256, 64
+# Decode engines that are told of prompts, which hosts share.
+_FOLLOWERS_MAX = 256
 # Addresses of which it is not known whether a decode engine is there: so many wait for a thread that connects to them,
-# in all and of one host, and there are so many threads.
-_MET_MAX, _MET_OF_HOST_MAX, _MET_AT_ONCE = 64, 16, 4
+# which hosts share, and there are so many threads.
+_MET_MAX, _MET_AT_ONCE = 64, 4
 # Messages that wait for one engine. One that has more is too slow to be of use.
 _LINE_MAX = 1 << 12
 # Offers that a decode engine remembers, in all and of one prompt.
@@ -231,10 +232,8 @@ class Handoff:
         self._fetches: dict[str, _Fetch] = {}
         self._failures: dict[str, str] = {}
         self._ids = 0
-        # Decode engines, by the addresses of their control agents, with the time at which they are forgotten.
-        self._followers: dict[str, float] = {}
-        # Addresses that may be those of decode engines: each is connected to before it is one of the followers.
-        self._met: set[str] = set()
+        # By the addresses of their control agents, each of which is connected to before it is told of prompts.
+        self._followers = Followers(_FOLLOWERS_MAX, _MET_MAX)
         self._meeters = Threads(_MET_AT_ONCE, "kvferry-handoff-meet")
         # Engines that messages are on their way to: one that takes its time holds no other's thread.
         self._lines: dict[str, _Line] = {}
@@ -336,7 +335,7 @@ class Handoff:
         if not self._settings.prefills:
             return None
         with self._lock:
-            if not self._followers or self._is_closed:
+            if len(self._followers) == 0 or self._is_closed:
                 return None
             slots = self._free.take(prompt.blocks)
             if slots is None:
@@ -358,7 +357,7 @@ class Handoff:
 
     def _tell(self, name: str, offer: Offer) -> None:
         self._forget(time.monotonic())
-        for address in list(self._followers):
+        for address in self._followers.addresses():
             self._say_to(address, name, self._message(offer))
 
     def _gone(self, offer: Offer) -> None:
@@ -609,69 +608,61 @@ class Handoff:
         self._forget(now)
         for notification in self._control.notifications():
             if notification.name == _FOLLOW and self._settings.prefills:
-                self._hear_follower(notification.message.decode(errors="replace"), now)
+                self._hear_follower(notification.message.decode(errors="replace"), notification.host, now)
             elif notification.name in (_OFFER, _GONE) and self._settings.decodes:
                 until = now + self._settings.timeout
                 self._hear_offer(notification.message, until, is_gone=notification.name == _GONE)
 
     def _forget(self, now: float) -> None:
         """What is over by now."""
-        self._followers = {address: until for address, until in self._followers.items() if until > now}
+        self._followers.expire(now)
         while self._deaf and next(iter(self._deaf.values())) <= now:
             self._deaf.popitem(last=False)
         self._heard.expire(now)
 
-    def _hear_follower(self, address: str, now: float) -> None:
+    def _hear_follower(self, address: str, host: str, now: float) -> None:
         """A peer may say any address, so it is one of a decode engine only if there is an agent that can be told."""
+        claim = Claim(host, address)
         if not _ADDRESS.fullmatch(address) or address == self.address:
             return
-        if address in self._followers:
-            self._followers[address] = now + _FORGET_S
+        if self._followers.heard(claim, now + _FORGET_S) or address in self._deaf:
             return
-        if address in self._deaf or address in self._met:
-            return
-        if len(self._met) >= _MET_MAX or _of_host(self._met, address) >= _MET_OF_HOST_MAX:
+        gone = self._followers.add(claim)
+        for it in gone:
             self._counts["refused_followers"] += 1
             self._say(
-                "the decode engine at %s has to wait: %d addresses that engines have said come first; where "
-                "it goes on, a peer makes addresses up, which secret_file on all engines prevents",
-                address,
-                len(self._met),
-            )
-        elif self._has_room_for(address):
-            self._met.add(address)
-            if not self._meeters.submit(self._meet, address):
-                # It says again that it follows.
-                self._met.discard(address)
-                self._say("no thread can be started to connect to the decode engine at %s", address)
-
-    def _has_room_for(self, address: str) -> bool:
-        has = len(self._followers) < _FOLLOWERS_MAX and _of_host(self._followers, address) < _FOLLOWERS_OF_HOST_MAX
-        if not has:
-            self._counts["refused_followers"] += 1
-            self._say(
-                "the decode engine at %s is not told of prompts: there are %d at most, and %d of one host",
-                address,
+                "the decode engine at %s is not told of prompts: there are more than %d, or than %d that "
+                "have not answered yet, and %s says most; where that is not so, a peer makes addresses up, which "
+                "secret_file on all engines prevents",
+                it.address,
                 _FOLLOWERS_MAX,
-                _FOLLOWERS_OF_HOST_MAX,
+                _MET_MAX,
+                it.host,
             )
-        return has
+        if claim not in gone and not self._meeters.submit(self._meet, claim):
+            # It says again that it follows.
+            self._followers.remove(claim)
+            self._say("no thread can be started to connect to the decode engine at %s", address)
 
-    def _meet(self, address: str) -> None:
+    def _meet(self, claim: Claim) -> None:
+        with self._lock:
+            if not self._followers.is_unmet(claim):
+                # Another host has needed its place.
+                return
         why: Exception | None = None
         try:
-            self._control.peer(address).notify((_FOLLOWED, b""), timeout=_NOTIFY_S)
+            self._control.peer(claim.address).notify((_FOLLOWED, b""), timeout=_NOTIFY_S)
         except Exception as error:
             why = error
         with self._lock:
-            self._met.discard(address)
-            if why is not None:
-                self._is_out_of_reach(address, why)
-            elif self._has_room_for(address):
-                self._followers[address] = time.monotonic() + _FORGET_S
+            if why is None:
+                self._followers.answered(claim, time.monotonic() + _FORGET_S)
+            else:
+                self._followers.remove(claim)
+                self._is_out_of_reach(claim.address, why)
 
     def _is_out_of_reach(self, address: str, why: object) -> None:
-        self._followers.pop(address, None)
+        self._followers.remove_address(address)
         self._deaf[address] = time.monotonic() + _RETRY_S
         self._deaf.move_to_end(address)
         if len(self._deaf) > _DEAF_MAX:
@@ -762,12 +753,6 @@ class Handoff:
         if self._thread is not threading.current_thread():
             self._thread.join(10 * _NOTIFY_S)
         _close(self._halves, self._agents)
-
-
-def _of_host(addresses: Iterable[str], address: str) -> int:
-    """How many are of the same host."""
-    host = address.rpartition(":")[0]
-    return sum(it.rpartition(":")[0] == host for it in addresses)
 
 
 def _close(halves: Sequence[Any], agents: Sequence[Any]) -> None:

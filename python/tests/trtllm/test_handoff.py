@@ -21,6 +21,7 @@ import kvferry
 import pytest
 from kit import PATIENCE, run_python
 from kvferry.trtllm import _handoff
+from kvferry.trtllm._followers import Claim, Followers
 from kvferry.trtllm._handoff import Prompt
 from kvferry.trtllm._keys import chain
 from kvferry.trtllm._threads import Threads
@@ -480,11 +481,11 @@ def test_an_engine_does_not_follow_itself(pair: Pair, closed: list[str]) -> None
     heard: list[str] = []
     with own._lock:
         hear = own._hear_follower
-        own._hear_follower = lambda address, now: (hear(address, now), heard.append(address))
+        own._hear_follower = lambda address, host, now: (hear(address, host, now), heard.append(address))
         # As if its settings had named it.
         own._settings = dataclasses.replace(own._settings, prefill=(own.address,))
     until(lambda: own.address in heard)
-    assert own.followers == 0 and not own._met
+    assert own.followers == 0 and own._followers.unmet == 0
     ended = both.engine.run(requests())
     assert [it.computed_tokens for it in ended] == list(LENGTHS)
     settled(both)
@@ -502,9 +503,19 @@ def test_an_engine_that_does_not_answer_delays_no_other(pair: Pair) -> None:
         with handoff(prefill)._lock:
             own, later = handoff(prefill), time.monotonic() + 600
             # They are told first.
-            own._followers = {f"127.0.0.1:{it.getsockname()[1]}": later for it in silent} | own._followers
+            known = own._followers.addresses()
+            own._followers = Followers(256, 64)
+            for address in [*(f"127.0.0.1:{it.getsockname()[1]}" for it in silent), *known]:
+                follow(own, address, later)
         hears(decode, prefill.engine.run([Request(1, prompt(41), 1)]))
     until(lambda: bool(handoff(prefill).followers == 1))
+
+
+def follow(own: Any, address: str, until: float) -> None:
+    """As if a decode engine had answered there."""
+    claim = Claim("127.0.0.1", address)
+    assert own._followers.add(claim) == []
+    own._followers.answered(claim, until)
 
 
 def module_of(served: Served) -> Any:
@@ -521,53 +532,74 @@ def test_an_address_at_which_there_is_no_engine_is_no_follower(pair: Pair, close
     assert handoff(prefill).followers == 1
     hears(decode, prefill.engine.run([Request(1, prompt(41), 1)]))
     # They are not tried again before their time, and leave nothing else behind.
-    assert not handoff(prefill)._met
+    assert handoff(prefill)._followers.unmet == 0
     until(lambda: not handoff(prefill)._lines)
 
 
-def test_followers_are_bounded_in_all_and_of_one_host(pair: Pair) -> None:
+def test_a_host_that_makes_followers_up_leaves_others_their_places(pair: Pair) -> None:
     prefill = pair.prefill()
     own, module = handoff(prefill), module_of(prefill)
-    asked: list[str] = []
+    asked: list[Claim] = []
 
-    def submit(_: Any, address: str) -> bool:
-        asked.append(address)
+    def submit(_: Any, claim: Claim) -> bool:
+        asked.append(claim)
         return True
 
     pair.bench.monkeypatch.setattr(own._meeters, "submit", submit)
 
-    def hear(*addresses: str) -> list[str]:
+    def hear(host: str, count: int) -> list[str]:
+        """The addresses that are connected to."""
         asked.clear()
         with own._lock:
-            for it in addresses:
-                own._hear_follower(it, time.monotonic())
-            own._met.clear()
-        return list(asked)
+            for at in range(count):
+                own._hear_follower(f"10.9.9.9:{7600 + at}", host, time.monotonic())
+        return [claim.address for claim in asked]
 
-    def hosts(count: int) -> list[str]:
-        return [f"10.0.{at // 250}.{at % 250}:7600" for at in range(count)]
+    # A host alone may use all places.
+    assert hear("10.0.0.1", 1000) == [f"10.9.9.9:{7600 + at}" for at in range(module._MET_MAX)]
+    assert prefill.scheduler.stats()["refused_followers"] == 1000 - module._MET_MAX
+    # An address that another host has made up is known from its own host, too, and takes its place.
+    assert hear("10.0.1.1", 1) == ["10.9.9.9:7600"]
+    assert own._followers.unmet == module._MET_MAX
+    with own._lock:
+        now = time.monotonic()
+        for claim in (Claim("10.0.0.1", "10.9.9.9:7600"), Claim("10.0.1.1", "10.9.9.9:7600")):
+            own._followers.answered(claim, now + 600)
+        # One that has waited, and has lost its place, is not connected to.
+        own._meet(Claim("10.0.0.1", f"10.9.9.9:{7600 + module._MET_MAX - 1}"))
+        assert own._followers.addresses() == ["10.9.9.9:7600"] and not own._deaf
 
-    def ports(count: int) -> list[str]:
-        return [f"10.1.1.1:{7600 + at}" for at in range(count)]
 
-    # Those that wait for an answer.
-    assert hear(*hosts(1000)) == hosts(module._MET_MAX)
-    assert hear(*ports(1000)) == ports(module._MET_OF_HOST_MAX)
-    assert prefill.scheduler.stats()["refused_followers"] == 2000 - module._MET_MAX - module._MET_OF_HOST_MAX
-    # Those that have answered.
-    with own._lock:
-        later = time.monotonic() + 600
-        own._followers = dict.fromkeys(ports(module._FOLLOWERS_OF_HOST_MAX), later)
-    assert hear("10.1.1.1:1", "10.1.1.2:1") == ["10.1.1.2:1"]
-    with own._lock:
-        own._followers = dict.fromkeys(hosts(module._FOLLOWERS_MAX), later)
-    assert hear("10.1.1.2:1") == []
-    # One of those that are known is heard all the same.
-    with own._lock:
-        own._followers[hosts(1)[0]] = 0.0
-        own._hear_follower(hosts(1)[0], time.monotonic())
-        assert own._followers[hosts(1)[0]] > 0
-        own._followers.clear()
+def test_hosts_share_the_places_of_followers() -> None:
+    followers = Followers(8, 4)
+
+    def claim(host: str, at: int) -> Claim:
+        return Claim(host, f"10.9.9.9:{at}")
+
+    def take(host: str, at: int) -> list[Claim]:
+        gone = followers.add(claim(host, at))
+        followers.answered(claim(host, at), 10.0)
+        return gone
+
+    assert [take("10.0.0.1", at) for at in range(8)] == [[]] * 8
+    assert take("10.0.0.1", 8) == [claim("10.0.0.1", 8)]
+    # The newest of the host that has most go, until both have as many.
+    assert [take("fd00::1", at) for at in range(5)] == [[claim("10.0.0.1", 7 - at)] for at in range(4)] + [
+        [claim("fd00::1", 4)]
+    ]
+    # They are told once, are heard again, and forgotten when they are not.
+    assert followers.addresses() == [f"10.9.9.9:{at}" for at in range(4)]
+    assert followers.heard(claim("fd00::1", 0), 20.0) and not followers.heard(claim("fd00::1", 4), 20.0)
+    followers.expire(10.0)
+    assert followers.addresses() == ["10.9.9.9:0"]
+    followers.remove_address("10.9.9.9:0")
+    assert len(followers) == 0 and len(followers._room) == 0
+    # Those that wait for an answer have a bound of their own.
+    assert [followers.add(claim("10.0.0.1", at)) for at in range(5)][-2:] == [[], [claim("10.0.0.1", 4)]]
+    assert followers.add(claim("10.0.1.1", 0)) == [claim("10.0.0.1", 3)]
+    assert followers.unmet == 4 and len(followers) == 0
+    followers.expire(float("inf"))
+    assert (followers.unmet, len(followers._room), len(followers._unmet_room)) == (0, 0, 0)
 
 
 def test_threads_carry_out_calls_in_order_and_end_with_them() -> None:
@@ -601,11 +633,11 @@ def test_an_engine_that_is_slower_than_what_it_is_told_is_forgotten(pair: Pair) 
     pair.bench.monkeypatch.setattr(module, "_LINE_MAX", 3)
     pair.bench.monkeypatch.setattr(own._talkers, "submit", lambda *_: True)
     with own._lock:
-        own._followers["10.1.1.1:1"] = time.monotonic() + 600
+        follow(own, "10.1.1.1:1", time.monotonic() + 600)
         for _ in range(10):
             own._say_to("10.1.1.1:1", "name", b"message")
             assert len(own._lines["10.1.1.1:1"].messages) <= 3
-        assert not own._followers and "10.1.1.1:1" in own._deaf
+        assert len(own._followers) == 0 and "10.1.1.1:1" in own._deaf
         own._lines.clear()
 
 
@@ -620,9 +652,9 @@ def test_an_engine_for_which_no_thread_can_be_started_is_met_and_told_later(
             raise RuntimeError("can't start new thread")
 
         broken.setattr(threading.Thread, "start", start)
-        own._hear_follower("127.0.0.1:1", time.monotonic())
+        own._hear_follower("127.0.0.1:1", "127.0.0.1", time.monotonic())
         own._say_to("127.0.0.1:1", "name", b"message")
-        assert not own._met and not own._lines
+        assert own._followers.unmet == 0 and not own._lines
     assert "no thread can be started" in caplog.text
     decode = pair.decode()
     (ended,) = hand_over(prefill, decode, lambda **options: [Request(1, prompt(41), **options)])
@@ -656,7 +688,7 @@ ENDING = """
     with own._lock:
         own._control = Silent()
         for at in range(16):
-            own._hear_follower(f"10.0.0.{at}:1", time.monotonic())
+            own._hear_follower(f"10.0.0.{at}:1", "127.0.0.1", time.monotonic())
         for _ in range(100):
             own._say_to("10.0.1.1:1", "name", b"message")
     # Four connect, and one is told.

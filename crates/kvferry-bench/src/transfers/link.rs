@@ -80,8 +80,7 @@ impl Link {
         let peer = agent.peer(&challenge.agent)?;
         let session = Session::of(&peer.connect(CONNECT_TIMEOUT)?);
         let message = challenge.nonce.to_be_bytes().to_vec();
-        let proof = Notification { from: String::new(), name: PROOF.into(), message };
-        peer.notify(proof, &Options::default())?;
+        peer.notify(Notification::new(PROOF, message), &Options::default())?;
         let opened = ask(&mut control, &Ask::Open(sizes))?;
         let agent_address = challenge.agent;
         Ok(Link { control, address, opened, peer, session, agent_address, child })

@@ -56,7 +56,8 @@ fn serve(link: &Arc<Link>, kind: u16, body: &[u8]) -> Result<Vec<u8>, WireCode> 
         NOTIFY => {
             let Note { name, message } = parse(body)?;
             let from = link.info().map_or_else(String::new, |info| info.name.clone());
-            match core.inbox.push(Notification { from, name, message }) {
+            let from_ip = Some(link.peer_addr.ip());
+            match core.inbox.push(Notification { from, from_ip, name, message }) {
                 WireCode::Ok => core.counters.notifications_received.one(),
                 code => return Err(code),
             }

@@ -179,6 +179,7 @@ impl HandshakeConn {
     fn deliver(&self, notify: Notify) -> WireCode {
         let code = self.server.core.inbox.push(Notification {
             from: self.from.map_or_else(String::new, |a| a.to_string()),
+            from_ip: self.from.map(|from| from.ip()),
             name: notify.name,
             message: notify.notify_msg.into_bytes(),
         });

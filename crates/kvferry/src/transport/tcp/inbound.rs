@@ -268,7 +268,8 @@ impl InboundStream {
         let mut code = WireCode::Ok;
         if let Some(frame::Notification { name, message }) = notification {
             let from = self.link.info().map_or_else(String::new, |info| info.name.clone());
-            code = self.link.core.inbox.push(Notification { from, name, message });
+            let from_ip = Some(self.link.peer_addr.ip());
+            code = self.link.core.inbox.push(Notification { from, from_ip, name, message });
             if code.is_ok() {
                 counters.notifications_received.one();
             }
