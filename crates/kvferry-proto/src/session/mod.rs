@@ -99,7 +99,8 @@ pub const REVOKES_MAX: usize = 1024;
 /// How long a close waits for the peer's answer, at most.
 pub const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The slowest link that a frame is waited for on, in bytes a second.
+/// The slowest link that a frame is waited for on, in bytes a second. While this side waits for the peer, a frame must be
+/// complete within two silence windows, too: a part of one is a sign of life for the first of them.
 pub const FRAME_RATE_MIN: usize = 64 * 1024;
 
 /// The shortest heartbeat interval; a configured zero would spin.
