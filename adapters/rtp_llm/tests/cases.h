@@ -11,9 +11,6 @@ struct Case {
 };
 #define CASE(name) {#name, name}
 
-std::vector<Case> taskCases();
-std::vector<Case> peerCases();
-
 constexpr size_t kBlock = 4096;
 inline const Blocks kOne = {{1, {{0, kBlock}}}};
 inline const Blocks kBig = {{1, {{0, kMemory}}}};

@@ -1,6 +1,7 @@
 // What RTP-LLM's tests expect of a transfer back-end, on two processes and host memory.
 // `rtp_llm_test` runs every case, `rtp_llm_test NAME` one.
-#include "cases.h"
+#include "peer_cases.h"
+#include "task_cases.h"
 
 int main(int count, char** arguments) {
     if (count > 1 && std::string(arguments[1]) == "peer") return test::servePeer();

@@ -1,8 +1,14 @@
 //! C and C++ programs on the built library: compiled without a warning, and run.
 
+#[allow(dead_code, reason = "not every test that shares the kit calls all of it")]
 mod kit;
 
-use kit::{Compiler, Language, Program, folder, skipped};
+use kit::{Compiler, Language, Program, folder, scratch, skipped, text};
+use std::fs;
+use std::hash::{DefaultHasher, Hasher};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 
 const LANGUAGES: [Language; 2] = [Language::C11, Language::Cpp17];
 
@@ -47,9 +53,8 @@ fn the_example_in_c_runs() {
 
 #[test]
 fn the_example_in_cpp_runs() {
-    let file = folder().join("example.kv");
-    let file = file.to_str().expect("the folder's name is text");
-    builds_and_runs("examples/offload.cpp", &[Language::Cpp17], &[file]);
+    let file = scratch().join("example.kv");
+    builds_and_runs("examples/offload.cpp", &[Language::Cpp17], &[text(&file)]);
 }
 
 #[test]
@@ -67,6 +72,43 @@ fn c_programs_are_clean_under_the_address_sanitizer() {
             None => skipped("AddressSanitizer: gcc has none here"),
         }
     }
+}
+
+#[test]
+fn what_tests_share_is_built_once_and_anew_when_an_input_has_changed() {
+    let folder = scratch().join("shared");
+    fs::create_dir_all(folder.join("below")).expect("a folder for the test");
+    // A process was killed while it built this.
+    fs::create_dir(folder.join("thing.new")).expect("a folder for the test");
+    assert_eq!(kit::shared_in(&folder, "thing", |_| false), None);
+    let built = AtomicUsize::new(0);
+    let build = |to: &Path| {
+        built.fetch_add(1, Ordering::Relaxed);
+        fs::write(to, "whole").is_ok()
+    };
+    thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                let thing = kit::shared_in(&folder, "thing", build).expect("it is built");
+                assert_eq!(fs::read(thing).expect("it was built"), b"whole");
+            });
+        }
+    });
+    assert_eq!(built.into_inner(), 1);
+
+    let inputs = || {
+        let mut found = DefaultHasher::new();
+        kit::hash_files(&folder, &mut found);
+        found.finish()
+    };
+    let before = inputs();
+    assert_eq!(inputs(), before);
+    let source = folder.join("below/source.c");
+    let after = ["int a;", "int b;"].map(|code| {
+        fs::write(&source, code).expect("the folder was made");
+        inputs()
+    });
+    assert!(before != after[0] && after[0] != after[1]);
 }
 
 /// Without this, the silence about the other programs says nothing.
@@ -95,7 +137,7 @@ fn the_library_exports_these_functions_and_no_others() {
 #[test]
 fn the_library_needs_only_libraries_of_the_c_compiler() {
     let library = folder().join("libkvferry.so.0");
-    let dynamic = kit::output("readelf", &["-d", library.to_str().expect("text")]);
+    let dynamic = kit::output("readelf", &["-d", text(&library)]);
     let needed = dynamic.lines().filter(|line| line.contains("(NEEDED)"));
     for line in needed {
         let known = ["libc.so", "libgcc_s.so", "libm.so", "ld-linux"];
@@ -115,7 +157,7 @@ fn the_second_library_has_mooncakes_names_alone_and_needs_the_first_one_beside_i
     );
     let size = library.metadata().expect("it is there").len();
     assert!(size < 20_000, "{size} bytes");
-    let dynamic = kit::output("readelf", &["-d", library.to_str().expect("text")]);
+    let dynamic = kit::output("readelf", &["-d", text(&library)]);
     for needed in ["libtransfer_engine.so", "NEEDED", "libkvferry.so.0", "RUNPATH", "$ORIGIN"] {
         assert!(dynamic.contains(needed), "{needed} is missing in:\n{dynamic}");
     }

@@ -3,11 +3,11 @@
 #[allow(dead_code, reason = "not every test that shares the kit calls all of it")]
 mod kit;
 
-use kit::{Compiler, Language, Program, folder, output, skipped};
+use kit::{Compiler, Language, Program, folder, output, skipped, text};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 const LIBRARY: &str = "libtensorrt_llm_nixl_wrapper.so";
 const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../adapters/trtllm_loopback");
@@ -16,25 +16,16 @@ const SANITIZERS: &str = "-fsanitize=address,undefined";
 const PLAIN: &[&str] = &["-Wl,--as-needed"];
 const SANITIZED: &[&str] = &["-Wl,--as-needed", SANITIZERS, "-fno-sanitize-recover=all", "-g"];
 
-/// The tests of a process build the same programs: one after the other.
-fn turn() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("the folder's name is text")
-}
-
 fn compilers() -> impl Iterator<Item = (Compiler, &'static str)> {
     [(Compiler::Gcc, "g++"), (Compiler::Clang, "clang++")].into_iter()
 }
 
-/// An empty folder for one test.
+/// An empty folder that no other test has.
 fn empty(name: &str) -> PathBuf {
-    let folder = folder().join("loopback").join(name);
-    let _ = fs::remove_dir_all(&folder);
-    fs::create_dir_all(&folder).expect("a folder for the test");
+    static COUNT: AtomicUsize = AtomicUsize::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let folder = kit::scratch().join(format!("{name}-{count}"));
+    fs::create_dir(&folder).expect("a folder for the test");
     folder
 }
 
@@ -56,15 +47,21 @@ fn build_library(to: &Path, original: Option<&Path>, settings: &[&str]) {
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
 }
 
+/// The folder of the library that a compiler makes, without an original behind it.
+fn shared_library(command: &str) -> PathBuf {
+    let built = kit::shared(&format!("loopback-{command}"), |to| {
+        build_library(to, None, &[&format!("CXX={command}")]);
+        true
+    });
+    built.expect("the script ended with success")
+}
+
 /// Runs cases of the program, each in an empty folder, with the library of that folder.
 fn run(program: Program, library: &Path, cases: &[&str]) {
     let program = program.with("LD_LIBRARY_PATH", text(library).to_owned().leak());
     let program = program.with("ASAN_OPTIONS", "detect_leaks=0");
     for case in cases {
-        let files = library.join("files");
-        let _ = fs::remove_dir_all(&files);
-        fs::create_dir_all(&files).expect("a folder for the files");
-        program.run(&[case, text(&files)]);
+        program.run(&[case, text(&empty("files"))]);
     }
 }
 
@@ -73,53 +70,49 @@ fn program(compiler: Compiler, flags: &[&str]) -> Option<Program> {
     Program::build(source, compiler, Language::Cpp17, flags)
 }
 
-/// Builds library and program with each compiler, and runs the cases.
-fn passes(test: &str, cases: &[&str]) {
-    let _turn = turn();
+/// Runs the cases with library and program of each compiler.
+fn passes(cases: &[&str]) {
     for (compiler, command) in compilers() {
         let Some(program) = program(compiler, PLAIN) else { continue };
-        let library = empty(&format!("{test}-{command}"));
-        build_library(&library, None, &[&format!("CXX={command}")]);
-        run(program, &library, cases);
+        run(program, &shared_library(command), cases);
     }
 }
 
 #[test]
 fn every_byte_goes_to_its_file_and_back() {
-    passes("bytes", &["bytes", "cases"]);
+    passes(&["bytes", "cases"]);
 }
 
 #[test]
 fn each_refusal_is_an_exception_with_reason_file_and_advice() {
-    passes("refusals", &["refusals"]);
+    passes(&["refusals"]);
 }
 
 #[test]
 fn an_offload_without_space_fails_and_leaves_no_part_of_a_block() {
-    passes("space", &["file-too-large", "full-device"]);
+    passes(&["file-too-large", "full-device"]);
     let probe = empty("probe");
     let mount = ["-m", "mount", "-t", "tmpfs", "kvferry", text(&probe)];
     let mounted = Command::new("unshare").args(mount).output();
     if !mounted.is_ok_and(|ran| ran.status.success()) {
         return skipped("a full file system: mounting one needs root");
     }
-    passes("full-disk", &["full-disk"]);
+    passes(&["full-disk"]);
 }
 
 #[test]
 fn requests_come_from_many_threads_and_not_from_a_forked_child() {
-    passes("threads", &["many-threads", "forked"]);
+    passes(&["many-threads", "forked"]);
 }
 
 #[test]
 fn an_agent_leaves_no_thread_descriptor_or_handle_and_may_outlive_main() {
-    passes("ends", &["ends", "stays-open"]);
+    passes(&["ends", "stays-open"]);
 }
 
 #[test]
 #[ignore = "slow: make test-slow"]
 fn the_agent_is_clean_under_the_address_sanitizer() {
-    let _turn = turn();
     let Some(program) = program(Compiler::Gcc, SANITIZED) else {
         return skipped("AddressSanitizer: g++ has none here");
     };
@@ -148,37 +141,28 @@ fn build_original(folder: &Path) -> PathBuf {
 }
 
 #[test]
-fn functions_of_the_original_are_found_through_the_library() {
-    let _turn = turn();
+fn the_original_is_found_through_the_library_which_names_what_it_lacks_and_works_without_it() {
     let Some(program) = program(Compiler::Gcc, PLAIN) else { return };
-    let (library, libs) = (empty("behind"), empty("behind-libs"));
-    build_library(&library, Some(&build_original(&libs)), &[]);
-    run(program, &library, &["original"]);
-}
-
-#[test]
-fn what_the_original_lacks_is_named_and_without_the_original_the_agent_works() {
-    let _turn = turn();
-    let Some(program) = program(Compiler::Gcc, PLAIN) else { return };
-    let (library, libs) = (empty("lacking"), empty("lacking-libs"));
+    let (library, libs) = (empty("behind"), empty("libs"));
     let original = build_original(&libs);
-    build_library(&library, Some(&original), &[]);
+    build_library(&library, Some(&original), &["CXX=g++"]);
+    run(program.clone(), &library, &["original"]);
     for missing in [libs.join("libtoy_nixl.so"), original.clone()] {
         fs::remove_file(&missing).expect("it was built");
         let named = if missing == original { text(&original) } else { "libtoy_nixl.so" };
         let program = program.clone().with("LD_LIBRARY_PATH", text(&library).to_owned().leak());
         program.run(&["incomplete", named]);
     }
-    build_library(&library, None, &[]);
-    run(program, &library, &["alone"]);
+    run(program, &shared_library("g++"), &["alone"]);
 }
 
 #[test]
 fn the_script_refuses_an_original_that_is_not_one() {
     let library = empty("refused");
-    build_library(&library, None, &[]);
     let (ours, copy) = (library.join(LIBRARY), library.join("copy.so"));
-    fs::copy(&ours, &copy).expect("it was built");
+    for to in [&ours, &copy] {
+        fs::copy(shared_library("g++").join(LIBRARY), to).expect("it was built");
+    }
     for (original, reason) in [
         (ours, "would be overwritten"),
         (copy, "is not TensorRT-LLM's library"),
@@ -192,9 +176,7 @@ fn the_script_refuses_an_original_that_is_not_one() {
 
 #[test]
 fn the_library_exports_one_function_has_tensorrt_llms_name_and_stays_loaded() {
-    let folder = empty("facts");
-    build_library(&folder, None, &[]);
-    let library = folder.join(LIBRARY);
+    let library = shared_library("g++").join(LIBRARY);
     assert_eq!(kit::exported(&library), ["createNixlLoopbackAgent"]);
     let dynamic = output("readelf", &["-d", text(&library)]);
     for line in [format!("soname: [{LIBRARY}]"), "[libkvferry.so.0]".into(), "NODELETE".into()] {
@@ -205,7 +187,6 @@ fn the_library_exports_one_function_has_tensorrt_llms_name_and_stays_loaded() {
 /// The program is compiled with our restatement: it runs only if both have the same layouts.
 #[test]
 fn the_library_compiled_with_tensorrt_llms_headers_serves_callers_of_our_restatement() {
-    let _turn = turn();
     let Ok(source) = std::env::var("KVFERRY_TRTLLM_SRC") else {
         return skipped("TensorRT-LLM's headers: KVFERRY_TRTLLM_SRC does not name its source");
     };

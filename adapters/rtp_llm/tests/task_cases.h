@@ -1,13 +1,14 @@
 // Tasks between two processes that both live. The numbers are those of the table in README.md.
+#pragma once
+
 #include <atomic>
 
 #include "cases.h"
 
 namespace test {
-namespace {
 
 // S1
-void memory_is_registered_by_both_halves_and_only_as_it_is() {
+inline void memory_is_registered_by_both_halves_and_only_as_it_is() {
     Side side;
     CHECK(side.sender().regMem(side.at({0, kMemory})) && side.receiver().regMem(side.at({0, kMemory})));
     CHECK(!side.sender().regMem(side.at({0, kBlock})) && !side.receiver().regMem({}));
@@ -17,7 +18,7 @@ void memory_is_registered_by_both_halves_and_only_as_it_is() {
 }
 
 // S3, V2, V9, V10, V14
-void both_orders_of_arrival_bring_the_bytes_that_the_receiver_asks_for() {
+inline void both_orders_of_arrival_bring_the_bytes_that_the_receiver_asks_for() {
     for (const char* transport : {"tcp", "local"}) {
         setenv("KVFERRY_TRANSPORTS", transport, 1);
         Side side;
@@ -57,7 +58,7 @@ void both_orders_of_arrival_bring_the_bytes_that_the_receiver_asks_for() {
 }
 
 // S4, S5, S6, S7, V14, V17
-void a_mismatch_names_the_block_and_both_ends_say_the_same() {
+inline void a_mismatch_names_the_block_and_both_ends_say_the_same() {
     Side side;
     Peer peer;
     const std::vector<std::pair<Blocks, std::string>> cases = {
@@ -80,7 +81,7 @@ void a_mismatch_names_the_block_and_both_ends_say_the_same() {
 }
 
 // S8, S12, V3
-void either_side_alone_ends_at_its_deadline() {
+inline void either_side_alone_ends_at_its_deadline() {
     Side side;
     Peer peer;
     auto task = side.recv("nobody-sends", kOne, 100);
@@ -95,7 +96,7 @@ void either_side_alone_ends_at_its_deadline() {
 }
 
 // S2, S15, S16, V8
-void requests_that_cannot_be_sent_or_received_fail_with_a_reason() {
+inline void requests_that_cannot_be_sent_or_received_fail_with_a_reason() {
     Side side;
     side.send("nobody", "127.0.0.1:1", "k", kOne);
     CHECK(side.outcome("nobody").code == Code::CONNECTION_FAILED && !side.outcome("nobody").text.empty());
@@ -142,7 +143,7 @@ void requests_that_cannot_be_sent_or_received_fail_with_a_reason() {
 }
 
 // V1, V12, V16
-void a_key_has_one_task_and_one_sender() {
+inline void a_key_has_one_task_and_one_sender() {
     Side side;
     Peer first, second;
     auto task = side.recv("k", kOne);
@@ -166,7 +167,7 @@ void a_key_has_one_task_and_one_sender() {
 }
 
 // V16
-void a_second_sender_is_refused_while_the_first_one_is_read_or_waits() {
+inline void a_second_sender_is_refused_while_the_first_one_is_read_or_waits() {
     useTcp();
     Side side;
     Peer first, second;
@@ -187,7 +188,7 @@ void a_second_sender_is_refused_while_the_first_one_is_read_or_waits() {
 }
 
 // V4, V5
-void a_sender_that_comes_after_a_steal_or_a_cancel_is_refused() {
+inline void a_sender_that_comes_after_a_steal_or_a_cancel_is_refused() {
     Side side;
     Peer peer;
     auto stolen = side.recv("stolen", kOne);
@@ -208,7 +209,7 @@ void a_sender_that_comes_after_a_steal_or_a_cancel_is_refused() {
 }
 
 // V6, V13
-void a_cancel_during_the_transfer_ends_the_task_when_its_memory_is_quiet_and_beats_success() {
+inline void a_cancel_during_the_transfer_ends_the_task_when_its_memory_is_quiet_and_beats_success() {
     useTcp();
     for (const bool force : {false, true}) {
         Side side;
@@ -232,7 +233,7 @@ void a_cancel_during_the_transfer_ends_the_task_when_its_memory_is_quiet_and_bea
 }
 
 // V7, S12
-void a_deadline_during_the_transfer_beats_success_and_cancel() {
+inline void a_deadline_during_the_transfer_beats_success_and_cancel() {
     useTcp();
     for (const bool cancels : {false, true}) {
         Side side;
@@ -250,7 +251,7 @@ void a_deadline_during_the_transfer_beats_success_and_cancel() {
 }
 
 // V1
-void a_task_that_is_stolen_during_the_transfer_ends_as_the_transfer_does() {
+inline void a_task_that_is_stolen_during_the_transfer_ends_as_the_transfer_does() {
     useTcp();
     Side side;
     Peer peer;
@@ -263,7 +264,7 @@ void a_task_that_is_stolen_during_the_transfer_ends_as_the_transfer_does() {
     end(side, peer, "k", task);
 }
 
-void dropping_a_task_during_the_transfer_waits_until_its_memory_is_quiet() {
+inline void dropping_a_task_during_the_transfer_waits_until_its_memory_is_quiet() {
     useTcp();
     Side side;
     Peer peer;
@@ -278,7 +279,7 @@ void dropping_a_task_during_the_transfer_waits_until_its_memory_is_quiet() {
     CHECK(holdsNothing(side) && peer.holdsNothing() && side.filled(0, kMemory, 9));
 }
 
-void dropping_a_task_during_the_transfer_in_a_callback_waits_too() {
+inline void dropping_a_task_during_the_transfer_in_a_callback_waits_too() {
     useTcp();
     Side side;
     Peer peer;
@@ -305,7 +306,7 @@ void dropping_a_task_during_the_transfer_in_a_callback_waits_too() {
 }
 
 // S13, V9
-void both_ends_agree_when_the_senders_deadline_and_the_end_of_the_read_meet() {
+inline void both_ends_agree_when_the_senders_deadline_and_the_end_of_the_read_meet() {
     Side side;
     Peer peer;
     for (int round = 0; round < 60; round++) {
@@ -324,7 +325,7 @@ void both_ends_agree_when_the_senders_deadline_and_the_end_of_the_read_meet() {
 }
 
 // V13
-void a_cancel_that_races_with_the_transfer_always_ends() {
+inline void a_cancel_that_races_with_the_transfer_always_ends() {
     Side side;
     Peer peer;
     int done = 0, cancelled = 0;
@@ -349,7 +350,7 @@ void a_cancel_that_races_with_the_transfer_always_ends() {
 }
 
 // V1, and the end-to-end case with several keys
-void threads_add_steal_and_receive_keys_at_once() {
+inline void threads_add_steal_and_receive_keys_at_once() {
     Side side;
     Peer peer;
     for (int i = 0; i < 64; i++) {
@@ -381,7 +382,7 @@ void threads_add_steal_and_receive_keys_at_once() {
 }
 
 // V15
-void callbacks_are_called_once_also_when_the_back_end_is_destroyed() {
+inline void callbacks_are_called_once_also_when_the_back_end_is_destroyed() {
     Peer peer;
     std::atomic<int> calls{0};
     IKVCacheRecvTaskPtr left;
@@ -405,9 +406,7 @@ void callbacks_are_called_once_also_when_the_back_end_is_destroyed() {
     CHECK(peer.holdsNothing());
 }
 
-}  // namespace
-
-std::vector<Case> taskCases() {
+inline std::vector<Case> taskCases() {
     return {
         CASE(memory_is_registered_by_both_halves_and_only_as_it_is),
         CASE(both_orders_of_arrival_bring_the_bytes_that_the_receiver_asks_for),

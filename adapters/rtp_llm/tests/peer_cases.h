@@ -1,10 +1,11 @@
 // A process that is killed, stopped or restarted.
+#pragma once
+
 #include "cases.h"
 
 namespace test {
-namespace {
 
-void a_sender_that_is_killed_during_the_transfer_ends_the_task_and_the_next_request_works() {
+inline void a_sender_that_is_killed_during_the_transfer_ends_the_task_and_the_next_request_works() {
     useTcp();
     Side side;
     std::string address;
@@ -26,7 +27,7 @@ void a_sender_that_is_killed_during_the_transfer_ends_the_task_and_the_next_requ
     end(side, restarted, "k", task);
 }
 
-void a_sender_that_is_killed_with_a_waiting_offer_leaves_nothing_and_its_key_works_for_the_next_one() {
+inline void a_sender_that_is_killed_with_a_waiting_offer_leaves_nothing_and_its_key_works_for_the_next_one() {
     Side side;
     {
         Peer sender;
@@ -42,7 +43,7 @@ void a_sender_that_is_killed_with_a_waiting_offer_leaves_nothing_and_its_key_wor
     end(side, restarted, "k", task);
 }
 
-void a_sender_that_stops_during_the_transfer_ends_the_task_long_before_its_deadline() {
+inline void a_sender_that_stops_during_the_transfer_ends_the_task_long_before_its_deadline() {
     useTcp();
     setenv("KVFERRY_SILENCE_MS", "500", 1);
     Side side;
@@ -56,7 +57,7 @@ void a_sender_that_stops_during_the_transfer_ends_the_task_long_before_its_deadl
     end(side, sender, "k", task);
 }
 
-void a_receiver_that_is_killed_ends_the_send_and_the_next_request_works_at_its_address() {
+inline void a_receiver_that_is_killed_ends_the_send_and_the_next_request_works_at_its_address() {
     Side side;
     side.fill(0, kBlock, 5);
     std::string address;
@@ -83,7 +84,7 @@ void a_receiver_that_is_killed_ends_the_send_and_the_next_request_works_at_its_a
 }
 
 // S12
-void a_receiver_that_stops_ends_the_send_at_the_deadline_or_before() {
+inline void a_receiver_that_stops_ends_the_send_at_the_deadline_or_before() {
     setenv("KVFERRY_SILENCE_MS", "1000", 1);
     Side side;
     Peer receiver;
@@ -101,7 +102,7 @@ void a_receiver_that_stops_ends_the_send_at_the_deadline_or_before() {
     CHECK(receiver.ask("drop again") == "ok" && holdsNothing(side) && receiver.holdsNothing());
 }
 
-void a_process_may_end_with_tasks_and_transfers_open() {
+inline void a_process_may_end_with_tasks_and_transfers_open() {
     useTcp();
     Side side;
     {
@@ -115,9 +116,7 @@ void a_process_may_end_with_tasks_and_transfers_open() {
     CHECK(holdsNothing(side));
 }
 
-}  // namespace
-
-std::vector<Case> peerCases() {
+inline std::vector<Case> peerCases() {
     return {
         CASE(a_sender_that_is_killed_during_the_transfer_ends_the_task_and_the_next_request_works),
         CASE(a_sender_that_is_killed_with_a_waiting_offer_leaves_nothing_and_its_key_works_for_the_next_one),
