@@ -105,6 +105,11 @@ impl Core {
         self.member.die();
     }
 
+    /// The number of the block's directory.
+    pub(crate) fn directory_of(&self, entry: &Entry) -> usize {
+        self.disk.number_of(self.superblock.geometry.locate(entry.page).0)
+    }
+
     /// True if the directory of the block hangs.
     pub(crate) fn hangs(&self, entry: &Entry) -> bool {
         self.disk.hangs(self.superblock.geometry.locate(entry.page).0)

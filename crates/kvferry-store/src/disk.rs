@@ -464,6 +464,12 @@ impl Directories {
         self.of(segment).gate.hangs().is_some()
     }
 
+    /// By a directory's number, whether gets miss its blocks: it hangs, or was lost when the store was opened.
+    pub(crate) fn silent(&self) -> Vec<bool> {
+        let is_silent = |it: &Arc<Device>| it.is_lost.load(Relaxed) || it.gate.hangs().is_some();
+        self.all.iter().map(is_silent).collect()
+    }
+
     /// True if at least one directory hangs.
     pub(crate) fn is_any_hanging(&self) -> bool {
         self.all.iter().any(|it| it.gate.hangs().is_some())

@@ -4,12 +4,20 @@
 //! in several parts, one for each rank. A [`Watch`] is told the hashes that its engine knows, and says when the last
 //! part of such a block has come to the disk, and when the first part has left it: each once, by turns.
 //!
+//! A block of which a part is in a directory that hangs, or was lost to this process, counts as one that has left: a get
+//! misses it. It has come again once the directory answers. [`Watch::gather`] notices within about a second.
+//!
+//! # Which directories answer
+//! A directory begins and ceases to hang whenever it is asked. So all names are judged by one list, [`Names::silent`],
+//! that changes in one place only, and after each change all names are judged again.
+//!
 //! One thread gathers ([`Watch::gather`]); others add names and take reports, and never wait for more than a short
 //! batch of the one that gathers.
 //!
 //! # Bounds
 //! A name is kept while its block is in the store. Of those whose block has not come, the last 65 536 are kept. Reports
-//! wait until they are taken: two for each name that was added, at most.
+//! wait until they are taken: two for each name that was added, and one more for each name that is kept, at most. A
+//! directory that begins or ceases to hang is not noticed while more reports wait than names are kept.
 
 use crate::error::{Error, Result};
 use crate::index::{Changes, Polled};
@@ -66,6 +74,8 @@ struct Names {
     /// Names whose blocks have not come, by [`Absent::number`].
     expected: BTreeMap<u64, (u32, Stem)>,
     added: u64,
+    /// By a directory's number, whether gets miss its blocks, as it hangs or is lost.
+    silent: Vec<bool>,
     /// All names from here on are to be looked up, as changes were lost.
     unsure: Option<Unsure>,
 }
@@ -77,16 +87,28 @@ struct Group {
     parts: Vec<Identity>,
     /// The hashes of those that were reported as stored.
     here: BTreeMap<Stem, Box<[u8]>>,
+    /// The hashes of those that are in the store, and of which a part is in a directory that is silent. They are not
+    /// reported as stored.
+    unread: BTreeMap<Stem, Box<[u8]>>,
     absent: BTreeMap<Stem, Absent>,
 }
 
-/// A place in the names of all groups: of each, first those that are absent.
+/// A place in the names of all groups.
 #[derive(Debug, Default)]
 struct Unsure {
     group: u32,
-    is_here: bool,
+    kind: Kind,
     /// The last name that was looked up. `None`: the first one is next.
     last: Option<Stem>,
+}
+
+/// What is known of a block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Kind {
+    #[default]
+    Absent,
+    Unread,
+    Here,
 }
 
 /// The part of a hash that is in the index.
@@ -170,7 +192,7 @@ impl Store {
         store.check()?;
         let groups = groups_of(&store, groups)?;
         let reader = Reader { changes: store.core.member.subscribe(), keys: Vec::new() };
-        let names = Names { groups, ..Names::default() };
+        let names = Names { groups, silent: store.core.disk.silent(), ..Names::default() };
         Ok(Watch { store, reader: Mutex::new(reader), names: Mutex::new(names) })
     }
 }
@@ -181,7 +203,8 @@ fn groups_of(store: &Arc<Inner>, groups: &[Vec<Space>]) -> Result<Vec<Group>> {
             return Err(Error::InvalidArgument("a space is of another store".into()));
         }
         let parts = spaces.iter().map(|space| space.identity.clone()).collect();
-        Ok(Group { parts, here: BTreeMap::new(), absent: BTreeMap::new() })
+        let (here, unread) = (BTreeMap::new(), BTreeMap::new());
+        Ok(Group { parts, here, unread, absent: BTreeMap::new() })
     };
     groups.iter().map(group).collect()
 }
@@ -204,7 +227,7 @@ impl Watch {
         let mut new = Vec::new();
         for hash in hashes {
             let stem = stem(hash.as_ref());
-            if known.here.contains_key(&stem) {
+            if known.here.contains_key(&stem) || known.unread.contains_key(&stem) {
                 continue;
             }
             known.absent.entry(stem).or_insert_with(|| {
@@ -245,7 +268,8 @@ impl Watch {
             if !is_all {
                 continue;
             }
-            let is_over = || self.store.check().is_err();
+            let is_over =
+                || self.store.check().is_err() || lock(&self.names).heard(&self.store).is_some();
             if self.store.core.member.wait_changed(&reader.changes, left, is_over) {
                 std::thread::sleep(GATHER_FOR);
             }
@@ -292,7 +316,7 @@ impl Watch {
         let before = std::mem::replace(&mut names.groups, groups);
         for (number, group) in (0..).zip(before) {
             names.reports.push_group(number, group.here);
-            forgotten.push(group.absent);
+            forgotten.push((group.absent, group.unread));
         }
         let expected = std::mem::take(&mut names.expected);
         names.unsure = None;
@@ -314,6 +338,10 @@ impl Watch {
             if polled == Polled::Lost {
                 names.unsure = Some(Unsure::default());
             }
+            if let Some(silent) = names.heard(&self.store) {
+                names.silent = silent;
+                names.unsure = Some(Unsure::default());
+            }
             for key in &reader.keys {
                 names.judge_key(&self.store, key);
             }
@@ -330,24 +358,56 @@ impl Watch {
 }
 
 impl Names {
+    /// Which directories are silent, if others are than before and all names can be judged again.
+    fn heard(&self, store: &Inner) -> Option<Vec<bool>> {
+        let silent = store.core.disk.silent();
+        (silent != self.silent && self.has_room()).then_some(silent)
+    }
+
+    fn has_room(&self) -> bool {
+        let kept = |it: &Group| it.here.len() + it.unread.len() + it.absent.len();
+        self.reports.len <= self.groups.iter().map(kept).sum()
+    }
+
+    /// What the index says of a block that is in these parts.
+    fn look(&self, store: &Inner, parts: &[Identity], stem: Stem) -> Kind {
+        let core = &store.core;
+        let mut kind = if parts.is_empty() { Kind::Absent } else { Kind::Here };
+        for part in parts {
+            let Some(entry) = core.member.find(&part.key_of(stem)) else { return Kind::Absent };
+            if self.silent[core.directory_of(&entry)] {
+                kind = Kind::Unread;
+            }
+        }
+        kind
+    }
+
     /// Looks a block up, and reports it if it has come or gone.
     fn judge(&mut self, store: &Inner, group: u32, stem: Stem) {
-        let Some(known) = self.groups.get_mut(group as usize) else { return };
-        let was_here = known.here.contains_key(&stem);
-        if !was_here && !known.absent.contains_key(&stem) {
+        let Some(known) = self.groups.get(group as usize) else { return };
+        let Some(was) = known.kind_of(&stem) else { return };
+        let is = self.look(store, &known.parts, stem);
+        if is == was {
             return;
         }
-        let is_here = |part: &Identity| store.core.member.find(&part.key_of(stem)).is_some();
-        let is_here = !known.parts.is_empty() && known.parts.iter().all(is_here);
-        if is_here
-            && !was_here
-            && let Some(Absent { hash, number }) = known.absent.remove(&stem)
-        {
-            known.here.insert(stem, hash.clone());
-            self.expected.remove(&number);
-            self.reports.push(group, false, hash);
-        } else if !is_here && let Some(hash) = known.here.remove(&stem) {
-            self.reports.push(group, true, hash);
+        let known = &mut self.groups[group as usize];
+        let hash = match was {
+            Kind::Here => known.here.remove(&stem),
+            Kind::Unread => known.unread.remove(&stem),
+            Kind::Absent => known.absent.remove(&stem).map(|Absent { hash, number }| {
+                self.expected.remove(&number);
+                hash
+            }),
+        };
+        let hash = hash.expect("it is of that kind");
+        match is {
+            Kind::Here => _ = known.here.insert(stem, hash.clone()),
+            Kind::Unread => _ = known.unread.insert(stem, hash.clone()),
+            // What has left is forgotten.
+            Kind::Absent => {}
+        }
+        if is == Kind::Here || was == Kind::Here {
+            self.reports.push(group, was == Kind::Here, hash);
         }
     }
 
@@ -365,7 +425,7 @@ impl Names {
     fn next_unsure(&mut self) -> Vec<(u32, Stem)> {
         let mut next = Vec::new();
         while next.len() < BATCH
-            && let Some(Unsure { group, is_here, last }) = &mut self.unsure
+            && let Some(Unsure { group, kind, last }) = &mut self.unsure
         {
             let Some(known) = self.groups.get(*group as usize) else {
                 self.unsure = None;
@@ -374,19 +434,40 @@ impl Names {
             let range = (last.map_or(Unbounded, Excluded), Unbounded);
             let (number, room, before) = (*group, BATCH - next.len(), next.len());
             let name = |stem: &Stem| (number, *stem);
-            match *is_here {
-                true => next.extend(known.here.range(range).take(room).map(|it| name(it.0))),
-                false => next.extend(known.absent.range(range).take(room).map(|it| name(it.0))),
+            match *kind {
+                Kind::Absent => {
+                    next.extend(known.absent.range(range).take(room).map(|it| name(it.0)))
+                }
+                Kind::Unread => {
+                    next.extend(known.unread.range(range).take(room).map(|it| name(it.0)))
+                }
+                Kind::Here => next.extend(known.here.range(range).take(room).map(|it| name(it.0))),
             }
             if next.len() - before == room {
                 *last = next.last().map(|(_, stem)| *stem);
                 continue;
             }
             *last = None;
-            *group += u32::from(*is_here);
-            *is_here = !*is_here;
+            *group += u32::from(*kind == Kind::Here);
+            *kind = match *kind {
+                Kind::Absent => Kind::Unread,
+                Kind::Unread => Kind::Here,
+                Kind::Here => Kind::Absent,
+            };
         }
         next
+    }
+}
+
+impl Group {
+    fn kind_of(&self, stem: &Stem) -> Option<Kind> {
+        [
+            (Kind::Here, self.here.contains_key(stem)),
+            (Kind::Unread, self.unread.contains_key(stem)),
+            (Kind::Absent, self.absent.contains_key(stem)),
+        ]
+        .into_iter()
+        .find_map(|(kind, is_it)| is_it.then_some(kind))
     }
 }
 
@@ -404,6 +485,40 @@ mod tests {
     use super::*;
     use crate::{BlockMemory, Namespace, Retain, StoreOptions};
     use kvferry::{Access, Agent};
+
+    #[test]
+    fn a_directory_that_comes_and_goes_makes_no_more_reports_than_three_for_each_name() {
+        let folder = std::env::temp_dir().join(format!("kvferry-silent-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&folder);
+        let agent = Agent::builder().start().expect("an agent");
+        let pool = agent.allocate(100, Access::NONE).expect("memory");
+        let store = Store::open(&agent, &StoreOptions::new(&folder, 64 << 20)).expect("a store");
+        let space = store.space(&Namespace::new("model"));
+        let watch = store.watch(&[vec![space.clone()]]).expect("open");
+        let hash = [[7; 32]];
+        let memory = [BlockMemory::new(&pool, 0, 100)];
+        assert_eq!(space.put(&hash, 0, &memory, Retain::default()).expect("open").stored, 1);
+        watch.add(0, &hash).expect("open");
+        // The directory answers, hangs, answers and so on, and nobody takes reports.
+        for _ in 0..10 {
+            for is_silent in [true, false] {
+                let names = &mut *lock(&watch.names);
+                if names.has_room() {
+                    names.silent = vec![is_silent];
+                    names.judge(store.inner(), 0, stem(&hash[0]));
+                }
+            }
+        }
+        assert!((2..=3).contains(&watch.reports()), "{}", watch.reports());
+        while watch.reports() > 0 {
+            watch.take(usize::MAX);
+            watch.gather(Duration::ZERO).expect("open");
+        }
+        assert!(lock(&watch.names).groups[0].here.len() == 1);
+        store.close();
+        agent.shutdown();
+        let _ = std::fs::remove_dir_all(&folder);
+    }
 
     #[test]
     fn after_changes_were_lost_all_names_are_looked_up() {

@@ -1,7 +1,8 @@
 """What `KVFerryOffloadingSpec` and `KVFerryTier` tell vLLM's publisher of the blocks in the store. See docs/storage.md.
 
 An engine reports the blocks that it has stored or loaded: as stored when they are on the disk, and as removed when they
-have left it, whichever process put or removed them. One thread follows the store; the scheduler's thread takes what is
+have left it, whichever process put or removed them. A block counts as one that has left while its directory hangs for
+this engine. One thread follows the store; the scheduler's thread takes what is
 ready, a bounded part in each step. An idle engine is woken, so that what another engine evicts is published, too.
 """
 

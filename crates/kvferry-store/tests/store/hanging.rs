@@ -3,9 +3,12 @@
 use crate::{Folder, MIB, content, options, prompt};
 use kvferry::{Access, Agent, DirectIo, Region};
 use kvferry_store::inspect::{Files, State};
-use kvferry_store::{BlockMemory, Error, Namespace, Put, Retain, Space, Store, StoreOptions};
+use kvferry_store::{
+    BlockMemory, Error, Namespace, Put, Report, Retain, Space, Store, StoreOptions,
+};
 use kvferry_testkit::hanging::HangingDisk;
 use kvferry_testkit::{Watchdog, eventually};
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::thread::{self, Scope, ScopedJoinHandle};
@@ -372,6 +375,50 @@ fn a_directory_that_hangs_is_missed_while_the_others_serve_and_serves_again_once
     });
     eventually("what was put there is synced", || store.sync().is_ok());
     assert_eq!(store.stats().corrupt, 0);
+    store.close();
+    four.agent.shutdown();
+}
+
+#[test]
+fn a_watch_reports_blocks_of_a_directory_that_hangs_as_removed_and_as_stored_once_it_answers() {
+    let _watchdog = Watchdog::new(LIMIT);
+    let Some(four) = Four::new("watched") else { return };
+    let filled = four.filled();
+    let (store, kv) = (&filled.store, &filled.kv);
+    let watch = store.watch(&[vec![kv.clone()]]).expect("it is open");
+    let hashes: Vec<_> = filled.seeds.clone().map(|seed| prompt(seed, 1)[0]).collect();
+    watch.add(0, &hashes).expect("a group");
+    // Each report is of a block that was not, or was, believed.
+    let mut told: BTreeSet<Box<[u8]>> = BTreeSet::new();
+    let mut settle = |count: usize| {
+        eventually("a router believes what can be read", || {
+            for Report { is_removed, hashes, .. } in watch.take(usize::MAX) {
+                for hash in hashes {
+                    assert!(if is_removed { told.remove(&hash) } else { told.insert(hash) });
+                }
+            }
+            told.len() == count || {
+                watch.gather(TIMEOUT).expect("it is open");
+                false
+            }
+        });
+        let believed = |hash: &[u8; 32]| told.contains(&hash[..]);
+        hashes.iter().map(believed).collect::<Vec<_>>()
+    };
+    settle(hashes.len());
+    thread::scope(|scope| {
+        let _release = Release(&four.disk);
+        let waits = four.hang(scope, &filled);
+        let believed = settle(hashes.len() - filled.in_third);
+        let readable: Vec<_> = filled.seeds.clone().map(|seed| four.get(kv, seed)).collect();
+        assert_eq!(believed, readable);
+        // What an engine finds out meanwhile has no effect on blocks that can't be read.
+        watch.add(0, &hashes).expect("a group");
+        settle(hashes.len() - filled.in_third);
+        four.disk.release();
+        waits.join().expect("no panic");
+    });
+    settle(hashes.len());
     store.close();
     four.agent.shutdown();
 }
