@@ -7,6 +7,7 @@ import hashlib
 import json
 import operator
 import os
+import re
 import stat
 import threading
 from collections import deque
@@ -85,17 +86,34 @@ def _led(paths: Iterable[Path]) -> tuple[float, str]:
 
     Either changes both the entry and the folder that has it. A folder alone changes also with each entry that is made
     in it, of another model for example. Entries that are made in a folder and in the one above it look like a rename:
-    the times of files do not tell them apart.
+    the times of files do not tell them apart. Only where a file system is mounted they can't be one: the kernel renames
+    no mount point.
     """
     led = (0.0, "")
     seen: set[str] = set()
+    mounted = _mount_points()
     for path in paths:
         for folder, entry in _way(path):
-            if entry not in seen:
+            if entry not in seen and entry not in mounted:
                 seen.add(entry)
                 at = min(os.lstat(folder).st_ctime, os.lstat(entry).st_ctime)
                 led = max(led, (at, f"{entry}, or something beside it and something in it"))
     return led
+
+
+# Where file systems are mounted, as this process sees it.
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+def _mount_points() -> set[str]:
+    """Empty if the kernel does not tell."""
+    try:
+        lines = _MOUNTS.read_bytes().splitlines()
+    except OSError:
+        return set()
+    # The kernel writes spaces and the like as octal numbers.
+    points = (line.split(b" ")[4] for line in lines if line.count(b" ") > 4)
+    return {os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda it: bytes([int(it[1], 8)]), point)) for point in points}
 
 
 def _way(path: Path) -> Iterator[tuple[str, str]]:

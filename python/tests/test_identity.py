@@ -1069,6 +1069,40 @@ def test_another_model_beside_one_is_no_change_of_it(tmp_path: Path, monkeypatch
     assert weights(model) == before
 
 
+def test_weights_keep_their_name_when_a_folder_on_the_way_to_them_is_renamed_between_two_starts(tmp_path: Path) -> None:
+    model = tensors(tmp_path / "data" / "models" / "a", 20)
+    other = tensors(tmp_path / "new" / "a", 20, changed=13)
+    before, of_other = weights(model), weights(other)
+    (tmp_path / "data").rename(tmp_path / "old")
+    (tmp_path / "new").rename(tmp_path / "data")
+    assert weights(tmp_path / "old" / "models" / "a") == before != of_other == weights(tmp_path / "data" / "a")
+
+
+def test_a_mount_point_can_not_be_renamed_so_that_entries_in_it_and_beside_it_are_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert {"/", "/proc"} <= _weights._mount_points()
+    data = tmp_path / "my data"
+    model = tensors(data / "models" / "a", 20)
+    began = _began_now(tmp_path)
+    monkeypatch.setattr(_identity, "process_began", lambda: began)
+    mounts = tmp_path / "mounts"
+    monkeypatch.setattr(_weights, "_MOUNTS", mounts)
+    escaped = str(data).replace(" ", "\\040")
+    mounts.write_text(f"36 35 98:0 / {escaped} rw,noatime shared:1 - ext4 /dev/sda rw\n")
+    before = weights(model)
+    # A folder beside the mount point, and one in it.
+    (tmp_path / "log").mkdir()
+    (data / "log").mkdir()
+    assert weights(model) == before and not caplog.text
+    # Below it, folders can be renamed as before.
+    (data / "models").rename(data / "old")
+    tensors(data / "models" / "a", 20, changed=13)
+    assert weights(model) != before and "since this process began" in caplog.text
+    mounts.unlink()
+    assert _weights._mount_points() == set()
+
+
 def _began_now(folder: Path) -> float:
     """A moment after all changes in a folder and before those that follow. A file's times lag behind the clock."""
     tick = folder / "tick"
