@@ -9,6 +9,7 @@ import ast
 import importlib
 import inspect
 import textwrap
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -114,17 +115,27 @@ def attributes(cls: Any) -> set[str]:
     return found
 
 
-def _assigned(cls: type) -> set[str]:
+# To find a class in its file takes some 50 ms, and adapters look up many names of one class.
+_found: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def _assigned(cls: type) -> frozenset[str]:
+    if cls not in _found:
+        _found[cls] = _assigned_in_source(cls)
+    return _found[cls]
+
+
+def _assigned_in_source(cls: type) -> frozenset[str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError, SyntaxError):
         # A class without source.
-        return set()
-    return {
+        return frozenset()
+    return frozenset(
         node.attr
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and isinstance(node.value, ast.Name)
         and node.value.id == "self"
-    }
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import logging
 import os
 import re
@@ -99,6 +100,23 @@ def test_a_name_that_is_read_and_gone_is_named(monkeypatch: pytest.MonkeyPatch) 
         "engine.core.Step.gone",
     ]
     assert missing_names("engine.none", "Base") == ["engine.none.Base"]
+
+
+def test_the_file_of_a_class_is_read_once_however_many_of_its_names_are_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Wide:
+        def __init__(self) -> None:
+            self.a = self.b = self.c = 0
+
+    module, read = ModuleType("engine.wide"), Counter[type]()
+    vars(module).update(Wide=Wide)
+    monkeypatch.setitem(sys.modules, "engine.wide", module)
+    source = inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda it: (read.update([it]), source(it))[1])
+    for _ in range(2):
+        assert missing_names("engine.wide", "Wide.a", "Wide.b", "Wide.c", "Wide.d") == ["engine.wide.Wide.d"]
+    assert read == {Wide: 1}
 
 
 def test_what_is_gone_is_an_error_that_names_it_and_the_tried_versions(caplog: pytest.LogCaptureFixture) -> None:
