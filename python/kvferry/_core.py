@@ -21,8 +21,8 @@ _FIRST_VERSION = "default"
 Named = Callable[[], object]
 """Called after a version was given, also the one that the engine had."""
 Emptied = Callable[[], object]
-"""Called after the prefix cache was emptied. A reset that vLLM says has failed empties nothing, whatever the connector
-was told of it."""
+"""Called after the prefix cache was emptied, and with it what another connector keeps of it: vLLM's own tiers have
+blocks by the same names. A reset that vLLM says has failed empties nothing, whatever the connector was told of it."""
 Loads = Callable[[Any], Callable[[bool], object]]
 """Called with the adapter before it is loaded. What it returns is called after it, with whether that succeeded."""
 
@@ -34,7 +34,7 @@ class Core:
         self._engine: Callable[[], Any | None] = weakref.ref(engine) if engine is not None else lambda: None
         # How often the engine was given a version.
         self.times_named = 0
-        # How often its prefix cache was emptied.
+        # How often its prefix cache was emptied, with what other connectors keep of it.
         self.times_emptied = 0
         self._on_emptied: list[Emptied] = []
         self._on_named: list[Named] = []
@@ -70,7 +70,8 @@ class Core:
 
     def _reset(self, original: Callable[..., Any], *given: Any, **more: Any) -> Any:
         result = original(*given, **more)
-        if result:
+        asked = inspect.signature(original).bind(*given, **more).arguments
+        if result and (asked.get("reset_connector") or not _keeps_blocks(self._engine())):
             self.times_emptied += 1
             for call in self._on_emptied:
                 call()
@@ -87,6 +88,16 @@ class Core:
                 for end in ends:
                     stack.callback(end, has_loaded)
         return result
+
+
+def _keeps_blocks(engine: Any | None) -> bool:
+    """Whether a connector of the engine may keep blocks beyond a reset of vLLM's cache, by names that say nothing of
+    the weights. kvferry's do not: their names do, or they keep none.
+    """
+    given = getattr(getattr(engine, "vllm_config", None), "kv_transfer_config", None)
+    connector, more = getattr(given, "kv_connector", None), getattr(given, "kv_connector_extra_config", None) or {}
+    is_store = connector == "OffloadingConnector" and more.get("spec_name") == "KVFerryOffloadingSpec"
+    return not (is_store or connector == "KVFerryConnector")
 
 
 def core_of_callers() -> Core:

@@ -38,10 +38,12 @@ def connector(module: Any) -> Any:
     return connector_of(module)
 
 
-def connector_of(module: Any) -> Any:
+def connector_of(module: Any, named: str = "KVFerryConnector") -> Any:
     """Its engine core is `core`."""
     made = module.KVFerryConnector.__new__(module.KVFerryConnector)
-    core = vllm.EngineCore(lambda: module._Scheduler(vllm.config(), vllm.caches(FullAttentionSpec()), Settings.of({})))
+    core = vllm.EngineCore(
+        lambda: module._Scheduler(vllm.config(), vllm.caches(FullAttentionSpec()), Settings.of({})), named
+    )
     made._scheduler, made._side, made.core = core.made, core.made, core
     return made
 
@@ -287,6 +289,20 @@ def test_blocks_of_weights_of_an_earlier_version_are_not_handed_over(
     assert not begins_with_cached_tokens(connector, "e", resumes=resumes)
     assert reset(connector, of_connector=False)
     assert begins_with_cached_tokens(connector, "f")
+
+
+def test_blocks_that_another_connector_keeps_are_not_handed_over_after_a_reset_of_vllms_cache_alone(
+    module: Any,
+) -> None:
+    connector = connector_of(module, "MultiConnector")
+    assert begins_with_cached_tokens(connector, "a")
+    version(connector, "2")
+    assert reset(connector, of_connector=False)
+    # Its blocks are of the first weights, and vLLM's hash of them is the same.
+    assert not begins_with_cached_tokens(connector, "b") and is_handed_over(connector, "c")
+    assert reset(connector)
+    version(connector, "2")
+    assert begins_with_cached_tokens(connector, "d")
 
 
 def test_blocks_since_a_reset_of_the_connector_may_be_of_the_weights_before(connector: Any) -> None:

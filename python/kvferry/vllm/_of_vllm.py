@@ -49,14 +49,16 @@ _READ_BY_IDENTITY: Names = {
         for module, classes in _SETTINGS.items()
     },
     "vllm.config.compilation": ("CompilationConfig.static_forward_context",),
-    "vllm.config.kv_transfer": ("KVTransferConfig.engine_id",),
+    "vllm.config.kv_transfer": _of("KVTransferConfig", "engine_id kv_connector kv_connector_extra_config"),
     "vllm.lora.request": _of("LoRARequest", "lora_name lora_path lora_int_id load_inplace"),
     "vllm.multimodal.inputs": (
         *_of("MultiModalFeatureSpec", "identifier data mm_position"),
         "PlaceholderRange.offset",
     ),
     "vllm.v1.request": _of("Request", "lora_request mm_features cache_salt prompt_embeds"),
-    "vllm.v1.engine.core": _of("EngineCore", "get_weight_version set_weight_version add_lora reset_prefix_cache"),
+    "vllm.v1.engine.core": _of(
+        "EngineCore", "vllm_config get_weight_version set_weight_version add_lora reset_prefix_cache"
+    ),
 }
 # Where a process has loaded these modules, its layers have them.
 _READ_OF_LAYERS: Names = {
