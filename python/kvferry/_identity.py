@@ -572,6 +572,17 @@ def vllm_config_of_callers() -> Any | None:
     return None
 
 
+def caches_of_callers() -> Any | None:
+    """The specs of the cache of the engine that makes an object, which vLLM does not give to a tier."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caches = frame.f_locals.get("kv_cache_config")
+        if hasattr(caches, "kv_cache_groups"):
+            return caches
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
 def check_media_are_named(vllm_config: Any, who: str) -> None:
     """Raises ValueError where vLLM names images by a counter, and an adapter keeps blocks beyond the process."""
     if _counts_media(vllm_config):

@@ -153,6 +153,7 @@ LIBRARIES = {
     "dim",
     "element_size",
     "from_buffer",
+    "hip",
     "inc",
     "labels",
     "ref",

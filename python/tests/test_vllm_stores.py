@@ -110,7 +110,7 @@ class Engine:
         return self.jobs
 
 
-Made = Callable[[], Engine]
+Made = Callable[..., Engine]
 
 
 @pytest.fixture
@@ -119,10 +119,15 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     monkeypatch.setattr(module, "check_tier", lambda: None)
     engines = []
 
-    def made() -> Engine:
+    def made(kv_cache_config: Any = None) -> Engine:
+        # As vLLM's connector, which has the specs of the cache.
+        assert kv_cache_config is None or kv_cache_config.kv_cache_groups
         view = memoryview(bytearray(BLOCK * BLOCKS)).cast("B", (BLOCKS, BLOCK))
         spec = SimpleNamespace(config=config(), kv_events_config=SimpleNamespace(enable_kv_cache_events=False))
-        core = vllm.EngineCore(lambda: module.KVFerryTier(spec, view, "kvferry", disk=str(tmp_path / "kv"), **SETTINGS))
+        core = vllm.EngineCore(
+            lambda: module.KVFerryTier(spec, view, "kvferry", disk=str(tmp_path / "kv"), **SETTINGS),
+            "OffloadingConnector",
+        )
         engines.append(Engine(core))
         return engines[-1]
 
@@ -355,6 +360,39 @@ def test_a_call_that_fails_in_a_manager_is_a_miss_or_a_load_without_blocks(
     made.complete_store([key(0)], Context(BLOCKS), success=True)
     monkeypatch.setattr(made, "_release", fails)
     made.complete_load([key(0)], Context(BLOCKS))
+
+
+def cache(slots: int | None) -> Any:
+    spec = SimpleNamespace(num_head_slots=slots, state_content_bytes=None if slots is None else 128)
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+
+
+def test_an_engine_whose_attention_backend_orders_pages_otherwise_finds_no_rows(tier: Made) -> None:
+    plain, apart = tier(cache(None)), tier(cache(2))
+    plain.store(0)
+    apart.store(1)
+    for engine in (plain, apart):
+        settle(engine)
+    found = {"plain": tier(cache(None)), "apart": tier(cache(2))}
+    assert {name: [it.lookup(0), it.lookup(1)] for name, it in found.items()} == {
+        "plain": ["HIT", "MISS"],
+        "apart": ["MISS", "HIT"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("slots", "counts"), [(None, False), (2, True)], ids=["in the order of most backends", "in an order of its own"]
+)
+def test_the_backend_counts_where_the_specs_do_not_say_its_order(slots: int | None, counts: bool) -> None:
+    module = importlib.import_module("kvferry.vllm._offload_tier")
+
+    def of(backend: str | None) -> bytes:
+        attention = SimpleNamespace(backend=backend, backend_per_kind={})
+        found: bytes = module._fingerprint(config(), BLOCK, SimpleNamespace(attention_config=attention), cache(slots))
+        return found
+
+    assert of("ROCM_ATTN") == of("ROCM_ATTN")
+    assert (of("ROCM_ATTN") != of("B12X")) == counts
 
 
 def test_a_call_that_fails_in_a_tier_is_a_miss_or_a_job_that_ends_without_blocks(

@@ -71,7 +71,10 @@ _READ_OF_SPECS: Names = {
         *_of("KVCacheGroupSpec", "kv_cache_spec layer_names"),
         "UniformTypeKVCacheSpecs.kv_cache_specs",
         *_of("KVCacheSpec", "block_size dcp_sharded"),
-        *_of("AttentionSpec", "num_kv_heads head_size dtype max_tp_shards kv_quant_mode"),
+        *_of(
+            "AttentionSpec",
+            "num_kv_heads head_size dtype max_tp_shards kv_quant_mode num_head_slots state_content_bytes",
+        ),
         "FullAttentionSpec",
         *_of("MLAAttentionSpec", "cache_dtype_str"),
         *_of("SlidingWindowSpec", "sliding_window"),
@@ -192,6 +195,7 @@ _READ_BY_TIER: Names = {
     ),
     "vllm.config.vllm": ("VllmConfig.device_config",),
     "vllm.config.device": ("DeviceConfig.device_type",),
+    "vllm.config.attention": _of("AttentionConfig", "backend backend_per_kind"),
 }
 # Parameters that are read in the frames of callers.
 _PARAMETERS = {

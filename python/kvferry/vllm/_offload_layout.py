@@ -80,7 +80,7 @@ def group_layouts(
             # A stage of a pipeline without layers of this group: it has nothing to store or to load.
             made.append(GroupLayout(group.group_id, b"", (), 1, 0, 0, False))
             continue
-        specs = _specs(kv_cache_config, group)
+        specs = specs_of(kv_cache_config, group)
         mappings = [ref.mapping for ref in refs]
         window = max((_window(spec) for spec in specs), default=0)
         shared = None
@@ -113,7 +113,7 @@ def _parallelism(parallel: Any, interleave: int | None) -> str:
     return f"{sizes} interleave {interleave}"
 
 
-def _specs(kv_cache_config: Any | None, group: Any) -> list[Any]:
+def specs_of(kv_cache_config: Any | None, group: Any) -> list[Any]:
     """The specs of a group's layers in their order."""
     if kv_cache_config is None:
         return []

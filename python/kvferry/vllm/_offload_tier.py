@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import json
 import os
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
@@ -36,18 +37,21 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 import kvferry
 from kvferry._core import core_of_callers
 from kvferry._identity import (
+    caches_of_callers,
     check_media_are_named,
     check_weights_are_named,
     of_vllm,
     processor,
     vllm_config_of_callers,
 )
+from kvferry._known_settings import plain
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._guard import store_guarded
 from kvferry.vllm._of_vllm import check_tier
 from kvferry.vllm._offload_adapters import RequestNames, StoredAdapters
 from kvferry.vllm._offload_events import StoreEvents
 from kvferry.vllm._offload_keys import Keys
+from kvferry.vllm._offload_layout import specs_of
 from kvferry.vllm._offload_puts import Puts
 from kvferry.vllm._offload_retention import Plan, Plans, Retention
 from kvferry.vllm._offload_settings import OffloadSettings, open_store
@@ -116,7 +120,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         self._settings = OffloadSettings.of(settings, "secondary_tiers")
         _check_parallelism(offloading_spec.config, self._settings)
         vllm_config = vllm_config_of_callers()
-        self._layout = _fingerprint(offloading_spec.config, self.block_size_bytes, vllm_config)
+        self._layout = _fingerprint(offloading_spec.config, self.block_size_bytes, vllm_config, caches_of_callers())
         self._model = _model(self._settings, vllm_config)
         self._opened = open_store(self._settings, self._settings.host_bytes, logger)
         self._region: Any = None
@@ -442,12 +446,12 @@ def _range(view: memoryview) -> tuple[int, int]:
             flat.release()
 
 
-def _fingerprint(config: Any, row_bytes: int, vllm_config: Any | None) -> bytes:
-    """What the bytes of a row of the primary tier depend on."""
+def _fingerprint(config: Any, row_bytes: int, vllm_config: Any | None, caches: Any | None = None) -> bytes:
+    """What the bytes of a row of the primary tier depend on. `caches`: vLLM's specs of the cache; None: not known."""
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
     parallel = config.parallel
     parts = {
-        "v": 2,
+        "v": 3,
         "processor": processor() if device == "cpu" else None,
         "bytes": row_bytes,
         "dtype": config.model.dtype,
@@ -461,10 +465,32 @@ def _fingerprint(config: Any, row_bytes: int, vllm_config: Any | None) -> bytes:
         if _is_portable(config)
         else [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, parallel.world_size],
     }
+    orders = _orders(config, vllm_config, caches)
+    if orders is not None:
+        parts["orders"] = orders
     if parallel.pp_size > 1:
         # The layers above are those of the first stage.
         parts["stages"] = os.environ.get("VLLM_PP_LAYER_PARTITION")
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+
+def _orders(config: Any, vllm_config: Any | None, caches: Any | None) -> list[Any] | None:
+    """What says in which order a page has its elements, where that is not the order of most attention backends.
+
+    Backends with an order of their own say in the specs that a page has K and V apart. Which order it is within K and V
+    they do not say: there they count with all that vLLM chooses one of them by.
+    """
+    specs = [spec for group in config.groups for spec in specs_of(caches, group)]
+    apart = [[getattr(it, name, None) for name in ("num_head_slots", "state_content_bytes")] for it in specs]
+    attention = getattr(vllm_config, "attention_config", None)
+    chosen = [plain(getattr(attention, name, None)) for name in ("backend", "backend_per_kind")]
+    if caches is not None and all(it == [None, None] for it in apart):
+        return None
+    if caches is None and not any(chosen):
+        return None
+    rocm = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_")}
+    torch = sys.modules.get("torch")
+    return [apart, *chosen, rocm, str(getattr(getattr(torch, "version", None), "hip", None))]
 
 
 def _is_portable(config: Any) -> bool:
