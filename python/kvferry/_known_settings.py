@@ -540,8 +540,7 @@ TRTLLM = Table(
             batching_type build_config fail_fast_on_attention_window_too_large"""
         ),
         _ROUNDING: _names(
-            """backend attn_backend moe_config cuda_graph_config torch_compile_config enable_autotuner
-            enable_min_latency"""
+            """backend moe_config cuda_graph_config torch_compile_config enable_autotuner enable_min_latency"""
         ),
         _SAMPLING: _names(
             """sampler_type batched_logits_processor guided_decoding_backend gather_generation_logits decoding_config
@@ -559,7 +558,8 @@ TRTLLM = Table(
         _PLACES: _names("checkpoint_loader checkpoint_format workspace embedding_parallel_mode"),
         "requests with adapters have no KV in the store": _names("enable_lora lora_config peft_cache_config"),
     },
-    _names("force_dynamic_quantization sparse_attention_config"),
+    # Each attention backend has an order of its own for the elements of a page.
+    _names("force_dynamic_quantization sparse_attention_config attn_backend"),
     {"model_kwargs": "newer versions"},
 )
 TRTLLM_QUANTIZATION = Table(

@@ -274,6 +274,7 @@ def trtllm(quantization: dict[str, Any] | None = None, cache: dict[str, Any] | N
         ),
         ("settings", {"cache": {"new": 1}}),
         ("settings", {"sparse_attention_config": {"algorithm": "rocket"}}),
+        ("settings", {"attn_backend": "FLASHINFER"}),
         ("settings", {"new": 1}),
     ],
 )
