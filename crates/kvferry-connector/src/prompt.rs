@@ -9,6 +9,12 @@
 //!
 //! Two requests with different prompts are different handoffs, so the KV of another prompt is never
 //! loaded.
+//!
+//! The identity is a hash of the tokens and not of the engine's hashes of blocks, though vLLM has those before its
+//! scheduler sees a request. Both engines compute the identity before they talk to each other, and block hashes of the
+//! same tokens differ with settings of one engine alone: the tokens in a block, the hash function, its seed, the version
+//! of the engine, and whether it caches prefixes at all. They also have names of adapters and images that two engines
+//! need not share. A prompt is hashed once per request, when it arrives.
 
 use kvferry_proto::handoff::{HandoffId, ID_MAX};
 use std::fmt;
