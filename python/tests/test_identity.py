@@ -657,11 +657,11 @@ def test_a_scheduler_waits_for_file_systems_a_tenth_of_its_time_at_most(
     monkeypatch.setattr(_adapters, "time", clock)
     threads = SimpleNamespace(Thread=clock.thread, Event=clock.event, Lock=threading.Lock)
     monkeypatch.setattr(_adapters, "threading", threads)
-    adapters = Adapters()
+    adapters, path = Adapters(), folder(tmp_path / "lora")
     for number in range(2000):
         before = clock.now
         # Each is new, or is read in each step.
-        of = lora(folder(tmp_path / "lora"), 1 + number % 1500, load_inplace=bool(number % 2))
+        of = lora(path, 1 + number % 1500, load_inplace=bool(number % 2))
         extra(adapters, lora_request=of)
         waited += clock.now - before
         clock.until(clock.now + 0.05)
