@@ -11,8 +11,9 @@
 //! was left tries this one alone first. A block whose lock a stopped process holds is left out of passes for a time,
 //! unless a sync asks for one, or the store is closed: each try costs space on the disk.
 //!
-//! Where one of several directories hangs, a write to it is given up: its blocks are left, and written to another one by
-//! the next pass. Their memory is the tier's own, and stays until the device has answered.
+//! Where one of several directories hangs, a write to it is given up, and the same pass writes its blocks to another one.
+//! Their memory is the tier's own, and stays until the device has answered. So a pass ends whatever a device does, and
+//! who waits for one gives nothing up.
 //!
 //! So what others may say of a block is one question to the tier: one that waits is present, one that is left was not
 //! stored, and a sync succeeds if a pass that began behind it has left none of the blocks before it.
@@ -36,8 +37,6 @@ pub(crate) const NO_SPACE_MAX: Duration = Duration::from_secs(if cfg!(test) { 1 
 pub(crate) const RETRY_EVERY: Duration = Duration::from_secs(1);
 /// The least time between two passes that nothing has asked for.
 const PASS_EVERY: Duration = Duration::from_millis(20);
-/// How often a thread that waits for a pass looks whether a directory hangs.
-const HANG_EVERY: Duration = Duration::from_millis(100);
 
 /// The thread that writes, and what it is asked for.
 #[derive(Debug, Default)]
@@ -54,8 +53,9 @@ struct Work {
     done: u64,
     /// The next pass is also for blocks that are to be tried later.
     is_for_all: bool,
-    /// Counts the parts of passes that were written, or left.
-    parts: u64,
+    /// Of the pass that is under way: the last one of `asked` that it answers, and the number below which it has tried
+    /// all blocks.
+    under_way: Option<(u64, u64)>,
     /// Callers wait no longer: the store is being closed.
     is_hurried: bool,
     /// The last pass ends the thread.
@@ -72,6 +72,12 @@ struct Work {
 impl Work {
     fn is_due(&self) -> bool {
         self.asked != self.done || self.is_closing
+    }
+
+    /// Whether a pass that was asked for as number `asked`, or a later one, has tried all blocks with numbers below `end`.
+    fn has_tried(&self, asked: u64, end: u64) -> bool {
+        let has_tried = |(answers, tried): (u64, u64)| answers >= asked && tried >= end;
+        self.done >= asked || self.under_way.is_some_and(has_tried)
     }
 }
 
@@ -101,25 +107,20 @@ impl Behind {
         asked
     }
 
-    /// Waits until a pass has ended that was asked for, until `until`, or until the store is closed. Where one of several
-    /// directories hangs, no longer than a device may take for a part.
-    pub(crate) fn wait(&self, space: &Space, asked: u64, until: Option<Instant>) {
-        let hang_after = space.store.hang_after;
+    /// Waits until the blocks with numbers below `end` are written, or a pass that was asked for has tried them; until
+    /// `until`, or until the store is closed, if a time is given.
+    pub(crate) fn wait(&self, host: &Host, asked: u64, end: u64, until: Option<Instant>) {
         let mut work = lock(&self.work);
-        let mut last = (work.parts, Instant::now());
-        while work.done < asked && !(work.is_hurried && until.is_some()) {
-            if last.0 != work.parts {
-                last = (work.parts, Instant::now());
-            }
-            if last.1.elapsed() >= hang_after && space.store.core.disk.is_any_given_up() {
+        while !work.has_tried(asked, end) && host.has_waiting(end) {
+            let Some(until) = until else {
+                work = self.changed.wait(work).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() || work.is_hurried {
                 return;
             }
-            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-            if left == Some(Duration::ZERO) {
-                return;
-            }
-            let waited =
-                self.changed.wait_timeout(work, left.unwrap_or(HANG_EVERY).min(HANG_EVERY));
+            let waited = self.changed.wait_timeout(work, left);
             work = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -127,15 +128,11 @@ impl Behind {
     /// Returns how many of the blocks that were put before can't be written; the others are.
     pub(crate) fn drain(&self, space: &Space, host: &Host) -> usize {
         let end = host.next_number();
-        if host.next_waiting(0..end, 0, None).is_empty() {
+        if !host.has_waiting(end) {
             return 0;
         }
         let asked = self.ask_for(space, true);
-        self.wait(space, asked, None);
-        if lock(&self.work).done < asked {
-            // A directory hangs.
-            return host.waiting(end);
-        }
+        self.wait(host, asked, end, None);
         host.left(end)
     }
 
@@ -219,16 +216,32 @@ impl Behind {
         let Some(host) = &space.store.host else { return };
         let end = host.next_number();
         let due = (!is_for_all).then(Instant::now);
+        lock(&self.work).under_way = Some((asked, 0));
         if catch_unwind(AssertUnwindSafe(|| pass(space, host, end, patience, due))).is_err() {
             host.leave(0..end, NotStored::Failed);
         }
         let mut work = lock(&self.work);
+        work.under_way = None;
         work.done = work.done.max(asked);
         #[cfg(test)]
         {
             work.passes += 1;
         }
         self.changed.notify_all();
+    }
+
+    /// The pass that is under way has tried all blocks with numbers below `end`.
+    fn note_tried(&self, end: u64) {
+        if let Some((_, tried)) = &mut lock(&self.work).under_way {
+            *tried = end;
+        }
+        self.changed.notify_all();
+    }
+
+    /// How many passes were asked for.
+    #[cfg(test)]
+    pub(crate) fn asked(&self) -> u64 {
+        lock(&self.work).asked
     }
 
     #[cfg(test)]
@@ -246,12 +259,15 @@ impl Behind {
 fn pass(space: &Space, host: &Host, end: u64, patience: Patience, due: Option<Instant>) {
     let Inner { core, behind, .. } = &*space.store;
     let (mut next, mut is_tried) = (0, false);
+    // A part is tried once more for each directory that may hang: those that do get nothing meanwhile.
+    let mut again = core.disk.count() - 1;
     loop {
         let mut chain = host.next_waiting(next..end, WRITE_BEHIND as u64 * CHUNK_BYTES, due);
         if !is_tried && chain.first().is_some_and(|(_, first)| first.left.is_some()) {
             chain.truncate(1);
         }
-        let Some((last, _)) = chain.last() else { return };
+        let (Some((first, _)), Some((last, _))) = (chain.first(), chain.last()) else { return };
+        let first = *first;
         next = last + 1;
         // Kept, so that a write to a device that hangs is not waited for.
         let candidate = |it: &Waiting| Candidate {
@@ -260,8 +276,7 @@ fn pass(space: &Space, host: &Host, end: u64, patience: Patience, due: Option<In
         };
         let candidates: Vec<_> = chain.iter().map(|(_, it)| candidate(it)).collect();
         let mut put = Put::default();
-        space.write_all(&candidates, patience, &mut put);
-        lock(&behind.work).parts += 1;
+        let hangs = space.write_all(&candidates, patience, &mut put);
         Counters::add(&core.counters.stored, put.stored);
         Counters::add(&core.counters.present, put.present);
         let is_written = |(_, it): &&(u64, Waiting)| {
@@ -276,12 +291,18 @@ fn pass(space: &Space, host: &Host, end: u64, patience: Patience, due: Option<In
         host.written(chain.iter().filter(is_written).map(|(number, _)| *number));
         match not_stored(&put) {
             None => is_tried = true,
+            Some(NotStored::Failed) if hangs && again > 0 => {
+                again -= 1;
+                next = first;
+                continue;
+            }
             // A process that is stopped holds the lock of these blocks. It has nothing to do with others.
             Some(why @ NotStored::Refused(Refusal::Contended)) => {
                 host.leave_for_long(chain.iter().map(|(number, _)| *number), why);
             }
             Some(why) => return host.leave(0..end, why),
         }
+        behind.note_tried(next);
     }
 }
 

@@ -311,10 +311,27 @@ impl Directories {
         self.of(segment).path_of(segment)
     }
 
-    /// While this is held, the making of a segment of the first directory does not end.
+    /// While this is held, the making of a segment of a directory does not end.
     #[cfg(test)]
-    pub(crate) fn hold_creates(&self) -> std::sync::MutexGuard<'_, rustc_hash::FxHashSet<u32>> {
-        self.all[0].named()
+    pub(crate) fn hold_creates(
+        &self,
+        directory: usize,
+    ) -> std::sync::MutexGuard<'_, rustc_hash::FxHashSet<u32>> {
+        self.all[directory].named()
+    }
+
+    /// While this is held, a directory hangs.
+    #[cfg(test)]
+    pub(crate) fn hang(&self, directory: usize) -> Entered {
+        let gate = &self.all[directory].gate;
+        let entered = gate.enter(Pace::Quick).expect("it does not hang");
+        gate.age(gate.limit());
+        entered
+    }
+
+    /// How many directories the store has.
+    pub(crate) fn count(&self) -> usize {
+        self.all.len()
     }
 
     /// Adds a block, and what fills its last page if `pad`, to a batch.

@@ -1496,7 +1496,7 @@ mod tests {
         let first = put_long(&core, &writer, &pools[0], 1, 800 << 10);
         let (done, is_done) = std::sync::mpsc::channel();
         std::thread::scope(|scope| {
-            let held = core.disk.hold_creates();
+            let held = core.disk.hold_creates(0);
             let (core, writer, pools) = (&core, &writer, &pools);
             let long = scope.spawn(|| put_long(core, writer, &pools[0], 2, 800 << 10));
             let active = || core.member.held_by(core.member.id()).count();

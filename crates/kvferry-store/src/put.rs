@@ -258,7 +258,7 @@ impl Space {
             let asked = self.store.behind.ask(self);
             if !rest.is_empty() && outcome.is_ok() {
                 // The blocks before them are on the disk first, mostly.
-                self.store.behind.wait(self, asked, patience.until);
+                self.store.behind.wait(host, asked, host.next_number(), patience.until);
                 outcome = self.put_now(rest, retention, patience, put);
             }
         }
@@ -314,13 +314,14 @@ impl Space {
         outcome
     }
 
-    /// Writes blocks whose sums are known, each behind the one before it.
-    pub(crate) fn write_all(&self, new: &[Candidate], patience: Patience, put: &mut Put) {
+    /// Writes blocks whose sums are known, each behind the one before it. True if some of them failed because a
+    /// directory hangs.
+    pub(crate) fn write_all(&self, new: &[Candidate], patience: Patience, put: &mut Put) -> bool {
         let mut writing = Writing::new(self, patience);
         for part in chunks(new, CHUNK_BYTES, |it| it.block.len) {
             writing.write(part, put);
         }
-        writing.end(put);
+        writing.end(put)
     }
 
     /// What is written with a block. `sum`: of its bytes.
@@ -343,11 +344,13 @@ struct Writing<'a> {
     space: &'a Space,
     patience: Patience,
     under_way: VecDeque<BlocksUnderWay>,
+    /// Blocks were not written because a directory hangs.
+    hangs: bool,
 }
 
 impl<'a> Writing<'a> {
     fn new(space: &'a Space, patience: Patience) -> Self {
-        Self { space, patience, under_way: VecDeque::new() }
+        Self { space, patience, under_way: VecDeque::new(), hangs: false }
     }
 
     fn write(&mut self, new: &[Candidate], put: &mut Put) {
@@ -366,7 +369,7 @@ impl<'a> Writing<'a> {
                         return;
                     }
                 }
-                Err(NotWritten::Failed) => {
+                Err(NotWritten::Failed | NotWritten::Hangs) => {
                     put.failed += rest.len();
                     store.wake_keeper();
                     return;
@@ -414,12 +417,14 @@ impl<'a> Writing<'a> {
                 objects.stored(segment, records);
             }
         });
-        if ended.is_err() {
+        if let Err(why) = ended {
             put.failed += count;
+            self.hangs |= why == NotWritten::Hangs;
         }
     }
 
-    fn end(mut self, put: &mut Put) {
+    /// Waits for the end of all. True if some failed because a directory hangs.
+    fn end(mut self, put: &mut Put) -> bool {
         while !self.under_way.is_empty() {
             self.end_first(put);
         }
@@ -428,6 +433,7 @@ impl<'a> Writing<'a> {
             store.worker.wake();
             store.wake_keeper();
         }
+        self.hangs
     }
 }
 

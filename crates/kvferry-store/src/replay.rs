@@ -137,7 +137,7 @@ impl Replay {
                     self.writer.seal(&self.core, Which::Full);
                     self.keeper.look_at_all();
                 }
-                Err(NotWritten::Failed) => return None,
+                Err(NotWritten::Failed | NotWritten::Hangs) => return None,
             }
         }
         None

@@ -90,12 +90,14 @@ struct Present {
 }
 
 /// Why blocks were not stored.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NotWritten {
     /// No segment is free.
     Full,
     /// A device failed.
     Failed,
+    /// The directory of their segment hangs.
+    Hangs,
 }
 
 /// Blocks that are being written. Their segment is not sealed meanwhile. Dropping it waits for their end.
@@ -137,7 +139,7 @@ impl BlocksUnderWay {
             }
         }
         self.finish(&written);
-        written.map_err(|_| NotWritten::Failed)
+        written.map_err(|e| if is_hang(&e) { NotWritten::Hangs } else { NotWritten::Failed })
     }
 
     /// A write that the agent has left to the device stays in flight: its segment is neither sealed nor used anew.

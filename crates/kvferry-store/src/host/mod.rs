@@ -301,9 +301,9 @@ impl Host {
         }
     }
 
-    /// How many blocks wait with numbers below this.
-    pub(crate) fn waiting(&self, below: u64) -> usize {
-        lock(&self.state).waiting.range(..below).count()
+    /// Whether a block waits with a number below this.
+    pub(crate) fn has_waiting(&self, below: u64) -> bool {
+        lock(&self.state).waiting.range(..below).next().is_some()
     }
 
     /// How many blocks that wait, with numbers below this, could not be written when that was last tried.

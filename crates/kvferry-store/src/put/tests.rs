@@ -5,6 +5,7 @@ use crate::bench::Bench;
 use crate::power::recorder::{Event, Recording};
 use crate::steps::Op;
 use crate::{Namespace, Retain, Store, StoreOptions};
+use kvferry_testkit::Watchdog;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
@@ -153,6 +154,66 @@ fn a_sync_covers_a_block_that_another_process_has_written_while_it_waited_here()
     assert!(recording.take().iter().any(is_sync), "nothing has synced {}", path.display());
     store.close();
     other.close();
+}
+
+/// How long an operation may take, in a store of two directories with a tier in host memory.
+const HANG_AFTER: Duration = Duration::from_secs(2);
+
+impl Bench {
+    fn with_two(&self) -> (Store, Space) {
+        let options = StoreOptions::new(self.folder.join("a"), 12 << 20)
+            .and_directory(self.folder.join("b"))
+            .segment_bytes(1 << 20)
+            .host_bytes(4 << 20)
+            .hang_after(HANG_AFTER);
+        self.open(&options)
+    }
+}
+
+#[test]
+fn a_sync_waits_for_a_pass_for_longer_than_a_directory_hangs_that_gets_nothing_of_it() {
+    let _watchdog = Watchdog::new(PATIENCE);
+    let bench = bench("hanging-other");
+    let (store, kv) = bench.with_two();
+    let disk = &store.inner().core.disk;
+    let hangs = disk.hang(1);
+    // Making the first segment takes longer than a read may, and not as long as it may take itself.
+    let held = disk.hold_creates(0);
+    assert_eq!(bench.put(&kv, 0, &prompt(0, 1)).stored, 1);
+    std::thread::scope(|scope| {
+        let sync = scope.spawn(|| store.sync());
+        std::thread::sleep(HANG_AFTER + HANG_AFTER / 4);
+        drop(held);
+        sync.join().expect("no panic").expect("its block is in the other directory");
+    });
+    assert_eq!((on_disk(&kv, &prompt(0, 1)), disk.hanging()), (1, 1));
+    drop(hangs);
+    store.close();
+}
+
+#[test]
+fn a_sync_does_not_wait_for_blocks_that_were_put_after_it_had_begun() {
+    let _watchdog = Watchdog::new(PATIENCE);
+    let bench = bench("sync-own");
+    let (store, kv) = bench.with_two();
+    let (disk, behind) = (&store.inner().core.disk, &store.inner().behind);
+    let [first, second] = [0, 1].map(|it| disk.hold_creates(it));
+    assert_eq!(bench.put(&kv, 0, &prompt(0, 1)).stored, 1);
+    std::thread::scope(|scope| {
+        let begun = behind.asked();
+        let sync = scope.spawn(|| store.sync());
+        until("it waits", || behind.asked() > begun);
+        // More than the first segment has room for.
+        let later = prompt(100, 20);
+        assert_eq!(bench.put(&kv, 1, &later).stored, 20);
+        drop(first);
+        sync.join().expect("no panic").expect("its block is on the disk");
+        assert!(store.stats().waiting_bytes > 0, "the next segment can't be made");
+        drop(second);
+        store.sync().expect("no device fails");
+        assert_eq!(on_disk(&kv, &later), 20);
+    });
+    store.close();
 }
 
 #[test]

@@ -112,7 +112,7 @@ impl Space {
                     put.refuse(Refusal::NoSpace, left);
                     self.store.wake_keeper();
                 }
-                Err(NotWritten::Failed) => put.failed += left,
+                Err(NotWritten::Failed | NotWritten::Hangs) => put.failed += left,
             }
             done += left;
         }
