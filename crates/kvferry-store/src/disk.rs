@@ -575,7 +575,12 @@ impl Directories {
         let _ = step(|| Op::Evicted(self.path_of(0), key), || Ok(()));
     }
 
-    /// Bytes of all segments' files.
+    /// Counts the segments' files, when the store is opened.
+    pub(crate) fn count_files(&self) -> io::Result<()> {
+        self.of_readable(Device::count_patiently).map(drop)
+    }
+
+    /// Bytes of all segments' files, as far as that is known. Waits for no device.
     pub(crate) fn bytes(&self) -> u64 {
         self.all.iter().map(Device::bytes).sum()
     }

@@ -17,9 +17,10 @@ macro_rules! counters {
             $($(#[$doc])* pub $name: u64,)*
             /// Blocks in the store.
             pub blocks: u64,
-            /// Bytes of all segments that exist, garbage included.
+            /// Bytes of all segments that exist, garbage included. What other processes make or remove shows with a
+            /// later call: each call has the files counted anew in the background.
             pub disk_bytes: u64,
-            /// Directories that hang now: their bytes are left out, and their blocks are missed.
+            /// Directories that hang now: their blocks are missed, and their bytes are those that were known last.
             pub hanging_directories: u64,
             /// Bytes that the store may take.
             pub capacity_bytes: u64,

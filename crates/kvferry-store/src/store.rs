@@ -183,6 +183,8 @@ impl Store {
         };
         disk.share(&joined.index);
         let failed = |source| Error::Directory { path: first.clone(), source };
+        // Without it, the statistics begin with 0.
+        let _ = disk.count_files();
         let host = match options.host_bytes {
             0 => None,
             bytes => Some(Arc::new(Host::new(agent, bytes)?)),
@@ -292,7 +294,7 @@ impl Store {
         (self.0.core.superblock.created_ms, self.0.core.clock.now_s())
     }
 
-    /// What this process has done, and what the store holds. All zero in a forked child.
+    /// What this process has done, and what the store holds. All zero in a forked child. Waits for no device.
     pub fn stats(&self) -> Stats {
         if self.0.is_forked() {
             // A thread of the parent may have held one of the locks at the fork.

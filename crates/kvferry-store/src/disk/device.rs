@@ -78,6 +78,19 @@ pub(super) struct State {
     is_asked: AtomicBool,
     /// Memory of the last operation that was carried out by another thread.
     spare: Mutex<Vec<u8>>,
+    counted: Mutex<Counted>,
+}
+
+/// What is known of the number of segments that have a file.
+#[derive(Debug, Default)]
+struct Counted {
+    segments: u64,
+    /// A thread lists the directory.
+    is_counting: bool,
+    /// Files that this process makes or removes at the moment, and those that it has made or removed. What was listed
+    /// meanwhile does not count.
+    changing: usize,
+    changed: u64,
 }
 
 /// Operations that were given up.
@@ -265,6 +278,19 @@ impl Device {
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
             self.gate.looked_late(asked, asked.elapsed().saturating_sub(most));
         }
+    }
+
+    /// Carries out what changes the number of files by one.
+    fn change<T>(&self, by: i64, op: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        lock(&self.state.counted).changing += 1;
+        let outcome = op();
+        let mut counted = lock(&self.state.counted);
+        counted.changing -= 1;
+        counted.changed += 1;
+        if outcome.is_ok() {
+            counted.segments = counted.segments.saturating_add_signed(by);
+        }
+        outcome
     }
 
     /// Has another thread read something from the device, unless one does: while it does not answer, the directory hangs
@@ -494,8 +520,10 @@ impl Device {
             Err(e) if e.kind() == io::ErrorKind::NotFound => self.close(segment),
             Err(e) => return Err(e),
         }
-        self.create_now(segment).inspect_err(|_| {
-            let _ = self.remove_now(segment);
+        self.change(1, || {
+            self.create_now(segment).inspect_err(|_| {
+                let _ = self.remove_file(segment);
+            })
         })
     }
 
@@ -535,7 +563,8 @@ impl Device {
     }
 
     pub(super) fn create(self: &Arc<Self>, segment: u32) -> io::Result<()> {
-        self.patiently(Pace::Slow, Some(segment), move |it| it.create_now(segment))
+        let create = move |it: &Self| it.change(1, || it.create_now(segment));
+        self.patiently(Pace::Slow, Some(segment), create)
     }
 
     fn create_now(&self, segment: u32) -> io::Result<()> {
@@ -555,6 +584,10 @@ impl Device {
     }
 
     fn remove_now(&self, segment: u32) -> io::Result<()> {
+        self.change(-1, || self.remove_file(segment))
+    }
+
+    fn remove_file(&self, segment: u32) -> io::Result<()> {
         self.close(segment);
         let path = self.path_of(segment);
         let removed = step(|| Op::Remove(path.clone()), || std::fs::remove_file(&path));
@@ -680,16 +713,51 @@ impl Device {
         read.is_err_and(|e| is_gone(&e))
     }
 
-    /// Bytes of all segments' files; 0 of a directory that can't be listed.
+    /// Bytes of all segments' files, as far as that is known. Waits for no device: another thread counts them anew.
     pub(super) fn bytes(self: &Arc<Self>) -> u64 {
-        let bytes = self.patiently(Pace::Quick, None, |it| {
-            let of = |entry: std::fs::DirEntry| {
-                let is_segment = entry.file_name().to_str().and_then(log::superblock::segment_of);
-                is_segment.and(entry.metadata().ok()).map_or(0, |it| it.len())
+        self.count_soon();
+        lock(&self.state.counted).segments * self.segment_bytes
+    }
+
+    /// Has another thread count the segments' files, unless one does.
+    fn count_soon(self: &Arc<Self>) {
+        if std::mem::replace(&mut lock(&self.state.counted).is_counting, true) {
+            return;
+        }
+        let device = Arc::clone(self);
+        let begun = self.enter(Pace::Quick).and_then(|entered| {
+            let count = move || {
+                device.count();
+                lock(&device.state.counted).is_counting = false;
+                drop(entered);
             };
-            Ok(std::fs::read_dir(&it.path)?.flatten().map(of).sum())
+            self.helpers.submit(Box::new(count))
         });
-        bytes.unwrap_or(0)
+        if begun.is_err() {
+            lock(&self.state.counted).is_counting = false;
+        }
+    }
+
+    /// Counts the segments' files when the store is opened.
+    pub(super) fn count_patiently(self: &Arc<Self>) -> io::Result<()> {
+        self.patiently(Pace::Quick, None, |it| {
+            it.count();
+            Ok(())
+        })
+    }
+
+    /// A directory that can't be listed has none.
+    fn count(&self) {
+        let before = lock(&self.state.counted).changed;
+        let is_segment = |entry: &std::fs::DirEntry| {
+            entry.file_name().to_str().and_then(log::superblock::segment_of).is_some()
+        };
+        let listed = std::fs::read_dir(&self.path);
+        let segments = listed.map_or(0, |it| it.flatten().filter(is_segment).count());
+        let mut counted = lock(&self.state.counted);
+        if (counted.changing, counted.changed) == (0, before) {
+            counted.segments = segments as u64;
+        }
     }
 
     /// The numbers of the segments that belong into this directory and are there.
