@@ -4,7 +4,8 @@
 //! writes what waits, in the order in which it was put, in *passes*: from the oldest block to the newest one there was
 //! at the beginning. Where no segment is free, a pass waits as long as segments are freed; after [`NO_SPACE_MAX`] in
 //! which none was, or at an error of a device, it ends, and all that waits is *left*: it says why it could not be
-//! written. Blocks that are left wait as before.
+//! written. Blocks that are left wait as before. Where the thread can't be started, the threads that put and sync carry
+//! the passes out, and the one that closes the store the last.
 //!
 //! A pass begins when a put or a sync asks for it, when a segment was freed since a pass that left blocks, and each
 //! [`RETRY_EVERY`] while blocks wait. The last one begins when the store is closed. A pass that begins with a block that
@@ -27,6 +28,8 @@ use crate::store::{CHUNK_BYTES, Inner, NotStored, Put, Refusal, Space};
 use crate::sync::lock;
 use crate::writer::Candidate;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+#[cfg(test)]
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -44,6 +47,9 @@ pub(crate) struct Behind {
     work: Mutex<Work>,
     changed: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// The thread can't be started.
+    #[cfg(test)]
+    has_no_thread: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -95,16 +101,25 @@ impl Behind {
             work.asked
         });
         let mut thread = lock(&self.thread);
+        if !self.start(&mut thread, space) {
+            // By this thread, then, while the lock keeps others from doing the same.
+            self.pass_for(asked, space, Patience::behind(), all);
+        }
+        asked
+    }
+
+    /// Starts the thread unless it runs. False if it can't be started.
+    fn start(&self, thread: &mut Option<JoinHandle<()>>, space: &Space) -> bool {
+        #[cfg(test)]
+        if self.has_no_thread.load(Relaxed) {
+            return false;
+        }
         if thread.is_none() {
             let own = space.for_task();
             let serve = move || own.store.behind.serve(&own);
-            match kvferry_sys::thread::spawn("kvferry-store-io".into(), serve) {
-                Ok(new) => *thread = Some(new),
-                // By this thread, then, while the lock keeps others from doing the same.
-                Err(_) => self.pass_for(asked, space, Patience::behind(), all),
-            }
+            *thread = kvferry_sys::thread::spawn("kvferry-store-io".into(), serve).ok();
         }
-        asked
+        thread.is_some()
     }
 
     /// Waits until the blocks with numbers below `end` are written, or a pass that was asked for has tried them; until
@@ -144,11 +159,23 @@ impl Behind {
 
     /// Ends the thread, after one more pass. Nothing asks any more.
     /// If it is at work when `gives_up` says so, it ends later.
-    pub(crate) fn close_unless(&self, member: &Member, gives_up: impl Fn() -> bool) {
-        self.change(member, |work| work.is_closing = true);
-        let thread = lock(&self.thread).take();
-        if let Some(thread) = thread {
+    pub(crate) fn close_unless(&self, space: &Space, gives_up: impl Fn() -> bool) {
+        let Some(host) = &space.store.host else { return };
+        let member = &space.store.core.member;
+        let asked = self.change(member, |work| {
+            work.is_closing = true;
+            work.asked
+        });
+        let mut thread = lock(&self.thread);
+        if thread.is_none() && !host.has_waiting(u64::MAX) {
+            return;
+        }
+        if self.start(&mut thread, space)
+            && let Some(thread) = thread.take()
+        {
             join_unless(thread, gives_up);
+        } else {
+            self.pass_for(asked, space, Patience::last(member), true);
         }
     }
 
@@ -236,6 +263,12 @@ impl Behind {
             *tried = end;
         }
         self.changed.notify_all();
+    }
+
+    /// As beyond the limit of threads.
+    #[cfg(test)]
+    pub(crate) fn refuse_thread(&self) {
+        self.has_no_thread.store(true, Relaxed);
     }
 
     /// How many passes were asked for.

@@ -354,7 +354,7 @@ impl Inner {
         Ok(call)
     }
 
-    fn close(&self) {
+    fn close(self: &Arc<Self>) {
         if kvferry_sys::fd::forked_since(self.forks) {
             return;
         }
@@ -375,7 +375,7 @@ impl Inner {
         self.core.member.wake_subscribers();
         // Calls that began before end; none begins.
         self.core.wait_for_calls(gives_up);
-        self.behind.close_unless(&self.core.member, gives_up);
+        self.behind.close_unless(&Space::of_task(self), gives_up);
         let given_up = self.host.as_ref().map_or(Vec::new(), |host| host.give_up());
         if !given_up.is_empty() {
             let count = given_up.len();

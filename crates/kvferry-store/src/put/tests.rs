@@ -156,17 +156,16 @@ fn a_sync_covers_a_block_that_another_process_has_written_while_it_waited_here()
     other.close();
 }
 
-/// How long an operation may take, in a store of two directories with a tier in host memory.
+/// How long an operation may take, in a store of two directories.
 const HANG_AFTER: Duration = Duration::from_secs(2);
 
 impl Bench {
-    fn with_two(&self) -> (Store, Space) {
-        let options = StoreOptions::new(self.folder.join("a"), 12 << 20)
+    /// Two directories.
+    fn two(&self) -> StoreOptions {
+        StoreOptions::new(self.folder.join("a"), 12 << 20)
             .and_directory(self.folder.join("b"))
             .segment_bytes(1 << 20)
-            .host_bytes(4 << 20)
-            .hang_after(HANG_AFTER);
-        self.open(&options)
+            .hang_after(HANG_AFTER)
     }
 }
 
@@ -174,7 +173,7 @@ impl Bench {
 fn a_sync_waits_for_a_pass_for_longer_than_a_directory_hangs_that_gets_nothing_of_it() {
     let _watchdog = Watchdog::new(PATIENCE);
     let bench = bench("hanging-other");
-    let (store, kv) = bench.with_two();
+    let (store, kv) = bench.open(&bench.two().host_bytes(4 << 20));
     let disk = &store.inner().core.disk;
     let hangs = disk.hang(1);
     // Making the first segment takes longer than a read may, and not as long as it may take itself.
@@ -195,7 +194,7 @@ fn a_sync_waits_for_a_pass_for_longer_than_a_directory_hangs_that_gets_nothing_o
 fn a_sync_does_not_wait_for_blocks_that_were_put_after_it_had_begun() {
     let _watchdog = Watchdog::new(PATIENCE);
     let bench = bench("sync-own");
-    let (store, kv) = bench.with_two();
+    let (store, kv) = bench.open(&bench.two().host_bytes(4 << 20));
     let (disk, behind) = (&store.inner().core.disk, &store.inner().behind);
     let [first, second] = [0, 1].map(|it| disk.hold_creates(it));
     assert_eq!(bench.put(&kv, 0, &prompt(0, 1)).stored, 1);
@@ -316,6 +315,24 @@ fn closing_the_store_writes_blocks_that_found_no_space_before() {
     store.close();
     let there = other.space(&Namespace::new("model"));
     assert_eq!(on_disk(&there, &prompt(count - 8, 8)), 8);
+}
+
+#[test]
+fn closing_a_store_whose_thread_can_not_be_started_writes_blocks_that_found_no_space_before() {
+    let _watchdog = Watchdog::new(PATIENCE);
+    for hangs in [false, true] {
+        let bench = bench(&format!("no-thread-{hangs}"));
+        let (store, kv) = bench.open(&bench.two().host_bytes(4 << 20));
+        store.inner().behind.refuse_thread();
+        let _hangs = hangs.then(|| store.inner().core.disk.hang(1));
+        let (other, _) = bench.open(&bench.two());
+        let (pins, count) = bench.fill(&store, &kv);
+        assert!(store.stats().unwritten_blocks > 0);
+        drop(pins);
+        store.close();
+        let there = other.space(&Namespace::new("model"));
+        assert_eq!(on_disk(&there, &prompt(count - 8, 8)), 8, "a directory hangs: {hangs}");
+    }
 }
 
 #[test]

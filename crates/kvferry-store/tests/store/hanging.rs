@@ -159,11 +159,14 @@ fn the_statistics_do_not_wait_for_a_device_that_hangs() {
     let Some(rig) = Rig::new("stats", DirectIo::Off) else { return };
     assert_eq!(rig.store.stats().disk_bytes, MIB);
     rig.disk.hold();
-    let _release = Release(&rig.disk);
-    eventually("the files are counted", || {
-        assert_eq!(rig.store.stats().disk_bytes, MIB, "as it is known");
-        rig.disk.is_asked()
-    });
+    {
+        let _release = Release(&rig.disk);
+        eventually("the files are counted", || {
+            assert_eq!(rig.store.stats().disk_bytes, MIB, "as it is known");
+            rig.disk.is_asked()
+        });
+    }
+    rig.close();
 }
 
 /// How long an operation may take: long enough for a machine that is busy with other tests.
