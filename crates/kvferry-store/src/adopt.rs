@@ -79,10 +79,11 @@ impl Adoption {
     /// # Errors
     /// `Directory` with the first one that can't be written to. Those before it are the store's.
     pub fn carry_out(mut self) -> Result<()> {
-        let directories = self.arranged.count();
+        let (directories, bounds) = (self.arranged.count(), self.arranged.bounds());
         for (number, directory) in (0..directories).zip(&mut self.arranged.directories) {
             if matches!(directory.state, State::Empty) {
-                directory.mark(Superblock { directory: number, directories, ..self.superblock })?;
+                let new = Superblock { directory: number, directories, ..self.superblock };
+                directory.mark(new, bounds)?;
             }
         }
         Ok(())

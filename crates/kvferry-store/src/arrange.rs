@@ -14,7 +14,7 @@
 //! asks for it to be adopted: a device may not be mounted, and its folder be on the system's disk.
 
 use crate::error::{Error, Result};
-use crate::gate::ask_all;
+use crate::gate::{Bounds, ask_all, is_hang};
 use crate::log::format::VERSION;
 use crate::log::{self, PAGE_BYTES, SegmentHeader, Superblock, superblock};
 use crate::own::FileUser;
@@ -44,6 +44,8 @@ pub(crate) struct Arranged {
     pub(crate) is_being_made: bool,
     /// Whether empty directories take the places of lost ones. False at first.
     pub(crate) adopts: bool,
+    /// How long a directory may take to answer when it is written to. Without an end at first.
+    pub(crate) limit: Duration,
 }
 
 #[derive(Debug)]
@@ -158,7 +160,8 @@ fn arrange_found(paths: &[PathBuf], looked: Vec<Look>) -> Result<Arranged> {
     directories.sort_by_key(|(number, _)| *number);
     let directories = directories.into_iter().map(|(_, it)| it).collect();
     let superblock = Some(superblock);
-    Ok(Arranged { superblock, format, directories, is_being_made, adopts: false })
+    let (adopts, limit) = (false, Duration::MAX);
+    Ok(Arranged { superblock, format, directories, is_being_made, adopts, limit })
 }
 
 impl Arranged {
@@ -185,8 +188,9 @@ impl Arranged {
     pub(crate) fn make(&mut self, new: Superblock) -> Result<Superblock> {
         let superblock = Superblock { directories: self.count(), directory: 0, id: 0, ..new };
         self.mark_without_ids(superblock)?;
+        let bounds = self.bounds();
         for (number, directory) in (0..).zip(&mut self.directories) {
-            directory.mark(Superblock { directory: number, ..superblock })?;
+            directory.mark(Superblock { directory: number, ..superblock }, bounds)?;
         }
         self.superblock = Some(superblock);
         Ok(superblock)
@@ -194,11 +198,11 @@ impl Arranged {
 
     /// The first step of making a store: each directory without a superblock gets one.
     fn mark_without_ids(&mut self, superblock: Superblock) -> Result<()> {
+        let bounds = self.bounds();
         for (number, directory) in (0..).zip(&mut self.directories) {
             if matches!(directory.state, State::Unmarked) {
                 let new = Superblock { directory: number, id: 0, ..superblock };
-                let written = new.write(&directory.path);
-                written.map_err(|error| log_error(&directory.path, error))?;
+                directory.write(new, bounds)?;
                 directory.state = State::Old;
             }
         }
@@ -209,15 +213,19 @@ impl Arranged {
     /// store that was interrupted, and adopts empty directories, if that was asked for. The first one is marked last:
     /// until then, a release that knows format 1 only opens a store of format 1.
     ///
-    /// Where a directory can't be written to, its blocks are read as before.
+    /// Where a directory can't be written to, its blocks are read as before. One that hangs is lost.
     pub(crate) fn mark(&mut self) {
-        let count = self.count();
+        let (count, bounds) = (self.count(), self.bounds());
         let Some(superblock) = self.superblock else { return };
-        if self.is_being_made
-            && let Err(error) = self.mark_without_ids(superblock)
-        {
-            tracing::warn!(%error, "the store can't be made completely");
-            return;
+        if self.is_being_made {
+            if let Err(error) = self.mark_without_ids(superblock) {
+                tracing::warn!(%error, "the store can't be made completely");
+                return;
+            }
+            if self.directories.iter().any(|it| matches!(it.state, State::Lost(_))) {
+                // It gets its superblock once it can be read, as no directory has an id until then.
+                return;
+            }
         }
         let adopts_empty = self.adopts_empty();
         for (number, directory) in (0..count).zip(&mut self.directories).rev() {
@@ -230,10 +238,11 @@ impl Arranged {
                 continue;
             }
             let new = Superblock { directory: number, directories: count, ..superblock };
-            if let Err(error) = directory.mark(new) {
+            let is_unmarked = matches!(directory.state, State::Unmarked);
+            if let Err(error) = directory.mark(new, bounds) {
                 let path = directory.path.display();
                 tracing::warn!(%error, "the store can't write what it is to {path}");
-                if matches!(directory.state, State::Unmarked) {
+                if is_unmarked {
                     // A later one would be a step of the upgrade that an older release does not expect.
                     return;
                 }
@@ -255,17 +264,31 @@ impl Arranged {
     pub(crate) fn count(&self) -> u32 {
         u32::try_from(self.directories.len()).expect("a caller names fewer directories")
     }
+
+    pub(crate) fn bounds(&self) -> Bounds {
+        Bounds { has_several: self.directories.len() > 1, limit: self.limit }
+    }
 }
 
 impl Directory {
     /// Writes a superblock with a new id.
-    pub(crate) fn mark(&mut self, new: Superblock) -> Result<()> {
+    pub(crate) fn mark(&mut self, new: Superblock, bounds: Bounds) -> Result<()> {
         let failed = |source| Error::Directory { path: self.path.clone(), source };
         let id = u64::from_le_bytes(kvferry_sys::random::bytes().map_err(failed)?).max(1);
-        let written = Superblock { id, ..new }.write(&self.path);
-        written.map_err(|error| log_error(&self.path, error))?;
+        self.write(Superblock { id, ..new }, bounds)?;
         (self.state, self.id) = (State::Marked, id);
         Ok(())
+    }
+
+    /// Writes a superblock. The directory is lost if it hangs meanwhile.
+    fn write(&mut self, new: Superblock, bounds: Bounds) -> Result<()> {
+        let path = self.path.clone();
+        bounds.write(&self.path, move |given_up| new.replace(&path, given_up)).map_err(|source| {
+            if is_hang(&source) {
+                self.state = State::Lost(source.kind().into());
+            }
+            Error::Directory { path: self.path.clone(), source }
+        })
     }
 }
 
@@ -403,8 +426,8 @@ fn none_yet(paths: &[PathBuf], found: Vec<Found>) -> Result<Arranged> {
             _ => directories.push(Directory { path: path.clone(), state: State::Unmarked, id: 0 }),
         }
     }
-    let (superblock, is_being_made) = (None, true);
-    Ok(Arranged { superblock, format: VERSION, directories, is_being_made, adopts: false })
+    let (superblock, is_being_made, adopts, limit) = (None, true, false, Duration::MAX);
+    Ok(Arranged { superblock, format: VERSION, directories, is_being_made, adopts, limit })
 }
 
 /// The number of each directory.

@@ -5,11 +5,14 @@
 //! such an operation may take; nothing enters then. That is computed when it is asked, and over once the operation has
 //! ended.
 
+use crate::log::superblock::FILE;
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -83,6 +86,84 @@ pub(crate) fn ask_all<T: Send + 'static>(
         Err(io::Error::new(io::ErrorKind::TimedOut, hangs))
     };
     answers.into_iter().zip(paths).map(|(it, path)| it.unwrap_or_else(|| hangs(path))).collect()
+}
+
+/// Tells a thread that it is not waited for any more.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct GivenUp(Arc<AtomicBool>);
+
+impl GivenUp {
+    /// Fails if so. To be called before each step: what a directory is asked for late must not meet what others have done
+    /// there since.
+    pub(crate) fn check(&self) -> io::Result<()> {
+        match self.0.load(Relaxed) {
+            true => Err(io::Error::other("the directory hangs, and the operation was given up")),
+            false => Ok(()),
+        }
+    }
+}
+
+/// How long directories may take that are written to before their [`Gate`]s exist.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bounds {
+    /// The store has several directories: for one that hangs, nothing waits.
+    pub(crate) has_several: bool,
+    pub(crate) limit: Duration,
+}
+
+impl Bounds {
+    /// Writes to a directory, on a thread of its own where there are several. That may take as long as an operation of
+    /// [`Pace::Slow`]; the directory hangs if it does not answer a read beside it within the limit.
+    ///
+    /// # Errors
+    /// Those of `write`, and [`is_hang`].
+    pub(crate) fn write<T: Send + 'static>(
+        self,
+        path: &Path,
+        write: impl FnOnce(&GivenUp) -> io::Result<T> + Send + 'static,
+    ) -> io::Result<T> {
+        let given_up = GivenUp::default();
+        if !self.has_several {
+            return write(&given_up);
+        }
+        let (tell, told) = mpsc::channel();
+        let of_thread = given_up.clone();
+        #[cfg(test)]
+        let cut = crate::log::superblock::cut::current();
+        let run = move || {
+            #[cfg(test)]
+            crate::log::superblock::cut::follow(cut);
+            let _ = tell.send(catch_unwind(AssertUnwindSafe(|| write(&of_thread))));
+        };
+        kvferry_sys::thread::spawn("kvferry-store-io".into(), run)?;
+        let began = Instant::now();
+        loop {
+            match told.recv_timeout(self.limit) {
+                Ok(Ok(outcome)) => return outcome,
+                Ok(Err(panic)) => resume_unwind(panic),
+                Err(_) => {}
+            }
+            let is_late = began.elapsed() >= self.limit.saturating_mul(SLOW);
+            if is_late || !answers(path, self.limit)? {
+                given_up.0.store(true, Relaxed);
+                let hangs = Hangs { path: path.to_path_buf(), since: began.elapsed() };
+                return Err(io::Error::new(io::ErrorKind::TimedOut, hangs));
+            }
+        }
+    }
+}
+
+/// Whether a directory answers a read within `limit`.
+fn answers(path: &Path, limit: Duration) -> io::Result<bool> {
+    let (tell, told) = mpsc::channel();
+    let file = path.join(FILE);
+    let read = move || {
+        // What it answers is not asked.
+        let _ = kvferry_sys::file::read_device(&file);
+        let _ = tell.send(());
+    };
+    kvferry_sys::thread::spawn("kvferry-store-io".into(), read)?;
+    Ok(told.recv_timeout(limit).is_ok())
 }
 
 #[derive(Debug)]

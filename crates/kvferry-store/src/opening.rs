@@ -1,10 +1,10 @@
 //! How a process opens the directories of a store: it finds out what they are, and the first process marks them.
 
-use crate::arrange::{Arranged, State, arrange_within};
+use crate::arrange::{Arranged, Directory, State, arrange_within};
 use crate::clock::Clock;
 use crate::disk::Directories;
 use crate::error::{Error, Result};
-use crate::gate::is_hang;
+use crate::gate::{GivenUp, ask_all, is_hang};
 use crate::log::{self, Superblock};
 use crate::membership::{JOIN_TIMEOUT, wait_until};
 use crate::options::StoreOptions;
@@ -19,6 +19,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// A store that is being opened.
 pub(crate) struct Opening<'a> {
@@ -37,8 +38,10 @@ impl<'a> Opening<'a> {
             // Before anything is made.
             options.geometry(None)?;
             for path in &options.directories {
-                make_directory(path)
-                    .map_err(|source| Error::Directory { path: path.clone(), source })?;
+                let of_thread = path.clone();
+                let make = move |given_up: &GivenUp| make_directory(&of_thread, given_up);
+                let made = arranged.bounds().write(path, make);
+                made.map_err(|source| Error::Directory { path: path.clone(), source })?;
             }
         }
         let is_overtaken = AtomicBool::new(false);
@@ -63,7 +66,7 @@ impl<'a> Opening<'a> {
     pub(crate) fn open_superblock(&self) -> Result<Superblock> {
         // Another process may have made the store since it was looked at, with the directories in another order.
         let _locks = match lock(&self.arranged).superblock {
-            None => lock_all(&self.options.directories)?,
+            None => lock_all(&self.options.directories, self.options.hang_after)?,
             Some(_) => Vec::new(),
         };
         // Other processes wait for the locks meanwhile. So none waits here once more for a directory that hangs.
@@ -123,11 +126,19 @@ impl<'a> Opening<'a> {
         // Also where another process has the store open and this one asks to adopt them: that process goes on without.
         arranged.lose_empty();
         if is_first {
-            for directory in &arranged.directories {
-                let path = directory.path.display();
+            let is_lost = |it: &&Directory| matches!(it.state, State::Lost(_));
+            for directory in arranged.directories.iter().filter(is_lost) {
                 if let State::Lost(error) = &directory.state {
+                    let path = directory.path.display();
                     tracing::warn!(%error, "the store has lost {path}; its blocks are missed");
-                } else if let Some(way) = own::way_in(&directory.path) {
+                }
+            }
+            let there = arranged.directories.iter().filter(|it| !is_lost(it));
+            let there: Vec<_> = there.map(|it| it.path.clone()).collect();
+            let ways = ask_all(&there, self.options.hang_after, |it| Ok(own::way_in(it)));
+            for (path, way) in there.iter().zip(ways) {
+                if let Ok(Some(way)) = way {
+                    let path = path.display();
                     tracing::warn!("the store in {path} is not safe from other users: {way}");
                 }
             }
@@ -140,12 +151,12 @@ impl<'a> Opening<'a> {
 /// `hanging`: the directories that are known to hang.
 fn look(options: &StoreOptions, hanging: BTreeMap<PathBuf, io::Error>) -> Result<Arranged> {
     let arranged = arrange_within(&options.directories, options.hang_after, hanging)?;
-    Ok(Arranged { adopts: options.adopt_empty, ..arranged })
+    Ok(Arranged { adopts: options.adopt_empty, limit: options.hang_after, ..arranged })
 }
 
 /// Makes a directory unless it exists. It survives a loss of power then: a store whose files were synced is gone if
 /// its directory is.
-fn make_directory(path: &Path) -> io::Result<()> {
+fn make_directory(path: &Path, given_up: &GivenUp) -> io::Result<()> {
     let above = |path: &Path| match path.parent() {
         Some(above) if above.as_os_str().is_empty() => Some(PathBuf::from(".")),
         above => above.map(Path::to_path_buf),
@@ -170,6 +181,7 @@ fn make_directory(path: &Path) -> io::Result<()> {
     };
     step(|| Op::MakeDirectory(path.to_path_buf()), make)?;
     for directory in unsynced {
+        given_up.check()?;
         match sync_directory(&directory) {
             // One that this user may not read was not made by this user.
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {}
@@ -181,13 +193,16 @@ fn make_directory(path: &Path) -> io::Result<()> {
 
 /// Locks directories, so that no other process makes a store of them, whatever it calls the first. A file system
 /// that has no locks of directories does without.
-fn lock_all(paths: &[PathBuf]) -> Result<Vec<File>> {
+fn lock_all(paths: &[PathBuf], limit: Duration) -> Result<Vec<File>> {
     let mut in_order = BTreeMap::new();
-    for path in paths {
+    let open = |path: &Path| {
+        let directory = File::open(path)?;
+        directory.metadata().map(|it| ((it.dev(), it.ino()), directory))
+    };
+    for (path, opened) in paths.iter().zip(ask_all(paths, limit, open)) {
         let failed = |source| Error::Directory { path: path.clone(), source };
-        let directory = File::open(path).map_err(failed)?;
-        let metadata = directory.metadata().map_err(failed)?;
-        in_order.insert((metadata.dev(), metadata.ino()), directory);
+        let (number, directory) = opened.map_err(failed)?;
+        in_order.insert(number, directory);
     }
     let directories: Vec<_> = in_order.into_values().collect();
     for directory in &directories {
@@ -210,9 +225,9 @@ mod tests {
     use super::*;
     use crate::Store;
     use crate::bench::Bench;
+    use crate::log::superblock;
     use kvferry_testkit::hanging::HangingDisk;
     use kvferry_testkit::{PATIENCE, Watchdog};
-    use std::time::Duration;
 
     #[test]
     fn a_directory_that_was_found_to_hang_is_not_asked_again_while_others_wait_for_the_locks() {
@@ -237,5 +252,55 @@ mod tests {
         opening.open_superblock().expect("the directories are as they were found");
         assert_eq!(opening.readable(), std::slice::from_ref(&first));
         assert!(!opening.is_overtaken());
+    }
+
+    /// A store in two directories, of which the second hangs when its `superblocks`-th superblock is to take its place.
+    /// What is there before is made by `before`.
+    fn open_while_a_superblock_is_written(
+        name: &str,
+        superblocks: usize,
+        before: impl FnOnce(&Bench, &StoreOptions),
+    ) {
+        let bench = Bench::new(name, 1 << 20);
+        let [first, second] = ["a", "b"].map(|it| bench.folder.join(it));
+        for path in [&first, &second] {
+            std::fs::create_dir_all(path).expect("a folder");
+        }
+        let Some(disk) = HangingDisk::mount(&second) else { return };
+        let _other = HangingDisk::mount(&first).expect("as the second");
+        let options = StoreOptions::new(&first, 12 << 20)
+            .and_directory(&second)
+            .segment_bytes(1 << 20)
+            .hang_after(Duration::from_secs(2));
+        // Once a file was closed, the kernel does not ask this file system at a close.
+        std::fs::write(second.join("closed"), "").expect("written");
+        std::fs::remove_file(second.join("closed")).expect("it exists");
+        before(&bench, &options);
+        disk.hold_at_rename(superblocks);
+        let store = Store::open(&bench.agent, &options).expect("a store without a directory");
+        assert_eq!((disk.lost(), store.stats().lost_directories), (1, 1));
+        store.close();
+        disk.release();
+        let store = Store::open(&bench.agent, &options).expect("a store");
+        assert_eq!(store.stats().lost_directories, 0, "no directory was lost for good");
+        store.close();
+    }
+
+    #[test]
+    fn a_directory_that_hangs_while_its_superblock_is_written_is_left_out() {
+        let _watchdog = Watchdog::new(PATIENCE);
+        let downgrade = |bench: &Bench, options: &StoreOptions| {
+            Store::open(&bench.agent, options).expect("a store").close();
+            for directory in &options.directories {
+                let file = directory.join(superblock::FILE);
+                let bytes = std::fs::read(&file).expect("a superblock");
+                std::fs::write(file, superblock::downgrade_to_2(&bytes)).expect("written");
+            }
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| open_while_a_superblock_is_written("superblock-0", 0, |_, _| ()));
+            scope.spawn(|| open_while_a_superblock_is_written("superblock-1", 1, |_, _| ()));
+            scope.spawn(|| open_while_a_superblock_is_written("superblock-old", 0, downgrade));
+        });
     }
 }

@@ -25,6 +25,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 const ROOT: u64 = 1;
 const READ: u32 = 15;
 const WRITE: u32 = 16;
+const RENAME: u32 = 12;
 
 /// A mounted file system. Dropping it ends all operations, with an error, and unmounts it.
 #[derive(Debug)]
@@ -42,6 +43,8 @@ struct Shared {
     /// Reads, and writes past the page cache, that are to be lost.
     to_lose: AtomicUsize,
     writes_to_lose: AtomicUsize,
+    /// The device is held with the renaming of a file behind so many others. The largest number: with none.
+    renames: AtomicUsize,
     /// Operations that are lost until the device is released.
     lost: AtomicUsize,
 }
@@ -78,7 +81,8 @@ impl HangingDisk {
         if done != 0 {
             return Err(io::Error::last_os_error());
         }
-        let shared = Arc::new(Shared::default());
+        let shared = Shared { renames: AtomicUsize::new(usize::MAX), ..Shared::default() };
+        let shared = Arc::new(shared);
         let (tell, told) = mpsc::channel();
         let of_thread = Arc::clone(&shared);
         let thread = thread::Builder::new().name("fuse".into()).spawn(move || {
@@ -103,6 +107,11 @@ impl HangingDisk {
         self.shared.is_held.store(true, SeqCst);
     }
 
+    /// As [`HangingDisk::hold`], once a file is to be renamed after `renames` others were. That operation is lost.
+    pub fn hold_at_rename(&self, renames: usize) {
+        self.shared.renames.store(renames, SeqCst);
+    }
+
     /// Loses the next `count` reads: they are answered after [`HangingDisk::release`]. All other operations are
     /// answered at once.
     pub fn lose_reads(&self, count: usize) {
@@ -118,6 +127,7 @@ impl HangingDisk {
     pub fn release(&self) {
         self.shared.to_lose.store(0, SeqCst);
         self.shared.writes_to_lose.store(0, SeqCst);
+        self.shared.renames.store(usize::MAX, SeqCst);
         self.shared.is_held.store(false, SeqCst);
     }
 
@@ -281,8 +291,8 @@ impl Nodes {
                 Ok(Vec::new())
             }
             // RENAME and RENAME2
-            12 | 45 => {
-                let names = if opcode == 12 { 8 } else { 16 };
+            RENAME | 45 => {
+                let names = if opcode == RENAME { 8 } else { 16 };
                 let from = name_at(body, names).to_vec();
                 let to = name_at(body, names + from.len() + 1).to_vec();
                 let moved = self.names(node)?.remove(&from).ok_or(libc::ENOENT)?;
@@ -416,6 +426,11 @@ impl Server {
             match u32_at(request, 4) {
                 // FORGET, INTERRUPT and BATCH_FORGET have no answer.
                 Ok(2 | 36 | 42) | Err(_) => {}
+                Ok(RENAME) if self.is_last_rename() => {
+                    self.lost.push_back(request.to_vec());
+                    self.shared.lost.store(self.lost.len(), SeqCst);
+                    self.shared.is_held.store(true, SeqCst);
+                }
                 Ok(opcode) if self.loses(opcode, request) => {
                     self.lost.push_back(request.to_vec());
                     self.shared.lost.store(self.lost.len(), SeqCst);
@@ -428,6 +443,13 @@ impl Server {
         }
         // SAFETY: the thread's own descriptor, which nothing uses any more.
         unsafe { libc::close(self.fd) };
+    }
+
+    /// Whether the device is to be held with this renaming.
+    fn is_last_rename(&self) -> bool {
+        let next =
+            |left: usize| (left < usize::MAX).then(|| left.checked_sub(1).unwrap_or(usize::MAX));
+        self.shared.renames.fetch_update(SeqCst, SeqCst, next) == Ok(0)
     }
 
     /// How many operations of a kind are to be lost.

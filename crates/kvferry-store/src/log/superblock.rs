@@ -5,6 +5,7 @@
 
 use super::format::{Geometry, VERSION, array_at, u32_at, u64_at};
 use super::{Error, Result};
+use crate::gate::GivenUp;
 use crate::own::{self, FileUser};
 use crate::steps::{Op, step, sync_directory};
 use kvferry_sys::private;
@@ -67,13 +68,15 @@ impl Superblock {
 
     /// Makes `directory`, which exists, a store's. The superblock that it may have is replaced.
     pub fn write(&self, directory: &Path) -> Result<()> {
-        self.replace(directory)
+        self.replace(directory, &GivenUp::default())
             .map_err(|source| Error::Directory { doing: "write kvferry.store", source })
     }
 
-    fn replace(&self, directory: &Path) -> io::Result<()> {
+    /// As [`Superblock::write`], until that is given up.
+    pub(crate) fn replace(&self, directory: &Path, given_up: &GivenUp) -> io::Result<()> {
         let (new, to) = (directory.join(NEW_FILE), directory.join(FILE));
         let bytes = self.encode();
+        let reached = || given_up.check().and_then(|()| reached());
         reached()?;
         // A new file: a link in its place is not followed, and nothing of another user is written to.
         let create = || {
@@ -162,22 +165,36 @@ pub(crate) use cut::reached;
 /// Power that fails after a number of steps of this thread.
 #[cfg(test)]
 pub(crate) mod cut {
-    use std::cell::Cell;
+    use crate::sync::lock;
+    use std::cell::RefCell;
     use std::io;
+    use std::sync::{Arc, Mutex};
 
-    thread_local!(static LEFT: Cell<Option<u32>> = const { Cell::new(None) });
+    /// The steps that are left, of a thread and of those that work for it.
+    type Left = Arc<Mutex<Option<u32>>>;
+
+    thread_local!(static LEFT: RefCell<Left> = RefCell::default());
 
     /// `None`: it does not fail.
     pub(crate) fn after(steps: Option<u32>) {
-        LEFT.set(steps);
+        *lock(&current()) = steps;
+    }
+
+    pub(crate) fn current() -> Left {
+        LEFT.with_borrow(Arc::clone)
+    }
+
+    /// This thread works for another one.
+    pub(crate) fn follow(other: Left) {
+        LEFT.set(other);
     }
 
     pub(crate) fn reached() -> io::Result<()> {
-        match LEFT.get() {
+        match &mut *lock(&current()) {
             None => Ok(()),
             Some(0) => Err(io::Error::other("the power has failed")),
             Some(left) => {
-                LEFT.set(Some(left - 1));
+                *left -= 1;
                 Ok(())
             }
         }
