@@ -7,7 +7,7 @@ mod device;
 
 use crate::arrange::{Directory, State};
 use crate::error::Result;
-use crate::gate::{Entered, Gate, Pace, is_hang};
+use crate::gate::{Entered, Gate, Pace, Waiter, is_hang};
 use crate::helpers::Helpers;
 use crate::index::Index;
 use crate::log::{self, Superblock};
@@ -102,33 +102,56 @@ pub(crate) struct UnderWay(io::Result<Vec<Moving>>);
 #[derive(Debug)]
 struct Moving {
     /// `None` once its end was waited for.
-    transfer: Option<Transfer>,
-    uses: Uses,
-    step: Option<Step>,
-    /// The memory of a write that is given up once its directory hangs.
+    under_way: Option<(Transfer, Parts)>,
+    waiter: Waiter,
+    /// Of a write that is given up once its directory hangs.
     kept: Option<Kept>,
 }
 
-/// A write whose memory is not a caller's: it may go on without the one that has begun it.
+/// What a transfer needs until it ends, or the device has answered.
+#[derive(Debug)]
+struct Parts {
+    step: Step,
+    uses: Uses,
+    /// The memory of a write that may be given up, which is not a caller's: the write may go on without the one that has
+    /// begun it.
+    memory: Vec<BlockMemory>,
+}
+
 #[derive(Debug)]
 struct Kept {
     device: Arc<Device>,
     segment: u32,
-    _memory: Vec<BlockMemory>,
 }
 
 impl Kept {
-    /// Waits for the end of a transfer, until the directory hangs.
-    fn wait(&self, transfer: &Transfer) -> io::Result<kvferry::Result<TransferStats>> {
+    /// Waits for the end of a transfer, until the directory hangs. The transfer is given up then.
+    fn wait(
+        &self,
+        transfer: &Transfer,
+        waiter: &Waiter,
+    ) -> io::Result<kvferry::Result<TransferStats>> {
         loop {
             let left = self.device.gate.left().max(Duration::from_millis(1));
             if let Some(outcome) = transfer.wait(left) {
                 return Ok(outcome);
             }
-            if let Some(hangs) = self.device.gate.hangs() {
+            if let Some(hangs) = self.device.gate.hangs()
+                && waiter.give_up(self.segment)
+            {
                 return Err(hangs);
             }
         }
+    }
+}
+
+impl Parts {
+    fn end<T>(self, outcome: kvferry::Result<T>) -> io::Result<()> {
+        let Self { step, uses, memory } = self;
+        step.end(outcome.is_ok());
+        let ended = uses.end(outcome);
+        drop(memory);
+        ended
     }
 }
 
@@ -172,9 +195,10 @@ pub(crate) fn may_move(error: &io::Error) -> Option<kvferry::Error> {
 
 impl Moving {
     /// The directory that was entered for a transfer is left when the device has answered, whenever the caller looks.
-    fn new(transfer: Transfer, entered: Entered, uses: Uses, step: Step) -> Self {
+    fn new(transfer: Transfer, entered: Entered, parts: Parts, kept: Option<Kept>) -> Self {
+        let waiter = entered.waiter();
         transfer.on_end(move |_| drop(entered));
-        Self { transfer: Some(transfer), uses, step: Some(step), kept: None }
+        Self { under_way: Some((transfer, parts)), waiter, kept }
     }
 
     /// Waits for the end; of a write of memory that is kept, until its directory hangs.
@@ -183,30 +207,17 @@ impl Moving {
     }
 
     fn wait(&mut self) -> io::Result<()> {
-        let Some(transfer) = self.transfer.take() else { return Ok(()) };
-        let (step, uses) = (self.step.take(), std::mem::take(&mut self.uses));
-        let Some(kept) = self.kept.take() else {
-            let outcome = transfer.wait(None).expect("waits without an end");
-            if let Some(step) = step {
-                step.end(outcome.is_ok());
-            }
-            return uses.end(outcome);
+        let Some((transfer, parts)) = self.under_way.take() else { return Ok(()) };
+        let Some(kept) = &self.kept else {
+            return parts.end(transfer.wait(None).expect("waits without an end"));
         };
-        match kept.wait(&transfer) {
-            Ok(outcome) => {
-                if let Some(step) = step {
-                    step.end(outcome.is_ok());
-                }
-                uses.end(outcome)
-            }
+        match kept.wait(&transfer, &self.waiter) {
+            Ok(outcome) => parts.end(outcome),
             Err(hangs) => {
-                kept.device.hold(kept.segment);
+                let helpers = Arc::clone(&kept.device.helpers);
                 transfer.on_end(move |outcome| {
-                    if let Some(step) = step {
-                        step.end(outcome.is_ok());
-                    }
-                    kept.device.let_go(kept.segment);
-                    let _ = uses.end(outcome);
+                    // By another thread: the last user of a file or of memory may wait to give it back.
+                    let _ = helpers.submit(Box::new(move || _ = parts.end(outcome)));
                 });
                 Err(hangs)
             }
@@ -415,7 +426,8 @@ impl Directories {
             let step = Step::begin(|| Op::Read(self.path_of(part.last)))?;
             let transfer = self.agent.files().read_async(&part.batch, &without_end());
             let uses = Uses { files: part.files, _header: None };
-            Ok(Moving::new(transfer, entered, uses, step))
+            let parts = Parts { step, uses, memory: Vec::new() };
+            Ok(Moving::new(transfer, entered, parts, None))
         };
         entered.into_iter().map(begin).collect()
     }
@@ -436,14 +448,10 @@ impl Directories {
         let begun = self.writes(segment, header, blocks).and_then(|(batch, entered, uses)| {
             let step = Step::begin(|| Op::write_blocks(self.path_of(segment), blocks))?;
             let transfer = self.agent.files().write_async(&batch, &without_end());
-            let kept = is_kept.then(|| Kept {
-                device: Arc::clone(self.of(segment)),
-                segment,
-                _memory: blocks.iter().map(|(_, it)| it.clone()).collect(),
-            });
-            let mut moving = Moving::new(transfer, entered, uses, step);
-            moving.kept = kept;
-            Ok(vec![moving])
+            let kept = is_kept.then(|| Kept { device: Arc::clone(self.of(segment)), segment });
+            let kept_blocks = if is_kept { blocks } else { &[] };
+            let memory = kept_blocks.iter().map(|(_, it)| it.clone()).collect();
+            Ok(vec![Moving::new(transfer, entered, Parts { step, uses, memory }, kept)])
         });
         UnderWay(begun)
     }
@@ -478,7 +486,7 @@ impl Directories {
 
     /// Whether a segment's directory hangs.
     pub(crate) fn hangs(&self, segment: u32) -> bool {
-        self.of(segment).gate.hangs().is_some()
+        self.of(segment).gate.is_hanging()
     }
 
     /// By a directory's number, whether gets miss its blocks: it hangs, or was lost when the store was opened.
@@ -489,7 +497,7 @@ impl Directories {
 
     /// True if at least one directory hangs.
     pub(crate) fn is_any_hanging(&self) -> bool {
-        self.all.iter().any(|it| it.gate.hangs().is_some())
+        self.all.iter().any(|it| it.gate.is_hanging())
     }
 
     /// A directory that hangs, with its error.
@@ -499,7 +507,7 @@ impl Directories {
 
     /// How many directories hang.
     pub(crate) fn hanging(&self) -> usize {
-        self.all.iter().filter(|it| it.gate.hangs().is_some()).count()
+        self.all.iter().filter(|it| it.gate.is_hanging()).count()
     }
 
     /// Whether a directory hangs and there are others, for which a caller is not to wait.
@@ -509,7 +517,7 @@ impl Directories {
 
     /// Whether an operation on a segment that was given up is in progress.
     pub(crate) fn is_held(&self, segment: u32) -> bool {
-        self.of(segment).is_held(segment)
+        self.of(segment).gate.is_held(segment)
     }
 
     /// Lets no operation begin from now on.

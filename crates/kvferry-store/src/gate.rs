@@ -12,7 +12,7 @@ use std::fmt;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -166,10 +166,18 @@ fn answers(path: &Path, limit: Duration) -> io::Result<bool> {
     Ok(told.recv_timeout(limit).is_ok())
 }
 
+/// [`Gate::hangs_at`] while no operation is in progress.
+const NEVER: u64 = u64::MAX;
+
 #[derive(Debug)]
 pub(crate) struct Gate {
     path: PathBuf,
     limit: Duration,
+    /// When this was made. `hangs_at` is counted from here.
+    made: Instant,
+    /// When the directory hangs unless an operation ends, in nanoseconds. It changes under the lock of `doing`, and is
+    /// read without it: most of those who ask find that nothing is in progress, or that it has not been for long.
+    hangs_at: AtomicU64,
     doing: Mutex<Doing>,
     /// An operation has ended.
     ended: Condvar,
@@ -179,6 +187,8 @@ pub(crate) struct Gate {
 struct Doing {
     /// When operations in progress have begun, by the time from which on the directory hangs.
     begun: BTreeMap<(Instant, u64), Instant>,
+    /// Operations in progress that were given up, with the segment of each.
+    given_up: BTreeMap<u64, u32>,
     /// Counts operations.
     count: u64,
     is_closed: bool,
@@ -193,10 +203,37 @@ pub(crate) struct Entered {
     key: (Instant, u64),
 }
 
+/// What a thread has that waits for the end of an operation which another one carries out.
+#[derive(Debug)]
+pub(crate) struct Waiter {
+    gate: Arc<Gate>,
+    count: u64,
+}
+
+impl Waiter {
+    /// Waits no longer for an operation on a segment, which is *held* until the operation ends. That is one with its
+    /// leaving the directory: who finds no operation in progress finds no segment held. False if it has ended.
+    pub(crate) fn give_up(&self, segment: u32) -> bool {
+        let mut doing = lock(&self.gate.doing);
+        let is_in_progress = doing.begun.keys().any(|(_, count)| *count == self.count);
+        if is_in_progress {
+            doing.given_up.insert(self.count, segment);
+        }
+        is_in_progress
+    }
+}
+
+impl Entered {
+    pub(crate) fn waiter(&self) -> Waiter {
+        Waiter { gate: Arc::clone(&self.gate), count: self.key.1 }
+    }
+}
+
 impl Gate {
     pub(crate) fn new(path: &Path, limit: Duration) -> Self {
         let (doing, ended) = (Mutex::default(), Condvar::new());
-        Self { path: path.to_path_buf(), limit, doing, ended }
+        let (made, hangs_at) = (Instant::now(), AtomicU64::new(NEVER));
+        Self { path: path.to_path_buf(), limit, made, hangs_at, doing, ended }
     }
 
     /// Begins an operation.
@@ -204,10 +241,7 @@ impl Gate {
     /// # Errors
     /// The directory hangs ([`is_hang`]), or the store was closed.
     pub(crate) fn enter(self: &Arc<Self>, pace: Pace) -> io::Result<Entered> {
-        self.enter_at(pace, Instant::now())
-    }
-
-    fn enter_at(self: &Arc<Self>, pace: Pace, now: Instant) -> io::Result<Entered> {
+        let now = Instant::now();
         let limit = if pace == Pace::Slow { self.limit.saturating_mul(SLOW) } else { self.limit };
         // Longer than any clock: never.
         let hangs_at = now.checked_add(limit).unwrap_or(now + Duration::from_secs(u32::MAX.into()));
@@ -215,16 +249,38 @@ impl Gate {
         if doing.is_closed {
             return Err(io::Error::other("the store was closed"));
         }
-        if let Some(hangs) = self.hangs_at(&doing, now) {
+        if let Some(hangs) = self.find_hang(&doing, now) {
             return Err(hangs);
         }
         doing.count += 1;
         let key = (hangs_at, doing.count);
         doing.begun.insert(key, now);
+        self.note_first(&doing);
         Ok(Entered { gate: Arc::clone(self), key })
     }
 
-    fn hangs_at(&self, doing: &Doing, now: Instant) -> Option<io::Error> {
+    /// The operations in progress have changed.
+    fn note_first(&self, doing: &Doing) {
+        let nanos = |at: Instant| {
+            let nanos = at.saturating_duration_since(self.made).as_nanos();
+            u64::try_from(nanos).unwrap_or(NEVER).min(NEVER - 1)
+        };
+        let first = doing.begun.first_key_value().map_or(NEVER, |((at, _), _)| nanos(*at));
+        self.hangs_at.store(first, Relaxed);
+    }
+
+    /// Whether the directory hangs.
+    pub(crate) fn is_hanging(&self) -> bool {
+        let hangs_at = self.hangs_at.load(Relaxed);
+        hangs_at != NEVER && self.made.elapsed().as_nanos() >= hangs_at.into()
+    }
+
+    /// Whether an operation on a segment that was given up is in progress.
+    pub(crate) fn is_held(&self, segment: u32) -> bool {
+        lock(&self.doing).given_up.values().any(|it| *it == segment)
+    }
+
+    fn find_hang(&self, doing: &Doing, now: Instant) -> Option<io::Error> {
         let ((hangs_at, _), begun) = doing.begun.first_key_value()?;
         (now >= *hangs_at).then(|| self.error(now.saturating_duration_since(*begun)))
     }
@@ -235,7 +291,7 @@ impl Gate {
 
     /// The error of operations, while the directory hangs.
     pub(crate) fn hangs(&self) -> Option<io::Error> {
-        self.hangs_at(&lock(&self.doing), Instant::now())
+        self.find_hang(&lock(&self.doing), Instant::now())
     }
 
     /// A thread was to look at this directory again after `asked` and some moments, and looks only `late` after them. If
@@ -257,6 +313,7 @@ impl Gate {
             ((hangs_at.checked_add(late).unwrap_or(hangs_at), count), begun)
         };
         doing.begun = begun.into_iter().map(later).collect();
+        self.note_first(&doing);
     }
 
     /// As if all operations in progress had begun so much earlier.
@@ -268,6 +325,7 @@ impl Gate {
             ((hangs_at.checked_sub(by).expect("clocks go back so far"), count), begun)
         };
         doing.begun = begun.into_iter().map(earlier).collect();
+        self.note_first(&doing);
     }
 
     /// The error of an operation on a file on which another one that was given up is in progress.
@@ -316,6 +374,8 @@ impl Drop for Entered {
             // Its time was put off.
             doing.begun.retain(|(_, count), _| *count != self.key.1);
         }
+        doing.given_up.remove(&self.key.1);
+        self.gate.note_first(&doing);
         if doing.begun.is_empty() {
             self.gate.ended.notify_all();
         }
@@ -334,15 +394,17 @@ mod tests {
         let slow = gate.enter(Pace::Slow).expect("it does not hang");
         let quick = gate.enter(Pace::Quick).expect("it does not hang");
         assert!(gate.hangs().is_none());
+        assert!(!gate.is_hanging());
         gate.age(LIMIT);
+        assert!(gate.is_hanging());
         let refused = gate.enter(Pace::Quick).expect_err("it hangs");
         assert!(is_hang(&refused) && refused.to_string().starts_with("/mnt/kv hangs"), "{refused}");
         drop(quick);
-        assert!(gate.hangs().is_none(), "the other one may take longer");
+        assert!(gate.hangs().is_none() && !gate.is_hanging(), "the other one may take longer");
         gate.age(LIMIT * 5);
         assert!(gate.hangs().is_some());
         drop(slow);
-        assert!(gate.hangs().is_none());
+        assert!(gate.hangs().is_none() && !gate.is_hanging());
         drop(gate.enter(Pace::Quick).expect("it is well again"));
         gate.wait_quiet();
         gate.close();
@@ -388,6 +450,21 @@ mod tests {
         gate.looked_late(Instant::now(), LIMIT / 4);
         assert!(gate.hangs().is_some(), "others had the processor");
         drop(entered);
+        gate.wait_quiet();
+    }
+
+    #[test]
+    fn a_segment_is_held_until_the_operation_that_was_given_up_has_left_the_directory() {
+        let gate = Arc::new(Gate::new(Path::new("/mnt/kv"), LIMIT));
+        let entered = gate.enter(Pace::Quick).expect("it does not hang");
+        let (waiter, other) = (entered.waiter(), gate.enter(Pace::Quick).expect("as before"));
+        assert!(waiter.give_up(7));
+        assert!(gate.is_held(7) && !gate.is_held(8));
+        gate.looked_late(Instant::now(), LIMIT);
+        drop(other);
+        assert!(gate.is_held(7));
+        drop(entered);
+        assert!(!gate.is_held(7) && !waiter.give_up(7) && !gate.is_held(7));
         gate.wait_quiet();
     }
 

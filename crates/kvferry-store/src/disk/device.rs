@@ -73,7 +73,8 @@ pub(super) struct State {
     named: Mutex<FxHashSet<u32>>,
     /// Whether the directory could be written to, and when that was found out.
     writable: Mutex<Option<(Instant, bool)>>,
-    late: Mutex<Late>,
+    /// Segments of which a sync has failed after it was given up: a later one would succeed although blocks are lost.
+    unsynced: Mutex<FxHashSet<u32>>,
     /// A thread is in [`Device::ask`].
     is_asked: AtomicBool,
     /// Memory of the last operation that was carried out by another thread.
@@ -91,15 +92,6 @@ struct Counted {
     /// meanwhile does not count.
     changing: usize,
     changed: u64,
-}
-
-/// Operations that were given up.
-#[derive(Debug, Default)]
-struct Late {
-    /// By segment, how many are in progress.
-    held: FxHashMap<u32, usize>,
-    /// Segments of which a sync has failed after it was given up: a later one would succeed although blocks are lost.
-    unsynced: FxHashSet<u32>,
 }
 
 /// What becomes of an operation that another thread carries out.
@@ -218,21 +210,27 @@ impl Device {
         if self.directories == 1 {
             return run(self);
         }
-        if segment.is_some_and(|it| self.is_held(it)) {
+        if segment.is_some_and(|it| self.gate.is_held(it)) {
             return Err(self.gate.busy());
         }
+        let waiter = entered.waiter();
         let shared = Arc::new((Mutex::new(Outcome::Running), Condvar::new()));
         let (of_job, device) = (Arc::clone(&shared), Arc::clone(self));
         let job = move || {
             if matches!(*lock(&of_job.0), Outcome::GivenUp) {
-                return device.ended_late(segment, false);
+                return;
             }
             let outcome = catch_unwind(AssertUnwindSafe(|| run(&device)));
             let (state, changed) = &*of_job;
             let mut state = lock(state);
             if matches!(*state, Outcome::GivenUp) {
-                let is_lost = what == What::Sync && !matches!(outcome, Ok(Ok(_)));
-                device.ended_late(segment, is_lost);
+                let is_lost = !matches!(outcome, Ok(Ok(_)));
+                if what == What::Sync
+                    && is_lost
+                    && let Some(segment) = segment
+                {
+                    device.note_unsynced(segment);
+                }
             } else {
                 *state = Outcome::Ended(outcome);
                 changed.notify_one();
@@ -257,7 +255,7 @@ impl Device {
             if let Some(hangs) = self.gate.hangs() {
                 *state = Outcome::GivenUp;
                 if let Some(segment) = segment {
-                    self.hold(segment);
+                    waiter.give_up(segment);
                 }
                 return Err(hangs);
             }
@@ -312,38 +310,13 @@ impl Device {
         }
     }
 
-    /// A write to a segment was given up.
-    pub(super) fn hold(&self, segment: u32) {
-        *lock(&self.state.late).held.entry(segment).or_default() += 1;
-    }
-
-    /// A write to a segment that was given up has ended.
-    pub(super) fn let_go(&self, segment: u32) {
-        self.ended_late(Some(segment), false);
-    }
-
-    /// An operation that was given up has ended.
-    fn ended_late(&self, segment: Option<u32>, is_lost: bool) {
-        let Some(segment) = segment else { return };
-        if is_lost && let Some(index) = self.index.get() {
+    /// A sync that was given up has failed.
+    fn note_unsynced(&self, segment: u32) {
+        if let Some(index) = self.index.get() {
             // The kernel reports the error once: after this process has ended, the sync of another one may succeed.
             index.note_unsynced(segment);
         }
-        let mut late = lock(&self.state.late);
-        if is_lost {
-            late.unsynced.insert(segment);
-        }
-        if let Some(count) = late.held.get_mut(&segment) {
-            *count -= 1;
-            if *count == 0 {
-                late.held.remove(&segment);
-            }
-        }
-    }
-
-    /// Whether an operation on a segment that was given up is in progress.
-    pub(super) fn is_held(&self, segment: u32) -> bool {
-        lock(&self.state.late).held.contains_key(&segment)
+        lock(&self.state.unsynced).insert(segment);
     }
 
     pub(super) fn path_of(&self, segment: u32) -> PathBuf {
@@ -501,7 +474,7 @@ impl Device {
     /// As [`super::Directories::ensure`].
     pub(super) fn ensure(self: &Arc<Self>, segment: u32) -> io::Result<()> {
         // It is used anew.
-        lock(&self.state.late).unsynced.remove(&segment);
+        lock(&self.state.unsynced).remove(&segment);
         // First: it takes less time to find out that the device hangs.
         let exists = self.patiently(Pace::Quick, Some(segment), move |it| {
             Ok(std::fs::symlink_metadata(it.path_of(segment)).is_ok())
@@ -653,7 +626,7 @@ impl Device {
     }
 
     pub(super) fn sync(self: &Arc<Self>, segment: u32) -> io::Result<()> {
-        if lock(&self.state.late).unsynced.remove(&segment) {
+        if lock(&self.state.unsynced).remove(&segment) {
             return Err(io::Error::from_raw_os_error(EIO));
         }
         self.carry_out(Pace::Slow, What::Sync, Some(segment), move |it| it.sync_now(segment))
@@ -679,7 +652,7 @@ impl Device {
     pub(super) fn is_writable(self: &Arc<Self>) -> bool {
         let known = *lock(&self.state.writable);
         match known {
-            _ if self.gate.hangs().is_some() => false,
+            _ if self.gate.is_hanging() => false,
             Some((at, is_writable)) if at.elapsed() < KNOWN_FOR => is_writable,
             _ => self.patiently(Pace::Quick, None, |it| Ok(it.find_writable())).unwrap_or(false),
         }

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::core::Core;
+use crate::host::{self, Host};
 use crate::index::{Inserted, New, SegmentState};
 use crate::key::Key;
 use crate::log::Disk;
@@ -142,6 +143,35 @@ fn a_sync_that_fails_after_it_was_given_up_is_not_followed_by_one_that_succeeds(
     assert_eq!(late.raw_os_error(), Some(EIO));
     core.disk.sync(1).expect("it was told");
     assert!(core.member.is_unsynced(1), "also for the processes that open the file later");
+}
+
+#[test]
+fn memory_of_a_write_that_was_given_up_is_kept_until_its_device_has_answered() {
+    let _watchdog = Watchdog::new(PATIENCE);
+    let bench = Bench::new("kept");
+    let path = bench.folder.join("b");
+    std::fs::create_dir_all(&path).expect("a folder");
+    let Some(device) = HangingDisk::mount(&path) else { return };
+    let core = bench.open();
+    core.disk.ensure(1).expect("no device fails");
+    let host = Host::new(&bench.agent, 1 << 20).expect("memory");
+    let extent = host.reserve(0, PAGE as u64, false).expect("it is empty");
+    let block = Arc::new(host::Block::new(Key([1, 2]), 0, 0, PAGE as u64, extent));
+    let write = || {
+        let memory = block.memory().kept_by(&block);
+        core.disk.begin_write(1, (PAGE as u64, &[1; PAGE]), &[(2 * PAGE as u64, memory)])
+    };
+    // The file is open and locked then.
+    write().end().expect("no device fails");
+    eventually("its memory is given back", || Arc::strong_count(&block) == 1);
+    device.hold();
+    let writing = write();
+    core.disk.of(1).gate.age(DAY);
+    assert!(is_hang(&writing.end().expect_err("the device does not answer")));
+    assert!(core.disk.is_held(1) && Arc::strong_count(&block) == 2, "the device may read it");
+    device.release();
+    eventually("it has ended", || !core.disk.is_held(1) && Arc::strong_count(&block) == 1);
+    core.disk.wait_quiet();
 }
 
 #[test]
