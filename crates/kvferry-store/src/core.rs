@@ -267,7 +267,7 @@ impl Core {
     fn leave_segments(&self) {
         self.settle_late();
         for (segment, it) in self.member.held_by(self.member.id()) {
-            self.disk.unlock(segment);
+            self.disk.unlock_at_end(segment);
             self.member.note_open(segment, true);
             self.member.set_segment(segment, it.state, SegmentState::Sealed);
         }

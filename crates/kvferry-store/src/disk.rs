@@ -563,8 +563,16 @@ impl Directories {
     }
 
     /// This process writes no more to a segment that it gives to others, and no write of its own is under way.
-    pub(crate) fn unlock(&self, segment: u32) {
-        self.of(segment).unlock(segment);
+    ///
+    /// # Errors
+    /// The directory hangs: the segment may be locked.
+    pub(crate) fn unlock(&self, segment: u32) -> io::Result<()> {
+        self.of(segment).unlock(segment)
+    }
+
+    /// As [`Directories::unlock`], of a store in which nothing is begun any more. Waits for the device.
+    pub(crate) fn unlock_at_end(&self, segment: u32) {
+        self.of(segment).unlock_at_end(segment);
     }
 
     /// Closes all files, as the end of the process does in the middle of its writes.

@@ -445,9 +445,13 @@ fn begin(core: &Core, segment: u32) -> io::Result<Appender> {
 /// Seals a segment. One that can't be sealed is as good while there is power, and slower to open after a restart.
 /// That is noted for all processes. A segment that could not be synced gets no footer: a device that has failed to write
 /// pages may report the next sync of them as done, and a restart takes what a footer lists for whole. False if its
-/// directory hangs: it is as it was, and to be sealed later.
+/// directory hangs, or a write that was given up is under way in it: it is as it was, and to be sealed later. What is
+/// written late must not land in what another process has put there.
 pub(crate) fn seal(core: &Core, appender: &mut Appender) -> bool {
     let segment = appender.segment();
+    if core.disk.is_held(segment) {
+        return false;
+    }
     if core.member.is_unsynced(segment) {
         core.member.note_open(segment, true);
     } else if let Err(e) = appender.seal(&core.disk).map_err(log::Error::into_io) {
@@ -458,7 +462,12 @@ pub(crate) fn seal(core: &Core, appender: &mut Appender) -> bool {
         core.member.note_open(segment, true);
         note_failed_sync(core, segment, &e);
     }
-    core.disk.unlock(segment);
+    if let Err(e) = core.disk.unlock(segment)
+        && is_hang(&e)
+    {
+        core.fault("unlock", segment, &e);
+        return false;
+    }
     let mine = SegmentState::Active(core.member.id());
     core.member.set_segment(segment, mine, SegmentState::Sealed);
     true

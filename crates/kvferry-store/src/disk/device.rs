@@ -429,11 +429,26 @@ impl Device {
     }
 
     /// As [`super::Directories::unlock`].
-    pub(super) fn unlock(&self, segment: u32) {
-        let open = lock(&self.state.open).files.get(&segment).map(|(it, _)| Arc::clone(it));
-        if let Some(open) = open {
+    pub(super) fn unlock(self: &Arc<Self>, segment: u32) -> io::Result<()> {
+        if self.known(segment).is_none_or(|it| !it.is_locked.load(Relaxed)) {
+            return Ok(());
+        }
+        // A file server may be asked for it.
+        self.patiently(Pace::Quick, Some(segment), move |it| {
+            it.unlock_at_end(segment);
+            Ok(())
+        })
+    }
+
+    /// As [`super::Directories::unlock_at_end`].
+    pub(super) fn unlock_at_end(&self, segment: u32) {
+        if let Some(open) = self.known(segment) {
             open.unlock();
         }
+    }
+
+    fn known(&self, segment: u32) -> Option<Arc<Segment>> {
+        lock(&self.state.open).files.get(&segment).map(|(it, _)| Arc::clone(it))
     }
 
     #[cfg(test)]

@@ -9,7 +9,7 @@ use crate::log::Disk;
 use crate::opening::Opening;
 use crate::options::StoreOptions;
 use crate::recover;
-use crate::writer::begin_segment;
+use crate::writer::{begin_segment, seal};
 use kvferry_testkit::hanging::HangingDisk;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::sync::mpsc;
@@ -143,6 +143,23 @@ fn a_sync_that_fails_after_it_was_given_up_is_not_followed_by_one_that_succeeds(
     assert_eq!(late.raw_os_error(), Some(EIO));
     core.disk.sync(1).expect("it was told");
     assert!(core.member.is_unsynced(1), "also for the processes that open the file later");
+}
+
+#[test]
+fn a_segment_with_a_failed_sync_is_not_given_away_while_a_write_that_was_given_up_is_under_way() {
+    let bench = Bench::new("held-unsynced");
+    let core = bench.open();
+    let begin = || begin_segment(&core, 0).expect("no fault of this process").expect("one is free");
+    let mut own = [begin(), begin()].into_iter().find(|it| it.segment() == 1).expect("the second");
+    let mine = SegmentState::Active(core.member.id());
+    core.member.note_unsynced(1);
+    let release = hang(&core.disk, 1);
+    assert!(!seal(&core, &mut own));
+    assert_eq!(core.member.segment(1).state, mine);
+    drop(release);
+    eventually("it has ended", || !core.disk.is_held(1) && !core.disk.hangs(1));
+    assert!(seal(&core, &mut own));
+    assert_eq!(core.member.segment(1).state, SegmentState::Sealed);
 }
 
 #[test]

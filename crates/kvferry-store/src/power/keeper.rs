@@ -107,7 +107,7 @@ fn record(
     // What was not sealed is what a process leaves that was killed.
     for (number, segment) in two.other.member.held_by(two.other.member.id()) {
         two.other.member.note_open(number, true);
-        two.other.disk.unlock(number);
+        two.other.disk.unlock_at_end(number);
         assert!(two.other.member.set_segment(number, segment.state, SegmentState::Sealed));
     }
     if syncs != Syncs::Work {
