@@ -224,7 +224,10 @@ impl Device {
             let (state, changed) = &*of_job;
             let mut state = lock(state);
             if matches!(*state, Outcome::GivenUp) {
-                let is_lost = !matches!(outcome, Ok(Ok(_)));
+                let is_lost = match outcome {
+                    Ok(outcome) => outcome.is_err_and(|e| is_of_device(&e)),
+                    Err(_) => true,
+                };
                 if what == What::Sync
                     && is_lost
                     && let Some(segment) = segment

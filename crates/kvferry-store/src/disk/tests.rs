@@ -146,6 +146,20 @@ fn a_sync_that_fails_after_it_was_given_up_is_not_followed_by_one_that_succeeds(
 }
 
 #[test]
+fn a_sync_that_was_given_up_and_fails_for_want_of_descriptors_loses_no_block() {
+    const EMFILE: i32 = 24;
+    let bench = Bench::new("late-descriptors");
+    let core = bench.open();
+    core.disk.ensure(1).expect("no device fails");
+    let fails = || Err::<(), _>(io::Error::from_raw_os_error(EMFILE));
+    let release = hang_with(&core.disk, 1, device::What::Sync, fails);
+    drop(release);
+    eventually("it has ended", || !core.disk.is_held(1) && !core.disk.hangs(1));
+    core.disk.sync(1).expect("it is tried again");
+    assert!(!core.member.is_unsynced(1));
+}
+
+#[test]
 fn a_segment_with_a_failed_sync_is_not_given_away_while_a_write_that_was_given_up_is_under_way() {
     let bench = Bench::new("held-unsynced");
     let core = bench.open();
