@@ -310,6 +310,8 @@ impl Gate {
         doing.woke = Some(now);
         let begun = std::mem::take(&mut doing.begun);
         let later = |((hangs_at, count), begun): ((Instant, u64), Instant)| {
+            // Of one that has begun since, no more than it may have slept.
+            let late = late.min(now.saturating_duration_since(begun));
             ((hangs_at.checked_add(late).unwrap_or(hangs_at), count), begun)
         };
         doing.begun = begun.into_iter().map(later).collect();
@@ -321,8 +323,9 @@ impl Gate {
     pub(crate) fn age(&self, by: Duration) {
         let mut doing = lock(&self.doing);
         let begun = std::mem::take(&mut doing.begun);
+        let before = |at: Instant| at.checked_sub(by).expect("clocks go back so far");
         let earlier = |((hangs_at, count), begun): ((Instant, u64), Instant)| {
-            ((hangs_at.checked_sub(by).expect("clocks go back so far"), count), begun)
+            ((before(hangs_at), count), before(begun))
         };
         doing.begun = begun.into_iter().map(earlier).collect();
         self.note_first(&doing);
@@ -385,6 +388,7 @@ impl Drop for Entered {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvferry_testkit::PATIENCE;
 
     const LIMIT: Duration = Duration::from_secs(3600);
 
@@ -451,6 +455,15 @@ mod tests {
         assert!(gate.hangs().is_some(), "others had the processor");
         drop(entered);
         gate.wait_quiet();
+    }
+
+    #[test]
+    fn an_operation_that_began_after_a_process_was_stopped_gets_no_more_time() {
+        let gate = Arc::new(Gate::new(Path::new("/mnt/kv"), LIMIT));
+        let asked = Instant::now();
+        let _entered = gate.enter(Pace::Quick).expect("it does not hang");
+        gate.looked_late(asked, LIMIT * 24);
+        assert!(gate.left() <= LIMIT + PATIENCE);
     }
 
     #[test]
