@@ -652,7 +652,7 @@ impl fmt::Display for WrittenLate {
 
 impl std::error::Error for WrittenLate {}
 
-fn is_written_late(error: &io::Error) -> bool {
+pub(crate) fn is_written_late(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|it| it.is::<WrittenLate>())
 }
 

@@ -23,7 +23,7 @@ mod condemned;
 mod copies;
 
 use crate::core::Core;
-use crate::disk::is_of_device;
+use crate::disk::{is_of_device, is_written_late};
 use crate::gate::is_hang;
 use crate::index::{Entry, Event, MemberId, Segment, SegmentState, SlotId};
 use crate::key::Key;
@@ -588,7 +588,8 @@ impl Keeper {
         active > 1 + self.own.iter().chain(&self.other).count()
     }
 
-    /// Tries whether withheld segments can be used again, one after another in each directory until one fails.
+    /// Tries whether withheld segments can be used again, one after another in each directory until one fails. A lock
+    /// keeps back its own segment alone.
     fn retry_withheld(&mut self) {
         if self.retried_at.is_some_and(|at| at.elapsed() < RETRY_EVERY) {
             return;
@@ -606,14 +607,18 @@ impl Keeper {
             {
                 continue;
             }
-            let to = match core.disk.ensure(number) {
+            let ensured = core.disk.ensure(number);
+            let is_locked = ensured.as_ref().is_err_and(is_written_late);
+            let to = match ensured {
                 Ok(()) => self.free(number, None),
                 Err(_) => SegmentState::Withheld,
             };
             let to = match to {
                 SegmentState::Free => to,
                 _ => {
-                    failing.push(directory);
+                    if !is_locked {
+                        failing.push(directory);
+                    }
                     SegmentState::Withheld
                 }
             };

@@ -415,11 +415,14 @@ fn a_segment_is_not_begun_while_a_device_may_write_to_it_and_is_used_after_that(
     let begun = begin_segment(&core, 0).expect("no fault of this process").expect("one is free");
     assert_ne!(begun.segment(), segment);
     assert_eq!(state(), SegmentState::Withheld);
+    let other = core.member.geometry().segments - 1;
+    core.member.withhold_segment(other);
     let mut keeper = Keeper::new(Arc::clone(&core));
     for is_free in [false, true] {
         keeper.retried_at = None;
         keeper.retry_withheld();
         assert_eq!(state() == SegmentState::Free, is_free);
+        assert_eq!(core.member.segment(other).state, SegmentState::Free, "it has no lock");
         drop(under_way.try_clone().expect("a descriptor"));
         under_way.unlock().expect("locked");
     }
