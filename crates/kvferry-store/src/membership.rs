@@ -654,6 +654,8 @@ mod tests {
         let directories = ["a", "b"].map(|it| folder.join(it));
         directories.iter().for_each(|it| std::fs::create_dir_all(it).expect("a folder"));
         let Some(disk) = HangingDisk::mount(&directories[1]) else { return };
+        // In memory, too: it answers also while the machine's disk is busy.
+        let other = HangingDisk::mount(&directories[0]).expect("as the second");
         let limit = Duration::from_secs(2);
         assert_eq!(lock_files(&directories, JOIN, limit).expect("they answer").len(), 2);
         disk.hold();
@@ -661,7 +663,7 @@ mod tests {
         disk.release();
         let Error::Directory { path, source } = refused else { panic!("{refused}") };
         assert!(is_hang(&source) && path.starts_with(&directories[1]), "{source}");
-        drop(disk);
+        drop((disk, other));
         std::fs::remove_dir_all(&folder).expect("made above");
     }
 
