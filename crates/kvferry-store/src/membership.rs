@@ -235,23 +235,42 @@ fn place(members: &[LockFile], names: &Names, began: Instant) -> io::Result<Foun
         return Ok(Found::NoProcess { secret, listener, beacon });
     }
     let found = |(index, channel)| Found::Keeper(index, channel);
+    // Why a process that listens at an announced name is not asked.
+    let mut refused = None;
     for name in elect::announced(&names.directories, names.limit) {
-        if let Ok(asked) = ask(&name) {
-            return Ok(found(asked));
+        match ask(&name) {
+            Ok(asked) => return Ok(found(asked)),
+            Err(e) if is_refused(&e) => refused = refused.or(Some(e)),
+            Err(_) => {}
         }
     }
     // Where the keeper's name can't be written, and of a keeper of an earlier release.
-    ask(&names.beacon).map(found).map_err(|e| match e.kind() {
+    ask(&names.beacon).map(found).map_err(|e| no_keeper(e, refused))
+}
+
+/// Whether a process is not asked as it may be another user's.
+fn is_refused(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::PermissionDenied
+}
+
+/// Why no keeper was found: what asking at the beacon has failed with, and at the announced names, which are the keeper's
+/// for certain. Another program may have the beacon.
+fn no_keeper(e: io::Error, refused: Option<io::Error>) -> io::Error {
+    match e.kind() {
         io::ErrorKind::ConnectionRefused | io::ErrorKind::PermissionDenied => {
             let why = "no process of this user answers as its keeper";
-            io::Error::new(e.kind(), why)
+            let refused = refused.or_else(|| is_refused(&e).then_some(e));
+            match refused {
+                Some(it) => io::Error::new(it.kind(), format!("{why}: {it}")),
+                None => io::Error::new(io::ErrorKind::ConnectionRefused, why),
+            }
         }
         io::ErrorKind::InvalidData => {
             let why = format!("a process of another release of kvferry has it open ({e})");
             io::Error::new(e.kind(), why)
         }
         _ => e,
-    })
+    }
 }
 
 pub(crate) fn wait_until(
@@ -665,6 +684,18 @@ mod tests {
         assert!(is_hang(&source) && path.starts_with(&directories[1]), "{source}");
         drop((disk, other));
         std::fs::remove_dir_all(&folder).expect("made above");
+    }
+
+    #[test]
+    fn where_no_keeper_answers_the_error_says_why_a_process_is_not_asked() {
+        let [absent, denied] = [io::ErrorKind::ConnectionRefused, io::ErrorKind::PermissionDenied]
+            .map(|kind| move |what: &str| io::Error::new(kind, what.to_owned()));
+        let text = |beacon, refused| no_keeper(beacon, refused).to_string();
+        let why = "no process of this user answers as its keeper";
+        assert_eq!(text(absent("nothing listens"), None), why);
+        assert_eq!(text(denied("as user 7"), None), format!("{why}: as user 7"));
+        assert_eq!(text(denied("as user 7"), Some(denied("as 8"))), format!("{why}: as 8"));
+        assert_eq!(text(absent("nothing listens"), Some(denied("as 8"))), format!("{why}: as 8"));
     }
 
     #[test]
