@@ -58,11 +58,16 @@ pub struct Alignment {
     pub offset: u64,
 }
 
-/// Reads the beginning of a file from its device, past the page cache where the file system can.
+/// Reads the beginning of a regular file from its device, past the page cache where the file system can. Of anything else,
+/// nothing is read.
 ///
 /// # Errors
 /// The kernel's error.
 pub fn read_device(path: &Path) -> io::Result<()> {
+    if open_regular(path)?.is_none() {
+        // To open a pipe in its place would wait for the other end.
+        return Ok(());
+    }
     let how = How { read: true, direct: true, ..How::default() };
     let file = File::open(path, how).or_else(|_| {
         let file = File::open(path, How { direct: false, ..how })?;
