@@ -30,6 +30,8 @@ from kvferry._known_settings import Settings, UnnamedError, plain
 from kvferry._weights import has_weights, processors_of, sample_of
 
 logger = logging.getLogger("kvferry")
+# vLLM shows lines of level info below its own name alone.
+_vllm_logger = logging.getLogger("vllm.kvferry")
 
 # A property of a handshake has 1024 bytes at most. What is longer is named by its hash.
 _VALUE_MAX = 512
@@ -139,11 +141,11 @@ def hash_of(value: Any, engine: str | None = None) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _others(engine: str, *settings: Settings) -> str | None:
+def _others(engine: str, *settings: Settings, log: logging.Logger = logger) -> str | None:
     """The field `settings`."""
     found = {name: value for it in settings for name, value in it.others().items()}
     if found:
-        logger.info("kvferry: engines share KV only if they agree on %s", ", ".join(sorted(found)))
+        log.info("kvferry: engines share KV only if they agree on %s", ", ".join(sorted(found)))
     return _joined(**{name: hash_of(value, engine) for name, value in sorted(found.items())})
 
 
@@ -337,7 +339,9 @@ def of_vllm(vllm_config: Any, named: str | None) -> Identity:
         adapters=_vllm_lora(it),
         media=_vllm_media(it, named),
         settings=_others(
-            it.engine, it.all, it.model, it.load, it.cache, it.attention, it.mamba, it.lora, *_vllm_serves_media(it)
+            it.engine,
+            *(it.all, it.model, it.load, it.cache, it.attention, it.mamba, it.lora, *_vllm_serves_media(it)),
+            log=_vllm_logger,
         ),
     )
 
@@ -555,7 +559,9 @@ def _vllm_draft(it: _Vllm) -> str | None:
         cache=_maybe(it.draft.get("kv_cache_dtype")),
         code=draft.get("code_revision"),
         classes=_hash_if(draft.get("model_class_overrides"), it.engine),
-        settings=_others(it.engine, it.draft, draft, *([load] if load.value is not it.load.value else [])),
+        settings=_others(
+            it.engine, it.draft, draft, *([load] if load.value is not it.load.value else []), log=_vllm_logger
+        ),
     )
 
 

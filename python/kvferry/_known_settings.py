@@ -5,6 +5,7 @@ keeps engines apart that differ in it, until it is listed here. It counts if its
 versions with and without the setting agree as long as it has its default.
 
 "Leave KV as it is" allows for rounding: engines of other hardware, kernels and parallelism hand KV to each other.
+Kernels that lay pages out in another way are told apart by the layout of the cache.
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ class Table:
     counted: frozenset[str] = frozenset()
     # Those of `named` that only some versions have, with these versions.
     optional: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Of fields that are mappings: entries that leave KV as it is.
+    harmless_entries: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
 
     def counts(self, name: str) -> bool:
         """Whether `Identity.settings` has a field, unless it has its default."""
@@ -153,6 +156,8 @@ class Settings:
         found = {}
         for name, default in fields_of(self.value).items():
             value = getattr(self.value, name, None)
+            if isinstance(value, Mapping) and (harmless := self.table.harmless_entries.get(name)):
+                value = {key: it for key, it in value.items() if key not in harmless}
             if self.table.counts(name) and not _is_default(value, default):
                 found[f"{self.table.of}.{name}"] = value
         return found
@@ -168,7 +173,7 @@ def _is_default(value: Any, make: Default) -> bool:
         return value is None or value is False or (isinstance(value, str | list | tuple | dict | set) and not value)
     try:
         return bool(plain(value) == plain(default))
-    except UnnamedError:
+    except (UnnamedError, RecursionError):
         return value is default
 
 
@@ -207,6 +212,8 @@ VLLM = Table(
         "the encoder's output is the same wherever it is computed": _names("ec_transfer_config ec_manager_config"),
     },
     _names("additional_config diffusion_config"),
+    # vLLM puts some of its own options there.
+    harmless_entries={"additional_config": _names("gdn_prefill_backend kda_prefill_backend kda_decode_backend")},
 )
 VLLM_MODEL = Table(
     "model_config",

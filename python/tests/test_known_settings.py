@@ -124,6 +124,22 @@ def test_a_setting_of_vllm_that_changes_kv_is_in_its_field_alone(
     assert one == of_vllm(changed(vllm("another"), part, name, copy.deepcopy(value)))
 
 
+def test_kernels_that_vllm_puts_among_additional_settings_leave_kv_as_it_is() -> None:
+    def of(**given: Any) -> Identity:
+        return of_vllm(changed(vllm(), "", "additional_config", given))
+
+    kernels = {"gdn_prefill_backend": "triton", "kda_prefill_backend": "flashkda", "kda_decode_backend": "native"}
+    assert of(**kernels) == of_vllm(vllm())
+    assert of(**kernels, a=1) == of(a=1) != of_vllm(vllm())
+
+
+def test_a_setting_that_holds_itself_is_named_by_the_engine() -> None:
+    knot: dict[str, Any] = {}
+    knot["itself"] = knot
+    one, other = (of_vllm(changed(vllm(it), "", "additional_config", knot)) for it in ("one", "other"))
+    assert differences(one, other) == {"settings"}
+
+
 @pytest.mark.parametrize("part", VLLM_TABLES)
 def test_a_setting_that_no_table_has_counts(part: str) -> None:
     ones = [of_vllm(changed(vllm(), part, "new_setting", value)) for value in (None, 1, 2)]

@@ -138,6 +138,12 @@ def test_the_two_kinds_of_fp8_are_apart_though_host_pools_have_both_as_bytes(mon
     assert len(found) == 2
 
 
+def test_pages_with_their_elements_in_another_order_are_apart() -> None:
+    orders = [layout(device_pool=SimpleNamespace(kv_cache_layout=it)) for it in ("hnd", "vectorized_5d", "nhd")]
+    assert len(set(orders)) == 3
+    assert orders[2] == layout() == layout(device_pool=None)
+
+
 @pytest.mark.parametrize(
     ("name", "pool", "apart"),
     [

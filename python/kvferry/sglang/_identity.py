@@ -75,6 +75,12 @@ def _draft(name: str, pool: Any) -> str | None:
     return sglang_draft(server_arguments())
 
 
+def _order(pool: Any) -> dict[str, str]:
+    """The order of a page's elements, where it is not the usual one: SGLang's environment changes it."""
+    order = getattr(getattr(pool, "device_pool", None), "kv_cache_layout", None)
+    return {} if order in (None, "nhd") else {"order": str(order)}
+
+
 def layout_of(config: Any, name: str, pool: Any, pieces: list[int] | None, split: int, *, copied: bool) -> bytes:
     """What the bytes of a pool's blocks depend on. `pieces`: the bytes of each piece of a page. `split`: how many
     blocks a page is; more than one where ranks of another parallelism have parts of it.
@@ -88,7 +94,7 @@ def layout_of(config: Any, name: str, pool: Any, pieces: list[int] | None, split
         "cache": _given(server_arguments(), _OF_CACHE),
         "draft": _draft(name, pool),
         "heads": heads // split if heads is not None else None,
-        "geometry": {it: str(getattr(pool, it, None)) for it in _GEOMETRY},
+        "geometry": {it: str(getattr(pool, it, None)) for it in _GEOMETRY} | _order(pool),
         "pieces": pieces[: len(pieces) // split] if pieces is not None else None,
         "tp": config.tp_lcm_size if split > 1 else config.tp_size,
         "mla": config.is_mla_model,

@@ -57,6 +57,8 @@ OPTIONAL = {
     "v_buffer": "pools with keys and values apart",
     "start_layer": "pools of a stage of a pipeline",
     "end_layer": "pools of a stage of a pipeline",
+    "device_pool": "pools of which a device has a copy",
+    "kv_cache_layout": "pools of a device with heads",
     "shared_allocation_domain": "UnifiedPageEnvelopeHostPool, since 0.5.23",
 }
 

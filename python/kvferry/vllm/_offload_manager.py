@@ -403,13 +403,13 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         if present and self._events is not None:
             self._events.know(number, self._adapters.report(request.names, present))
         for key in new:
-            self._storing[key] += 1
             end = req_context.get_offload_key_position(key)
             retention = request.plan.at(end - 1) if end else request.plan.otherwise
             parent = request.keys.parent(number, key)
             parent_hash = request.names.one(parent) if parent is not None else None
             blocks = spec.groups.setdefault(number, [])
             blocks.append(Block(request.names.one(key), parent_hash, retention))
+            self._storing[key] += 1
         return new
 
     @staticmethod
