@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import Child, Memory, eventually, run_python
+from kit import Child, Memory, eventually, kept_port, run_python
 from kvferry.nixl import _bindings as bind
 from kvferry.nixl import _errors as nixl_errors
 from kvferry.nixl import _exchange, _listener, _memory, nixl_agent, nixl_agent_config
@@ -180,14 +180,16 @@ def test_the_listener_is_where_the_agent_listens(backends: list[str], host: str)
 
 
 def test_the_listener_goes_where_a_later_backend_has_the_agent() -> None:
-    agent = nixl_agent("later", nixl_agent_config(True, True, 0, backends=["POSIX"]))
-    assert agent._listener is not None and agent._listener.host == "127.0.0.1"
-    port = agent._listener.port
-    agent.create_backend("UCX")
-    assert (agent._listener.host, agent._listener.port) == ("0.0.0.0", port)
-    assert agent._core().local_address[0] == "0.0.0.0"
-    assert _listener.request("127.0.0.1", port, _listener.FETCH, b"") == agent.get_agent_metadata()
-    agent.shutdown()
+    with kept_port() as address:
+        port = int(address.rpartition(":")[2])
+        agent = nixl_agent("later", nixl_agent_config(True, True, port, backends=["POSIX"]))
+        assert agent._listener is not None
+        assert (agent._listener.host, agent._listener.port) == ("127.0.0.1", port)
+        agent.create_backend("UCX")
+        assert (agent._listener.host, agent._listener.port) == ("0.0.0.0", port)
+        assert agent._core().local_address[0] == "0.0.0.0"
+        assert _listener.request("127.0.0.1", port, _listener.FETCH, b"") == agent.get_agent_metadata()
+        agent.shutdown()
 
 
 @pytest.mark.parametrize(
