@@ -410,6 +410,42 @@ def test_a_call_that_fails_in_a_tier_is_a_miss_or_a_job_that_ends_without_blocks
     assert {it.job_id: it.success for it in made.get_finished_jobs()} == {stored: False, 7: False}
 
 
+def test_a_hash_of_blocks_of_two_weights_has_left_with_the_last_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = importlib.import_module("kvferry.vllm._offload_events")
+    monkeypatch.setattr(events, "OffloadingEvent", SimpleNamespace)
+    # Names in the store, of vLLM's hashes "a" and "b"; "c" is of no adapter.
+    hashes = {b"a1": b"a", b"a2": b"a", b"b1": b"b"}
+    reports = [
+        (0, False, [b"a1", b"b1", b"c"]),
+        (0, False, [b"a2"]),
+        (0, True, [b"a1"]),
+        (0, True, [b"b1", b"c"]),
+        (0, True, [b"a2"]),
+    ]
+
+    class Watch:
+        reports = 0
+
+        def gather(self, _: float) -> int:
+            raise kvferry.Error("it was closed")
+
+        def take(self, _: int) -> Any:
+            return reports
+
+    store = SimpleNamespace(watch=lambda _: Watch())
+    made = events.StoreEvents(
+        SimpleNamespace(store=store),
+        locality=None,
+        ownership="kvferry",
+        hashes_of=lambda names: [hashes.get(name, name) for name in names],
+    )
+    made.watch({0: []})
+    found = [(it.removed, [key[:-4] for key in it.keys]) for it in made.take()]
+    made.close()
+    assert found == [(False, [b"a", b"b", b"c"]), (False, [b"a"]), (True, [b"b", b"c"]), (True, [b"a"])]
+    assert not made._published and not made._names
+
+
 def test_a_request_whose_adapter_is_not_known_neither_finds_nor_stores_a_block() -> None:
     adapters = importlib.import_module("kvferry.vllm._offload_adapters")
     core = importlib.import_module("kvferry._core").Core(None)

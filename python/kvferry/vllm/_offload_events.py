@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,11 @@ class StoreEvents:
         self._watch: kvferry.Watch | None = None
         # vLLM's numbers of the groups, by those of the watch.
         self._numbers: list[int] = []
+        # By group and name: vLLM's hash of a block that was published as stored, where that is another. Blocks of two
+        # weights of an adapter have one hash.
+        self._published: dict[tuple[int, bytes], bytes] = {}
+        # How many names of a group such a hash has.
+        self._names: Counter[tuple[int, bytes]] = Counter()
         self._wake = engine_waker()
         self._tracker = tracker_of_callers()
         self._thread: threading.Thread | None = None
@@ -100,8 +106,11 @@ class StoreEvents:
         removed: list[bytes] = []
         for group, is_removed, hashes in reports:
             end = self._numbers[group].to_bytes(4, "big")
+            known = self._known(group, hashes, is_removed=is_removed)
             # As vLLM's make_offload_key, without a call for each block.
-            keys = [block + end for block in self._hashes_of(hashes)]
+            keys = [block + end for block in known]
+            if not keys:
+                continue
             yield OffloadingEvent(
                 keys=keys,
                 medium=Medium.STORAGE,
@@ -113,6 +122,29 @@ class StoreEvents:
             if is_removed:
                 removed += [key for key in keys if key not in storing]
         self._forget(removed)
+
+    def _known(self, group: int, names: Sequence[bytes], *, is_removed: bool) -> Sequence[bytes]:
+        """vLLM's hashes of blocks that have come, or left. A hash has left with the last of its names."""
+        hashes = self._hashes_of(names)
+        if hashes is names and not self._published:
+            return names
+        found = []
+        for name, of_vllm in zip(names, hashes, strict=True):
+            if is_removed:
+                published = self._published.pop((group, name), None)
+                if published is None:
+                    found.append(of_vllm)
+                    continue
+                self._names[group, published] -= 1
+                if self._names[group, published] <= 0:
+                    del self._names[group, published]
+                    found.append(published)
+                continue
+            found.append(of_vllm)
+            if name != of_vllm and (group, name) not in self._published:
+                self._published[group, name] = of_vllm
+                self._names[group, of_vllm] += 1
+        return found
 
     def _forget(self, removed: list[bytes]) -> None:
         """Has vLLM's tracker forget blocks that are in no tier. It presumes that each is in vLLM's own host memory,
