@@ -11,9 +11,8 @@ use crate::inspect::{Files, Segment, State, sync_directory};
 use crate::keeper::free_wanted;
 use crate::log::recover::{self, Fault, Scanned};
 use crate::log::{Disk, Record, Superblock, superblock};
-use crate::membership;
+use crate::membership::{self, Locks};
 use crate::options::StoreOptions;
-use kvferry_sys::lock::LockFile;
 use kvferry_sys::unix::Channel;
 use std::collections::BTreeSet;
 use std::io;
@@ -34,7 +33,7 @@ pub struct Cleaner {
 /// Locks that keep processes from opening a store.
 #[derive(Debug)]
 pub(crate) struct Alone {
-    _locks: [Vec<LockFile>; 2],
+    _locks: [Locks; 2],
     /// `None`: another user's program has it.
     _beacon: Option<Channel>,
 }
@@ -47,7 +46,7 @@ pub(crate) fn alone(directories: &[PathBuf], superblock: &Superblock) -> Result<
     // is no member. In all directories: a process may have them open that could read only some of them.
     let lock = |name: &'static str| {
         let files = membership::lock_files(directories, name, Duration::MAX)?;
-        for file in &files {
+        for file in files.iter() {
             membership::wait_until(LOCK_TIMEOUT, || file.try_exclusive())
                 .map_err(|source| Error::Directory { path: first.join(name), source })?
                 .ok_or_else(in_use)?;

@@ -30,7 +30,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -89,7 +89,7 @@ pub(crate) struct Joined {
     pub(crate) index: Arc<Index>,
     place: Place,
     /// Locked, shared, as long as the store is open.
-    members: Vec<LockFile>,
+    members: Locks,
     names: Names,
 }
 
@@ -116,6 +116,45 @@ struct Follower {
     member: Option<MemberId>,
 }
 
+/// Files of locks of a store's directories.
+#[derive(Debug)]
+pub(crate) struct Locks {
+    files: Vec<LockFile>,
+    /// How long a directory may take to answer.
+    limit: Duration,
+}
+
+impl std::ops::Deref for Locks {
+    type Target = [LockFile];
+
+    fn deref(&self) -> &[LockFile] {
+        &self.files
+    }
+}
+
+impl Drop for Locks {
+    /// Closes the files, of several directories each on a thread of its own: one that hangs is not waited for.
+    fn drop(&mut self) {
+        let files = std::mem::take(&mut self.files);
+        if files.len() < 2 {
+            return;
+        }
+        let (closed, told) = mpsc::channel::<()>();
+        for file in files {
+            let closed = closed.clone();
+            let close = move || {
+                drop(file);
+                drop(closed);
+            };
+            // Without a thread it is closed here.
+            let _ = kvferry_sys::thread::spawn("kvferry-store-io".into(), close);
+        }
+        drop(closed);
+        // Until the last thread has dropped its end.
+        let _ = told.recv_timeout(self.limit);
+    }
+}
+
 /// Opens a file of locks in each directory, in an order that is the same for all processes, however they name them. A
 /// directory that has no such file, and where none can be made, does without.
 ///
@@ -125,7 +164,7 @@ pub(crate) fn lock_files(
     directories: &[PathBuf],
     name: &'static str,
     limit: Duration,
-) -> Result<Vec<LockFile>> {
+) -> Result<Locks> {
     let (mut files, mut first_error) = (BTreeMap::new(), None);
     let open = move |directory: &Path| {
         let file = LockFile::open(&directory.join(name))?;
@@ -135,7 +174,10 @@ pub(crate) fn lock_files(
         let path = directory.join(name);
         match opened {
             Ok((number, file)) => _ = files.insert(number, file),
-            Err(source) if is_hang(&source) => return Err(Error::Directory { path, source }),
+            Err(source) if is_hang(&source) => {
+                drop(Locks { files: files.into_values().collect(), limit });
+                return Err(Error::Directory { path, source });
+            }
             Err(source) => {
                 first_error.get_or_insert(Error::Directory { path, source });
             }
@@ -143,7 +185,7 @@ pub(crate) fn lock_files(
     }
     match first_error {
         Some(error) if files.is_empty() => Err(error),
-        _ => Ok(files.into_values().collect()),
+        _ => Ok(Locks { files: files.into_values().collect(), limit }),
     }
 }
 
@@ -170,7 +212,7 @@ pub(crate) fn join(
     let directory = &directories[0];
     let busy = |detail: &str| Error::Busy { path: directory.into(), detail: detail.into() };
     let joining = lock_files(directories, JOIN, limit)?;
-    for lock in &joining {
+    for lock in joining.iter() {
         wait_until(JOIN_TIMEOUT, || lock.try_exclusive())
             .map_err(failed(&directory.join(JOIN)))?
             .ok_or_else(|| busy("; one has been opening it for a minute"))?;
@@ -200,7 +242,7 @@ pub(crate) fn join(
         Found::Keeper(index, channel) => (index, Place::Follower(Arc::new(channel))),
     };
     // No process can take the lock alone meanwhile: it would have to hold `join`.
-    for lock in &members {
+    for lock in members.iter() {
         lock.try_shared().map_err(failed(&directory.join(MEMBERS)))?;
     }
     Ok((superblock, Joined { index, place, members, names }))

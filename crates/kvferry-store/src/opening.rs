@@ -272,9 +272,6 @@ mod tests {
             .and_directory(&second)
             .segment_bytes(1 << 20)
             .hang_after(Duration::from_secs(2));
-        // Once a file was closed, the kernel does not ask this file system at a close.
-        std::fs::write(second.join("closed"), "").expect("written");
-        std::fs::remove_file(second.join("closed")).expect("it exists");
         before(&bench, &options);
         disk.hold_at_rename(superblocks);
         let store = Store::open(&bench.agent, &options).expect("a store without a directory");

@@ -1,19 +1,19 @@
 //! Locks on files (`flock`), held by the open file: they end with the process.
 
-use crate::fd::Fd;
+use crate::fd::Tracked;
 use crate::retry_on_intr;
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 
 const MODE: Mode = Mode::RUSR.union(Mode::WUSR);
 
-/// An open file that can be locked. Dropping it, the end of the process, and `fork` in the child release the
-/// lock.
+/// An open file that can be locked. Dropping it and the end of the process release the lock; a child of `fork` does not
+/// have it. Dropping it asks the device of some file systems, which may take long.
 #[derive(Debug)]
-pub struct LockFile(Fd);
+pub struct LockFile(Tracked<OwnedFd>);
 
 impl LockFile {
     /// Opens the file, made with mode 0600 if it does not exist. A file that may only be read can be locked, too.
@@ -30,7 +30,7 @@ impl LockFile {
             if !FileType::from_raw_mode(mode).is_file() {
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
             }
-            Ok(Self(Fd::new(fd)))
+            Ok(Self(Tracked::new(fd)))
         };
         open(OFlags::RDWR | OFlags::CREATE).or_else(|error| match Errno::from_io_error(&error) {
             // The first error says more.
@@ -61,6 +61,15 @@ impl LockFile {
 
     fn lock(&self, operation: FlockOperation) -> io::Result<bool> {
         try_flock(&self.0, operation)
+    }
+}
+
+impl Drop for LockFile {
+    /// A child that is forked while the file is closed may keep it open, but not locked.
+    fn drop(&mut self) {
+        if !self.0.was_forked() {
+            let _ = flock(&self.0, FlockOperation::NonBlockingUnlock);
+        }
     }
 }
 
