@@ -358,6 +358,9 @@ fn a_directory_that_hangs_is_missed_while_the_others_serve_and_serves_again_once
     let Some(four) = Four::new("four") else { return };
     let filled = four.filled();
     let (store, kv) = (&filled.store, &filled.kv);
+    // The keeper of a full store drops none of them.
+    let pinned = filled.seeds.clone().map(|it| kv.pin(&prompt(it, 1), LIMIT).expect("a pin"));
+    let _pinned: Vec<_> = pinned.collect();
     thread::scope(|scope| {
         let _release = Release(&four.disk);
         let waits = four.hang(scope, &filled);
