@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -71,7 +71,7 @@ class Core:
     def _reset(self, original: Callable[..., Any], *given: Any, **more: Any) -> Any:
         result = original(*given, **more)
         asked = inspect.signature(original).bind(*given, **more).arguments
-        if result and (asked.get("reset_connector") or not _keeps_blocks(self._engine())):
+        if result and not _keeps_blocks(self._engine(), is_reset=bool(asked.get("reset_connector"))):
             self.times_emptied += 1
             for call in self._on_emptied:
                 call()
@@ -90,14 +90,36 @@ class Core:
         return result
 
 
-def _keeps_blocks(engine: Any | None) -> bool:
+def _keeps_blocks(engine: Any | None, *, is_reset: bool) -> bool:
     """Whether a connector of the engine may keep blocks beyond a reset of vLLM's cache, by names that say nothing of
-    the weights. kvferry's do not: their names do, or they keep none.
+    the weights. `is_reset`: vLLM has reset the connectors, too.
     """
     given = getattr(getattr(engine, "vllm_config", None), "kv_transfer_config", None)
-    connector, more = getattr(given, "kv_connector", None), getattr(given, "kv_connector_extra_config", None) or {}
-    is_store = connector == "OffloadingConnector" and more.get("spec_name") == "KVFerryOffloadingSpec"
-    return not (is_store or connector == "KVFerryConnector")
+    more = getattr(given, "kv_connector_extra_config", None)
+    return _keeps(getattr(given, "kv_connector", None), more, is_reset=is_reset)
+
+
+# Those of vLLM 0.32 that drop their blocks when they are reset. Others say the same of a reset, and keep them.
+_DROP_ALL = ("SimpleCPUOffloadConnector", "MooncakeStoreConnector")
+
+
+def _keeps(connector: Any, given: Any, *, is_reset: bool) -> bool:
+    more = given if isinstance(given, Mapping) else {}
+    if connector == "KVFerryConnector":
+        return False
+    if connector == "MultiConnector":
+        parts = [it for it in more.get("connectors") or () if isinstance(it, Mapping)]
+        return not parts or any(
+            _keeps(it.get("kv_connector"), it.get("kv_connector_extra_config"), is_reset=is_reset) for it in parts
+        )
+    if connector == "OffloadingConnector":
+        if more.get("spec_name") == "KVFerryOffloadingSpec":
+            # Its names say of which weights blocks are.
+            return False
+        # vLLM resets host memory, and no tier behind it. kvferry's takes other names then.
+        tiers = more.get("secondary_tiers") or ()
+        return not (is_reset and all(isinstance(it, Mapping) and it.get("type") == "KVFerryTier" for it in tiers))
+    return not (is_reset and connector in _DROP_ALL)
 
 
 def core_of_callers() -> Core:

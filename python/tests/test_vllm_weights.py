@@ -38,11 +38,11 @@ def connector(module: Any) -> Any:
     return connector_of(module)
 
 
-def connector_of(module: Any, named: str = "KVFerryConnector") -> Any:
+def connector_of(module: Any, named: str = "KVFerryConnector", **extra: Any) -> Any:
     """Its engine core is `core`."""
     made = module.KVFerryConnector.__new__(module.KVFerryConnector)
     core = vllm.EngineCore(
-        lambda: module._Scheduler(vllm.config(), vllm.caches(FullAttentionSpec()), Settings.of({})), named
+        lambda: module._Scheduler(vllm.config(), vllm.caches(FullAttentionSpec()), Settings.of({})), named, **extra
     )
     made._scheduler, made._side, made.core = core.made, core.made, core
     return made
@@ -291,10 +291,47 @@ def test_blocks_of_weights_of_an_earlier_version_are_not_handed_over(
     assert begins_with_cached_tokens(connector, "f")
 
 
+def beside(module: Any, connector: str, **extra: Any) -> Any:
+    """A `KVFerryConnector` beside another connector."""
+    parts = [
+        {"kv_connector": "KVFerryConnector"},
+        {"kv_connector": connector, "kv_connector_extra_config": extra},
+    ]
+    return connector_of(module, "MultiConnector", connectors=parts)
+
+
+@pytest.mark.parametrize(
+    ("other", "extra", "keeps"),
+    [
+        ("LMCacheConnectorV1", {}, True),
+        ("OffloadingConnector", {"secondary_tiers": [{"type": "fs"}]}, True),
+        ("OffloadingConnector", {"secondary_tiers": [{"type": "KVFerryTier"}]}, False),
+        ("OffloadingConnector", {}, False),
+        ("SimpleCPUOffloadConnector", {}, False),
+    ],
+)
+def test_a_reset_empties_what_vllm_resets_of_other_connectors_alone(
+    other: str, extra: dict[str, Any], keeps: bool, module: Any
+) -> None:
+    connector = beside(module, other, **extra)
+    assert begins_with_cached_tokens(connector, "a")
+    assert reset(connector)
+    version(connector, "2")
+    assert begins_with_cached_tokens(connector, "b") != keeps
+    assert is_handed_over(connector, "c")
+
+
+def test_a_store_of_kvferry_beside_it_keeps_no_blocks_of_weights_before(module: Any) -> None:
+    connector = beside(module, "OffloadingConnector", spec_name="KVFerryOffloadingSpec")
+    version(connector, "2")
+    assert reset(connector, of_connector=False)
+    assert begins_with_cached_tokens(connector, "a")
+
+
 def test_blocks_that_another_connector_keeps_are_not_handed_over_after_a_reset_of_vllms_cache_alone(
     module: Any,
 ) -> None:
-    connector = connector_of(module, "MultiConnector")
+    connector = beside(module, "OffloadingConnector")
     assert begins_with_cached_tokens(connector, "a")
     version(connector, "2")
     assert reset(connector, of_connector=False)

@@ -83,12 +83,12 @@ class SecondaryTierManager:
 class EngineCore:
     """Makes something, as vLLM's engine core makes the scheduler that makes connectors."""
 
-    def __init__(self, make: Any, connector: str = "KVFerryConnector") -> None:
+    def __init__(self, make: Any, connector: str = "KVFerryConnector", **extra: Any) -> None:
         self.version = "default"
         self.loaded: list[Any] = []
         # Whether no request holds blocks.
         self.can_reset = True
-        given = SimpleNamespace(kv_connector=connector, kv_connector_extra_config={})
+        given = SimpleNamespace(kv_connector=connector, kv_connector_extra_config=extra)
         self.vllm_config = SimpleNamespace(kv_transfer_config=given)
         self.made = make()
 
