@@ -139,9 +139,14 @@ def test_the_two_kinds_of_fp8_are_apart_though_host_pools_have_both_as_bytes(mon
 
 
 def test_pages_with_their_elements_in_another_order_are_apart() -> None:
-    orders = [layout(device_pool=SimpleNamespace(kv_cache_layout=it)) for it in ("hnd", "vectorized_5d", "nhd")]
-    assert len(set(orders)) == 3
-    assert orders[2] == layout() == layout(device_pool=None)
+    def described(order: str) -> bytes:
+        buffers = SimpleNamespace(layout=SimpleNamespace(value=order))
+        return layout(_buffer_infos=(SimpleNamespace(buffers=buffers),))
+
+    apart = [described("hnd"), described("vectorized_5d"), described("nhd")]
+    assert len(set(apart)) == 3
+    assert apart[2] == described("paged_nhd") == layout() == layout(device_pool=None)
+    assert apart[0] == layout(device_pool=SimpleNamespace(kv_cache_layout="hnd"))
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,12 @@ def _draft(name: str, pool: Any) -> str | None:
 
 def _order(pool: Any) -> dict[str, str]:
     """The order of a page's elements, where it is not the usual one: SGLang's environment changes it."""
-    order = getattr(getattr(pool, "device_pool", None), "kv_cache_layout", None)
-    return {} if order in (None, "nhd") else {"order": str(order)}
+    # Host pools of keys and values have what describes the device's buffers. Others have the device's pool.
+    buffers = [getattr(it, "buffers", None) for it in getattr(pool, "_buffer_infos", None) or ()]
+    orders = [getattr(it, "layout", None) for it in buffers]
+    orders.append(getattr(getattr(pool, "device_pool", None), "kv_cache_layout", None))
+    names = {str(getattr(it, "value", it)) for it in orders if it is not None} - {"nhd", "paged_nhd"}
+    return {"order": " ".join(sorted(names))} if names else {}
 
 
 def layout_of(config: Any, name: str, pool: Any, pieces: list[int] | None, split: int, *, copied: bool) -> bytes:
@@ -87,7 +91,7 @@ def layout_of(config: Any, name: str, pool: Any, pieces: list[int] | None, split
     """
     heads = getattr(pool, "head_num", None)
     parts = {
-        "v": 1,
+        "v": 2,
         "pool": name,
         "class": type(pool).__name__,
         "dtype": str(getattr(pool, "dtype", None)),

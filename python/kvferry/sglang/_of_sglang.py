@@ -42,6 +42,7 @@ _READ: Names = {
 # Of host pools, each by a class that has it. The kinds of pools have different ones: a pool without one is named, and
 # stored, without.
 _READ_OF_POOLS: Names = {
+    f"{_MEM_CACHE}.device_pool_info": ("MHABufferInfo.buffers", "KVBuffers.layout"),
     f"{_MEM_CACHE}.pool_host.base": _of("HostKVCache", "page_size size layout dtype storage_format_tag dcp_size"),
     f"{_MEM_CACHE}.pool_host.mha": _of(
         "MHATokenToKVPoolHost",
@@ -59,6 +60,7 @@ OPTIONAL = {
     "end_layer": "pools of a stage of a pipeline",
     "device_pool": "pools of which a device has a copy",
     "kv_cache_layout": "pools of a device with heads",
+    "_buffer_infos": "host pools of keys and values, since 0.5.23",
     "shared_allocation_domain": "UnifiedPageEnvelopeHostPool, since 0.5.23",
 }
 

@@ -220,4 +220,4 @@ def _bytes_of(tensor: Any, slots: int) -> Any:
 
 
 def _fingerprint(layout: Any) -> bytes:
-    return hashlib.sha256(json.dumps(["kvferry.trtllm", 1, layout]).encode()).digest()
+    return hashlib.sha256(json.dumps(["kvferry.trtllm", 2, layout]).encode()).digest()
