@@ -387,6 +387,8 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
                 group = self._groups.get(number)
                 if group is not None:
                     to_store += self._prepare(of_group, number, group, request, req_context, spec)
+        # Last: vLLM does not end what a call that has failed would count.
+        self._storing.update(to_store)
         return PrepareStoreOutput(keys_to_store=to_store, store_spec=spec, evicted_keys=[])
 
     def _prepare(
@@ -409,7 +411,6 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
             parent_hash = request.names.one(parent) if parent is not None else None
             blocks = spec.groups.setdefault(number, [])
             blocks.append(Block(request.names.one(key), parent_hash, retention))
-            self._storing[key] += 1
         return new
 
     @staticmethod

@@ -484,7 +484,7 @@ def _orders(config: Any, vllm_config: Any | None, caches: Any | None) -> list[An
     apart = [[getattr(it, name, None) for name in ("num_head_slots", "state_content_bytes")] for it in specs]
     attention = getattr(vllm_config, "attention_config", None)
     chosen = [plain(getattr(attention, name, None)) for name in ("backend", "backend_per_kind")]
-    if caches is not None and all(it == [None, None] for it in apart):
+    if caches is not None and all(slots is None for slots, _ in apart):
         return None
     if caches is None and not any(chosen):
         return None
