@@ -21,7 +21,7 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 /// Headers of extents that are written at once, beside their blocks.
@@ -197,7 +197,15 @@ impl Moving {
     /// The directory that was entered for a transfer is left when the device has answered, whenever the caller looks.
     fn new(transfer: Transfer, entered: Entered, parts: Parts, kept: Option<Kept>) -> Self {
         let waiter = entered.waiter();
-        transfer.on_end(move |_| drop(entered));
+        // Weak: a file is not closed by the agent's thread.
+        let files: Vec<_> = parts.uses.files.iter().map(Arc::downgrade).collect();
+        transfer.on_end(move |outcome| {
+            // First: whoever finds the directory quiet gives up the locks of its segments.
+            if outcome.is_err_and(|e| e.quiesced() == Some(false)) {
+                files.iter().filter_map(Weak::upgrade).for_each(|it| it.leave());
+            }
+            drop(entered);
+        });
         Self { under_way: Some((transfer, parts)), waiter, kept }
     }
 

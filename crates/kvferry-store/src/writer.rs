@@ -462,9 +462,7 @@ pub(crate) fn seal(core: &Core, appender: &mut Appender) -> bool {
         core.member.note_open(segment, true);
         note_failed_sync(core, segment, &e);
     }
-    if let Err(e) = core.disk.unlock(segment)
-        && is_hang(&e)
-    {
+    if let Err(e) = core.disk.unlock(segment) {
         core.fault("unlock", segment, &e);
         return false;
     }

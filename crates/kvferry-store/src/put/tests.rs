@@ -6,6 +6,7 @@ use crate::power::recorder::{Event, Recording};
 use crate::steps::Op;
 use crate::{Namespace, Retain, Store, StoreOptions};
 use kvferry_testkit::Watchdog;
+use kvferry_testkit::hanging::HangingDisk;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
@@ -161,6 +162,16 @@ const HANG_AFTER: Duration = Duration::from_secs(2);
 
 impl Bench {
     /// Two directories.
+    /// Two directories in memory, which answer also while the machine's disk is busy. `None` where they can't be mounted.
+    fn two_in_memory(&self) -> Option<([HangingDisk; 2], StoreOptions)> {
+        let mount = |name| {
+            let path = self.folder.join(name);
+            std::fs::create_dir_all(&path).expect("a folder");
+            HangingDisk::mount(&path)
+        };
+        Some(([mount("a")?, mount("b")?], self.two()))
+    }
+
     fn two(&self) -> StoreOptions {
         StoreOptions::new(self.folder.join("a"), 12 << 20)
             .and_directory(self.folder.join("b"))
@@ -173,7 +184,8 @@ impl Bench {
 fn a_sync_waits_for_a_pass_for_longer_than_a_directory_hangs_that_gets_nothing_of_it() {
     let _watchdog = Watchdog::new(PATIENCE);
     let bench = bench("hanging-other");
-    let (store, kv) = bench.open(&bench.two().host_bytes(4 << 20));
+    let Some((_disks, options)) = bench.two_in_memory() else { return };
+    let (store, kv) = bench.open(&options.host_bytes(4 << 20));
     let disk = &store.inner().core.disk;
     let hangs = disk.hang(1);
     // Making the first segment takes longer than a read may, and not as long as it may take itself.
@@ -194,7 +206,8 @@ fn a_sync_waits_for_a_pass_for_longer_than_a_directory_hangs_that_gets_nothing_o
 fn a_sync_does_not_wait_for_blocks_that_were_put_after_it_had_begun() {
     let _watchdog = Watchdog::new(PATIENCE);
     let bench = bench("sync-own");
-    let (store, kv) = bench.open(&bench.two().host_bytes(4 << 20));
+    let never = Duration::from_secs(3600);
+    let (store, kv) = bench.open(&bench.two().host_bytes(4 << 20).hang_after(never));
     let (disk, behind) = (&store.inner().core.disk, &store.inner().behind);
     let [first, second] = [0, 1].map(|it| disk.hold_creates(it));
     assert_eq!(bench.put(&kv, 0, &prompt(0, 1)).stored, 1);
@@ -322,10 +335,11 @@ fn closing_a_store_whose_thread_can_not_be_started_writes_blocks_that_found_no_s
     let _watchdog = Watchdog::new(PATIENCE);
     for hangs in [false, true] {
         let bench = bench(&format!("no-thread-{hangs}"));
-        let (store, kv) = bench.open(&bench.two().host_bytes(4 << 20));
+        let Some((_disks, options)) = bench.two_in_memory() else { return };
+        let (store, kv) = bench.open(&options.clone().host_bytes(4 << 20));
         store.inner().behind.refuse_thread();
         let _hangs = hangs.then(|| store.inner().core.disk.hang(1));
-        let (other, _) = bench.open(&bench.two());
+        let (other, _) = bench.open(&options);
         let (pins, count) = bench.fill(&store, &kv);
         assert!(store.stats().unwritten_blocks > 0);
         drop(pins);

@@ -453,44 +453,47 @@ fn others_serve(four: &Four, filled: &Filled, seed: u64) {
 
 #[test]
 fn a_get_that_waits_for_one_directory_has_no_other_one_hang() {
+    gets_while_one_directory_hangs(DirectIo::Off);
+}
+
+#[test]
+fn a_direct_get_that_waits_for_one_directory_has_no_other_one_hang() {
+    gets_while_one_directory_hangs(DirectIo::Auto);
+}
+
+fn gets_while_one_directory_hangs(direct: DirectIo) {
     let _watchdog = Watchdog::new(LIMIT);
-    let gets = |direct: DirectIo| {
-        let name = format!("get-{direct:?}");
-        let Some(four) = Four::with(&name, |it| it.direct(direct)) else { return };
-        let mut filled = four.filled_up_to(3);
-        let long = prompt(5000, LONG);
-        assert_eq!(four.put_long(&filled.kv, &long).stored, LONG);
-        assert_eq!(four.get_long(&filled.kv, FIRST_LONG, &long), LONG);
-        // The page cache has no block then.
-        filled.store.close();
-        (filled.store, filled.kv) = four.open();
-        let (store, kv) = (&filled.store, &filled.kv);
-        // One of the third directory: its file is open then, and the device has the memory of the next ones.
-        assert_eq!(kv.get(&long[..=LATE], LATE, &four.memory(1)).expect("a get"), 1);
-        four.disk.hold();
-        thread::scope(|scope| {
-            let _release = Release(&four.disk);
-            let waits = scope.spawn(|| four.get_long(kv, FIRST_LONG, &long));
-            eventually("a directory hangs", || store.stats().hanging_directories > 0);
-            // Longer than each operation that had begun may take.
-            thread::sleep(HANG_AFTER * 2);
-            others_serve(&four, &filled, 6000);
-            // Of the same prompt, whose blocks the other call has or waits for.
-            let before = kv.lookup(&long).expect("a lookup");
-            assert!((1..=LATE).contains(&before), "{before}");
-            assert_eq!(four.get_long(kv, FIRST_LONG + LONG as u64, &long), before);
-            assert!(!waits.is_finished(), "the device may write to its memory");
-            four.disk.release();
-            assert_eq!(waits.join().expect("no panic"), LONG);
-        });
-        assert_eq!(store.stats().corrupt, 0);
-        store.close();
-        four.agent.shutdown();
-    };
+    let name = format!("get-{direct:?}");
+    let Some(four) = Four::with(&name, |it| it.direct(direct)) else { return };
+    let mut filled = four.filled_up_to(3);
+    let long = prompt(5000, LONG);
+    assert_eq!(four.put_long(&filled.kv, &long).stored, LONG);
+    assert_eq!(four.get_long(&filled.kv, FIRST_LONG, &long), LONG);
+    // The page cache has no block then.
+    filled.store.close();
+    (filled.store, filled.kv) = four.open();
+    let (store, kv) = (&filled.store, &filled.kv);
+    // One of the third directory: its file is open then, and the device has the memory of the next ones.
+    assert_eq!(kv.get(&long[..=LATE], LATE, &four.memory(1)).expect("a get"), 1);
+    four.disk.hold();
     thread::scope(|scope| {
-        scope.spawn(|| gets(DirectIo::Off));
-        gets(DirectIo::Auto);
+        let _release = Release(&four.disk);
+        let waits = scope.spawn(|| four.get_long(kv, FIRST_LONG, &long));
+        eventually("a directory hangs", || store.stats().hanging_directories > 0);
+        // Longer than each operation that had begun may take.
+        thread::sleep(HANG_AFTER * 2);
+        others_serve(&four, &filled, 6000);
+        // Of the same prompt, whose blocks the other call has or waits for.
+        let before = kv.lookup(&long).expect("a lookup");
+        assert!((1..=LATE).contains(&before), "{before}");
+        assert_eq!(four.get_long(kv, FIRST_LONG + LONG as u64, &long), before);
+        assert!(!waits.is_finished(), "the device may write to its memory");
+        four.disk.release();
+        assert_eq!(waits.join().expect("no panic"), LONG);
     });
+    assert_eq!(store.stats().corrupt, 0);
+    store.close();
+    four.agent.shutdown();
 }
 
 #[test]
