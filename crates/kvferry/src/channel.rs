@@ -3,6 +3,7 @@
 use crate::callback::contain;
 use crate::error::{Error, ErrorKind, Result};
 use crate::peer::Peer;
+use crate::peer_memory::FREE_PER_CONNECTION;
 use crate::sync::Arc;
 use crate::transfer::link::Link;
 use crate::transfer::messages::{self, Full};
@@ -157,6 +158,19 @@ impl Channel {
     /// # Errors
     /// As [`Channel::send`].
     pub fn queue(&self, message: Vec<u8>) -> Result<()> {
+        self.queue_leaving(0, message)
+    }
+
+    /// As [`Channel::queue`], for a message that may be refused. It leaves memory to those without which a session can't
+    /// go on: half of what each session may hold, however much other sessions of its host hold.
+    ///
+    /// # Errors
+    /// As [`Channel::send`].
+    pub fn queue_if_room(&self, message: Vec<u8>) -> Result<()> {
+        self.queue_leaving(FREE_PER_CONNECTION / 2, message)
+    }
+
+    fn queue_leaving(&self, spare: usize, message: Vec<u8>) -> Result<()> {
         if message.len() > Self::MESSAGE_MAX {
             return Err(Error::new(ErrorKind::TooLarge, "the message is too long")
                 .with("len", message.len())
@@ -165,7 +179,7 @@ impl Channel {
         if let Some(end) = self.0.end() {
             return Err(end.clone());
         }
-        if let Err(full) = self.0.messages.push(message) {
+        if let Err(full) = self.0.messages.push(message, spare) {
             let what = match full {
                 Full::Queue => "the queue of messages is full: the peer does not take them",
                 Full::Memory => {

@@ -513,7 +513,7 @@ impl Endpoint {
         let text = if !has_room {
             format!("{messages} messages wait until the receiver takes them")
         } else {
-            match channel.send(bytes) {
+            match channel.queue_if_room(bytes).inspect(|()| channel.flush()) {
                 Err(error) if error.kind() == ErrorKind::Busy && channel.end().is_none() => {
                     error.to_string()
                 }

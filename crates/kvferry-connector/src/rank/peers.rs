@@ -23,6 +23,10 @@ use std::time::Duration;
 /// How long to wait before connecting again to a peer that must get a message, at first and at most.
 const RETRY_FIRST: Duration = Duration::from_secs(1);
 const RETRY_LAST: Duration = Duration::from_secs(15);
+/// Sessions that end sooner as [`ErrorKind::Busy`], and how many of them in a row are opened again at once: a peer that
+/// is short of memory ends each.
+const BRIEF: Duration = Duration::from_secs(1);
+const BRIEF_MAX: u32 = 3;
 
 /// Addresses that are kept at most. If there are more, the sessions of those that nothing needs end, the least
 /// recently used first; if all are needed, more are refused.
@@ -55,6 +59,9 @@ pub(super) struct Place {
     /// The session that was opened for this address, until its end was reported.
     session: Option<Channel>,
     watch: Option<Watch>,
+    /// When its last session began, and how many in a row have ended soon as [`ErrorKind::Busy`].
+    began: Timestamp,
+    brief: u32,
     /// The call that used it last.
     used: u64,
 }
@@ -120,6 +127,8 @@ pub(super) struct Ended {
     pub(super) reader: Option<EndedReader>,
     /// The number of the address that it was opened to.
     pub(super) supplier: Option<PeerId>,
+    /// The supplier gave the session up, and has not done so with several before it soon after they began.
+    pub(super) gives_place: bool,
 }
 
 #[derive(Debug)]
@@ -192,6 +201,8 @@ impl Peers {
                 retry: None,
                 session: None,
                 watch: None,
+                began: Timestamp::default(),
+                brief: 0,
                 used: self.uses,
             };
             self.places.insert(address.to_owned(), place);
@@ -326,7 +337,12 @@ impl Peers {
     }
 
     /// A channel to an address opened.
-    pub(super) fn met_at(&mut self, address: &str, channel: &Channel) -> Option<Met> {
+    pub(super) fn met_at(
+        &mut self,
+        address: &str,
+        channel: &Channel,
+        now: Timestamp,
+    ) -> Option<Met> {
         let fresh = self.number();
         let incarnation = channel.incarnation();
         let origin = Origin::from(channel.peer_ip());
@@ -340,6 +356,7 @@ impl Peers {
         }
         let place = self.places.get_mut(address)?;
         place.origin = Some(origin);
+        place.began = now;
         let before = place.session.replace(channel.clone());
         let is_replaced = before.as_ref().is_some_and(|before| before != channel);
         let gone = match place.life.replace(incarnation) {
@@ -414,11 +431,15 @@ impl Peers {
     }
 
     /// A channel ended; `is_displaced`: an idle session that gave its place to a newer one, of a peer that lives.
-    pub(super) fn ended(&mut self, channel: &Channel, is_displaced: bool) -> Ended {
+    pub(super) fn ended(&mut self, channel: &Channel, is_displaced: bool, now: Timestamp) -> Ended {
         self.changed = true;
         let supplier = self.supplier_of.remove(channel);
+        let mut gives_place = false;
         if let Some((address, place)) = supplier.and_then(|id| self.place_of(id)) {
             (place.session, place.watch) = (None, None);
+            let is_brief = is_displaced && now < place.began + BRIEF;
+            place.brief = if is_brief { place.brief + 1 } else { 0 };
+            gives_place = is_displaced && place.brief <= BRIEF_MAX;
             if !is_displaced {
                 let address = address.to_owned();
                 self.lost.push(address);
@@ -431,7 +452,7 @@ impl Peers {
             let is_up = !reader.channels.is_empty();
             Some(EndedReader { id, is_up, may_return: reader.has_key })
         });
-        Ended { reader, supplier }
+        Ended { reader, supplier, gives_place }
     }
 
     /// Starts or stops the heartbeat to a peer for its handoffs.

@@ -267,7 +267,11 @@ impl Shared {
     fn send(&self, messages: Vec<Outgoing>) {
         let mut channels: Vec<Channel> = Vec::new();
         for Outgoing { channel, bytes, announced } in messages {
-            let queued = channel.queue(bytes);
+            // An announcement may be refused; what tells its readers so may not.
+            let queued = match announced {
+                Some(_) => channel.queue_if_room(bytes),
+                None => channel.queue(bytes),
+            };
             if !channels.contains(&channel) {
                 channels.push(channel.clone());
             }

@@ -117,16 +117,44 @@ fn a_reader_in_a_second_session_is_known_by_its_key_and_not_by_its_incarnation()
 #[test]
 fn a_fetch_goes_on_after_its_session_gave_its_place_to_another_one() {
     let _bound = bounded();
-    let mut d = Node::new("tcp");
+    // However long the next session takes.
+    let limits = Limits { reconnect: PATIENCE, ..Limits::default() };
+    let mut d = Node::with("tcp", &limits);
     let claimant = Claimant::listen(Incarnation(7));
     let pool = d.pool.remote();
     d.fetch(1, 8, &claimant.address, &pool);
     let asked = |times: usize| {
         let asks = claimant.heard().into_iter().filter(|it| matches!(it, HandoffMessage::Ask(_)));
-        asks.count() == times
+        asks.count() >= times
     };
     eventually("the producer is asked", || asked(1));
     claimant.displace();
     eventually("the producer is asked in another session", || asked(2));
     assert_eq!(d.rank.events(), []);
+}
+
+/// As one that is short of memory: it is not asked again and again at the speed of the network.
+#[test]
+fn a_fetch_from_a_peer_that_gives_up_several_sessions_in_a_row_fails() {
+    let _bound = bounded();
+    let limits = Limits { reconnect: PATIENCE, rendezvous: PATIENCE, ..Limits::default() };
+    let mut d = Node::with("tcp", &limits);
+    let claimant = Claimant::listen(Incarnation(7));
+    let pool = d.pool.remote();
+    d.fetch(1, 8, &claimant.address, &pool);
+    let mut given_up = 0;
+    let mut events = Vec::new();
+    // On a busy machine sessions may last long enough not to count.
+    eventually("the fetch fails", || {
+        let heard = claimant.heard();
+        if heard.iter().filter(|it| matches!(it, HandoffMessage::Ask(_))).count() > given_up {
+            claimant.displace();
+            given_up += 1;
+        }
+        events.extend(d.rank.events());
+        !events.is_empty()
+    });
+    assert!(given_up > 3, "{given_up}");
+    let [Event::Consumed { outcome, .. }] = &events[..] else { panic!("{events:?}") };
+    assert_eq!(outcome.code, WireCode::Busy);
 }

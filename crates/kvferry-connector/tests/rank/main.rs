@@ -53,13 +53,17 @@ fn at(block: u32, layer: u32) -> u64 {
 
 impl Node {
     fn new(transports: &str) -> Self {
+        Self::with(transports, &Limits::default())
+    }
+
+    fn with(transports: &str, limits: &Limits) -> Self {
         let address = SocketAddr::from(([127, 0, 0, 1], 0));
         let transports = Transports::parse(transports).expect("names");
         let builder = Agent::builder().transports(transports).silence(SILENCE).listen(address);
         let agent = builder.start().expect("it starts");
         let len = (LAYERS * BLOCKS) as usize * BYTES;
         let pool = agent.allocate(len, Access::READ).expect("memory");
-        let rank = Rank::start(&agent, &Limits::default()).expect("no other message handler");
+        let rank = Rank::start(&agent, limits).expect("no other message handler");
         // Scattered, as in an engine that has run for a while.
         let free = (0..BLOCKS).map(|block| block * 97 % BLOCKS).collect();
         Self { agent, pool, rank, free }

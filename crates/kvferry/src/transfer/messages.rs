@@ -64,14 +64,15 @@ impl MessageQueue {
         }))
     }
 
-    pub(crate) fn push(&self, message: Vec<u8>) -> Result<(), Full> {
+    /// `spare`: how many bytes of memory must be left.
+    pub(crate) fn push(&self, message: Vec<u8>, spare: usize) -> Result<(), Full> {
         let mut queue = lock(&self.0);
         if queue.waiting.len() >= WAITING_MAX
             || queue.waiting_bytes + message.len() > WAITING_BYTES_MAX
         {
             return Err(Full::Queue);
         }
-        if !queue.hold(message.len()) {
+        if spare > 0 && !queue.hold(message.len() + spare) || !queue.hold(message.len()) {
             return Err(Full::Memory);
         }
         queue.waiting_bytes += message.len();
@@ -146,12 +147,22 @@ mod tests {
         let memory = PeerMemory::new(0);
         let queue = MessageQueue::new(memory.account([10, 0, 0, 1].into(), Memory::Queued));
         let message = vec![7; FREE_PER_CONNECTION / 2];
-        assert_eq!(queue.push(message.clone()), Ok(()));
-        assert_eq!(queue.push(message.clone()), Ok(()));
-        assert_eq!(queue.push(vec![7]), Err(Full::Memory));
+        assert_eq!(queue.push(message.clone(), 0), Ok(()));
+        assert_eq!(queue.push(message.clone(), 0), Ok(()));
+        assert_eq!(queue.push(vec![7], 0), Err(Full::Memory));
         let sent = queue.next(false).expect("the first one");
-        assert_eq!(queue.push(vec![7]), Err(Full::Memory), "it was not taken");
+        assert_eq!(queue.push(vec![7], 0), Err(Full::Memory), "it was not taken");
         queue.answered(sent.len());
-        assert_eq!(queue.push(message), Ok(()));
+        assert_eq!(queue.push(message, 0), Ok(()));
+    }
+
+    #[test]
+    fn what_may_be_refused_leaves_memory_to_what_may_not() {
+        let memory = PeerMemory::new(0);
+        let queue = MessageQueue::new(memory.account([10, 0, 0, 1].into(), Memory::Queued));
+        let half = FREE_PER_CONNECTION / 2;
+        assert_eq!(queue.push(vec![7; half], half), Ok(()));
+        assert_eq!(queue.push(vec![7], half), Err(Full::Memory));
+        assert_eq!(queue.push(vec![7; half], 0), Ok(()));
     }
 }
