@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -117,6 +118,26 @@ def test_peers_write_and_read_the_memory_of_the_c_api(here: Here, peers: Callabl
     call = f"engine.transfer_sync_read({session!r}, memory.addr + 200000, {mine + 5}, 100000)"
     assert there.child.run(call) == 0
     assert there.bytes(200_000, 100_000) == expected
+
+
+def test_what_an_older_peer_has_written_arrives_also_where_it_is_accepted_late(peers: Callable[[str], Server]) -> None:
+    """The peer has closed its connection by then, and its user is not known any more."""
+    writer, there = peers(OLDER), peers("kvferry")
+
+    def write(at: int) -> None:
+        call = f"engine.transfer_sync_write({there.session!r}, memory.addr, {there.base + at}, 100000)"
+        assert writer.child.run(call) == 0
+
+    def has_arrived(at: int) -> bool:
+        return there.bytes(at, 100_000) == writer.bytes(0, 100_000)
+
+    writer.child.run("import os; memory[0:100000] = os.urandom(100000)")
+    write(0)
+    eventually(lambda: has_arrived(0))
+    there.child.send(signal.SIGSTOP)
+    write(200_000)
+    there.child.send(signal.SIGCONT)
+    eventually(lambda: has_arrived(200_000))
 
 
 def test_memory_that_is_registered_after_open_segment_is_found(here: Here, there: Server) -> None:

@@ -10,6 +10,17 @@ use kvferry_sys::socket::Socket;
 use std::io;
 use std::net::SocketAddr;
 
+/// Whose process has opened a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Owner {
+    /// One of the agent's own user or of the superuser.
+    Trusted,
+    /// Another user's, or nothing is known of it.
+    Other,
+    /// It has closed the connection, so that the kernel does not know its user any more.
+    Gone,
+}
+
 /// Decided once, when the agent starts: later errors of the kernel refuse a connection.
 #[derive(Debug, Default)]
 pub(crate) struct Users(Option<Owners>);
@@ -50,13 +61,25 @@ impl Users {
 
     /// Whether a connection that proves no secret may come in.
     pub(crate) fn admits(&self, socket: &Socket) -> bool {
-        let Some(owners) = &self.0 else { return true };
+        self.caller(socket) == Owner::Trusted
+    }
+
+    /// Whose process has opened a connection.
+    pub(crate) fn caller(&self, socket: &Socket) -> Owner {
+        let Some(owners) = &self.0 else { return Owner::Trusted };
         let of = |(here, there)| owners.is_caller_trusted(here, there);
-        // An error refuses, too: no place was left in the kernel, or the peer has closed its socket.
-        ends(socket).and_then(of).unwrap_or_else(|e| {
-            tracing::debug!(error = %e, "the user of a connection is not known");
-            false
-        })
+        match ends(socket).and_then(of) {
+            Ok(true) => Owner::Trusted,
+            Ok(false) => Owner::Other,
+            Err(e) => {
+                tracing::debug!(error = %e, "the user of a connection is not known");
+                match e.kind() {
+                    io::ErrorKind::NotConnected | io::ErrorKind::NotFound => Owner::Gone,
+                    // No place was left in the kernel, for example.
+                    _ => Owner::Other,
+                }
+            }
+        }
     }
 
     /// Checks the process that this agent has connected to, before anything is sent to it.
@@ -115,6 +138,7 @@ mod tests {
         // The question fails: the connection has no other end any more.
         drop(listener);
         socket.shutdown(std::net::Shutdown::Both);
+        assert_eq!(users.caller(&socket), Owner::Gone);
         assert!(!users.admits(&socket));
         let lost = users.check_target(&socket).expect_err("nobody is there");
         assert_eq!(lost.kind(), ErrorKind::PeerReset, "{lost}");

@@ -13,6 +13,7 @@ use crate::memory::region::Backing;
 use crate::notify::Notification;
 use crate::peer_memory::{Account, Memory};
 use crate::reactor::{Cause, Cx, Handler, Next};
+use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use kvferry_proto::{Handshakes, Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
@@ -195,6 +196,9 @@ impl HandshakeConn {
         let (server, core) = (&*self.server, &*self.server.core);
         let native = server.native_too;
         let brief = native && caller.kvferry.is_some();
+        if !brief {
+            server.has_met.store(true, Ordering::Relaxed);
+        }
         Descriptor {
             tcp_data_host: self.data_host(),
             buffers: if brief { Vec::new() } else { buffers(server) },

@@ -45,6 +45,7 @@ use crate::core::Core;
 use crate::error::{Error, Result};
 use crate::memory::device::Wake;
 use crate::reactor::Cx;
+use crate::sync::atomic::AtomicBool;
 use crate::transfer::drive::OnLanes;
 use crate::transfer::job::Job;
 use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
@@ -113,6 +114,7 @@ impl Start for Mooncake {
             data_port: data.as_ref().map(|(_, port)| *port),
             pending: accept::PendingHandshakes::default(),
             connections: inbound::Connections::default(),
+            has_met: AtomicBool::new(false),
         });
         if let Some((socket, _)) = data {
             inbound::serve(&server, socket);
@@ -134,6 +136,8 @@ struct MooncakeServer {
     data_port: Option<u16>,
     pending: accept::PendingHandshakes,
     connections: inbound::Connections,
+    /// A stock peer of a trusted user has got the descriptor, without which no other user knows where memory is.
+    has_met: AtomicBool,
 }
 
 /// The transport of one agent.
