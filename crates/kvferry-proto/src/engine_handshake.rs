@@ -433,7 +433,7 @@ impl EngineHandshakes {
         }
     }
 
-    /// Whether [`EngineHandshakes::examine`] returns something.
+    /// True if [`EngineHandshakes::examine`] returns a message.
     pub fn has_work(&self) -> bool {
         self.own.is_some() && self.waiting.len() > 0
     }

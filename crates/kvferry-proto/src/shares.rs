@@ -80,7 +80,7 @@ impl<K: Clone + Eq + Hash> Shares<K> {
         self.items.is_empty()
     }
 
-    /// Whether there is such an item.
+    /// True if there is such an item.
     pub fn contains(&self, key: &K) -> bool {
         self.items.contains_key(key)
     }

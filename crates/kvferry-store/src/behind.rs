@@ -265,13 +265,13 @@ impl Behind {
         self.changed.notify_all();
     }
 
-    /// As beyond the limit of threads.
+    /// No thread can be started from now on, as beyond the limit of threads.
     #[cfg(test)]
     pub(crate) fn refuse_thread(&self) {
         self.has_no_thread.store(true, Relaxed);
     }
 
-    /// How many passes were asked for.
+    /// The number of passes that were asked for.
     #[cfg(test)]
     pub(crate) fn asked(&self) -> u64 {
         lock(&self.work).asked

@@ -108,7 +108,7 @@ struct Moving {
     kept: Option<Kept>,
 }
 
-/// What a transfer needs until it ends, or the device has answered.
+/// The files, memory and step of a transfer, kept until it ends or the device has answered.
 #[derive(Debug)]
 struct Parts {
     step: Step,
@@ -200,7 +200,7 @@ impl Moving {
         // Weak: a file is not closed by the agent's thread.
         let files: Vec<_> = parts.uses.files.iter().map(Arc::downgrade).collect();
         transfer.on_end(move |outcome| {
-            // First: whoever finds the directory quiet gives up the locks of its segments.
+            // Before the directory is left: a thread that finds it quiet gives up the locks of its segments.
             if outcome.is_err_and(|e| e.quiesced() == Some(false)) {
                 files.iter().filter_map(Weak::upgrade).for_each(|it| it.leave());
             }
@@ -348,7 +348,7 @@ impl Directories {
         entered
     }
 
-    /// How many directories the store has.
+    /// The number of directories.
     pub(crate) fn count(&self) -> usize {
         self.all.len()
     }

@@ -153,7 +153,7 @@ impl Bounds {
     }
 }
 
-/// Whether a directory answers a read within `limit`.
+/// True if a directory answers a read within `limit`.
 fn answers(path: &Path, limit: Duration) -> io::Result<bool> {
     let (tell, told) = mpsc::channel();
     let file = path.join(FILE);

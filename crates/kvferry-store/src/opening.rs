@@ -229,28 +229,34 @@ mod tests {
     use kvferry_testkit::hanging::HangingDisk;
     use kvferry_testkit::{PATIENCE, Watchdog};
 
-    #[test]
-    fn a_directory_that_was_found_to_hang_is_not_asked_again_while_others_wait_for_the_locks() {
-        let _watchdog = Watchdog::new(PATIENCE);
-        let bench = Bench::new("opening", 1 << 20);
+    /// The disks of a store in two directories, both in memory: one answers also while the machine's disk is busy. `None`
+    /// where they can't be mounted.
+    fn two_in_memory(bench: &Bench) -> Option<([HangingDisk; 2], StoreOptions)> {
         let [first, second] = ["a", "b"].map(|it| bench.folder.join(it));
         for path in [&first, &second] {
             std::fs::create_dir_all(path).expect("a folder");
         }
-        // Both are in memory: the other one answers also while the machine's disk is busy.
-        let Some(disk) = HangingDisk::mount(&second) else { return };
-        let _other = HangingDisk::mount(&first).expect("as the second");
+        let disks = [HangingDisk::mount(&first)?, HangingDisk::mount(&second)?];
         let options = StoreOptions::new(&first, 12 << 20)
             .and_directory(&second)
             .segment_bytes(1 << 20)
             .hang_after(Duration::from_secs(2));
+        Some((disks, options))
+    }
+
+    #[test]
+    fn a_directory_that_was_found_to_hang_is_not_asked_again_while_others_wait_for_the_locks() {
+        let _watchdog = Watchdog::new(PATIENCE);
+        let bench = Bench::new("opening", 1 << 20);
+        let Some(([_other, disk], options)) = two_in_memory(&bench) else { return };
+        let first = &options.directories[0];
         Store::open(&bench.agent, &options).expect("a store").close();
         disk.hold();
         let opening = Opening::new(&bench.agent, &options).expect("directories");
-        assert_eq!(opening.readable(), std::slice::from_ref(&first));
+        assert_eq!(opening.readable(), std::slice::from_ref(first));
         disk.release();
         opening.open_superblock().expect("the directories are as they were found");
-        assert_eq!(opening.readable(), std::slice::from_ref(&first));
+        assert_eq!(opening.readable(), std::slice::from_ref(first));
         assert!(!opening.is_overtaken());
     }
 
@@ -262,16 +268,7 @@ mod tests {
         before: impl FnOnce(&Bench, &StoreOptions),
     ) {
         let bench = Bench::new(name, 1 << 20);
-        let [first, second] = ["a", "b"].map(|it| bench.folder.join(it));
-        for path in [&first, &second] {
-            std::fs::create_dir_all(path).expect("a folder");
-        }
-        let Some(disk) = HangingDisk::mount(&second) else { return };
-        let _other = HangingDisk::mount(&first).expect("as the second");
-        let options = StoreOptions::new(&first, 12 << 20)
-            .and_directory(&second)
-            .segment_bytes(1 << 20)
-            .hang_after(Duration::from_secs(2));
+        let Some(([_other, disk], options)) = two_in_memory(&bench) else { return };
         before(&bench, &options);
         disk.hold_at_rename(superblocks);
         let store = Store::open(&bench.agent, &options).expect("a store without a directory");

@@ -499,7 +499,7 @@ mod tests {
         let memory = [BlockMemory::new(&pool, 0, 100)];
         assert_eq!(space.put(&hash, 0, &memory, Retain::default()).expect("open").stored, 1);
         watch.add(0, &hash).expect("open");
-        // The directory answers, hangs, answers and so on, and nobody takes reports.
+        // The directory answers and hangs in turns, and no subscriber takes reports.
         for _ in 0..10 {
             for is_silent in [true, false] {
                 let names = &mut *lock(&watch.names);

@@ -232,7 +232,7 @@ class Handoff:
         self._fetches: dict[str, _Fetch] = {}
         self._failures: dict[str, str] = {}
         self._ids = 0
-        # By the addresses of their control agents, each of which is connected to before it is told of prompts.
+        # Decode engines by their agents' addresses. This side connects to an address before it sends prompts there.
         self._followers = Followers(_FOLLOWERS_MAX, _MET_MAX)
         self._meeters = Threads(_MET_AT_ONCE, "kvferry-handoff-meet")
         # Engines that messages are on their way to: one that takes its time holds no other's thread.

@@ -243,12 +243,12 @@ pub(crate) enum Language {
     Cpp17,
 }
 
-/// How a program is compiled.
+/// One call of a compiler.
 struct Call {
     command: &'static str,
     stem: String,
     arguments: Vec<String>,
-    /// What the linker is told after the name of the output.
+    /// The linker's arguments, behind the name of the output.
     linked: Vec<String>,
     may_lack_library: bool,
 }

@@ -267,7 +267,7 @@ impl Shared {
     fn send(&self, messages: Vec<Outgoing>) {
         let mut channels: Vec<Channel> = Vec::new();
         for Outgoing { channel, bytes, announced } in messages {
-            // An announcement may be refused; what tells its readers so may not.
+            // An announcement may be refused. Other messages may not: the one that tells its readers is among them.
             let queued = match announced {
                 Some(_) => channel.queue_if_room(bytes),
                 None => channel.queue(bytes),

@@ -44,7 +44,7 @@ fn fullness(len: usize, max: usize, is_long: bool) -> &'static str {
 /// A frame of the model: its number, which it begins with, and its length.
 type Numbered = (u64, usize);
 
-/// What the frames of the queue must come out as.
+/// The bytes that the frames of the queue must come out as.
 #[derive(Debug, Default)]
 struct OutboxOracle {
     frames: VecDeque<Numbered>,

@@ -116,7 +116,7 @@ fn run(invented: usize, nobody: Option<&Nobody>) -> Vec<Duration> {
         let unclaimed = pair.prefill.gauge("unclaimed_blocks");
         assert!(
             unclaimed <= IDLE as usize,
-            "{unclaimed} blocks are kept that nobody has asked for"
+            "{unclaimed} blocks are kept for which no consumer has asked"
         );
         most.0 = most.0.max(pair.prefill.gauge("held_blocks"));
         let waiting = pair.decode.gauge("waiting_loads") * (BLOCKS_EACH - 1);

@@ -82,7 +82,7 @@ pub(super) struct State {
     counted: Mutex<Counted>,
 }
 
-/// What is known of the number of segments that have a file.
+/// The number of segments that have a file, as far as it is known.
 #[derive(Debug, Default)]
 struct Counted {
     segments: u64,
@@ -443,7 +443,7 @@ impl Device {
         })
     }
 
-    /// As [`super::Directories::unlock_at_end`].
+    /// The part of [`super::Directories::unlock_at_end`] that concerns one directory.
     pub(super) fn unlock_at_end(&self, segment: u32) {
         if let Some(open) = self.known(segment) {
             open.unlock();
