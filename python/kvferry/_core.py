@@ -95,31 +95,56 @@ def _keeps_blocks(engine: Any | None, *, is_reset: bool) -> bool:
     the weights. `is_reset`: vLLM has reset the connectors, too.
     """
     given = getattr(getattr(engine, "vllm_config", None), "kv_transfer_config", None)
-    more = getattr(given, "kv_connector_extra_config", None)
-    return _keeps(getattr(given, "kv_connector", None), more, is_reset=is_reset)
+    return _keeps({name: getattr(given, name, None) for name in _OF_CONNECTOR}, is_reset=is_reset)
 
 
-# Those of vLLM 0.32 that drop their blocks when they are reset. Others say the same of a reset, and keep them.
-_DROP_ALL = ("SimpleCPUOffloadConnector", "MooncakeStoreConnector")
+_OF_CONNECTOR = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
+# Connectors of vLLM 0.32 that have no cache: what they load is of the request alone, and they read it from its engine.
+KEEP_NOTHING = (
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+    "MooncakeConnector",
+    "MoRIIOConnector",
+    "DecodeBenchConnector",
+    "ExampleHiddenStatesConnector",
+)
+# Those that drop their blocks when they are reset. Others say the same of a reset and keep them, or share them with
+# engines that have other weights.
+DROP_ALL = ("SimpleCPUOffloadConnector",)
+# Those of vLLM's own offloading. Another one may keep blocks in files.
+_OWN_SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
 
 
-def _keeps(connector: Any, given: Any, *, is_reset: bool) -> bool:
-    more = given if isinstance(given, Mapping) else {}
-    if connector == "KVFerryConnector":
+def _keeps(given: Mapping[str, Any], *, is_reset: bool) -> bool:
+    """`given`: what vLLM has of a connector, by the names of its configuration."""
+    connector, module, more = (given.get(name) for name in _OF_CONNECTOR)
+    if module is not None and not _is_kvferrys(module):
+        # Another class may have the name of one that is known.
+        return True
+    more = more if isinstance(more, Mapping) else {}
+    if connector == "KVFerryConnector" or connector in KEEP_NOTHING:
         return False
     if connector == "MultiConnector":
         parts = [it for it in more.get("connectors") or () if isinstance(it, Mapping)]
-        return not parts or any(
-            _keeps(it.get("kv_connector"), it.get("kv_connector_extra_config"), is_reset=is_reset) for it in parts
-        )
+        return not parts or any(_keeps(it, is_reset=is_reset) for it in parts)
     if connector == "OffloadingConnector":
-        if more.get("spec_name") == "KVFerryOffloadingSpec":
-            # Its names say of which weights blocks are.
+        spec, module = more.get("spec_name", _OWN_SPECS[0]), more.get("spec_module_path")
+        if spec == "KVFerryOffloadingSpec" and _is_kvferrys(module):
+            # It stores nothing while vLLM's cache may be mixed, and its names say of which weights the rest is.
             return False
         # vLLM resets host memory, and no tier behind it. kvferry's takes other names then.
-        tiers = more.get("secondary_tiers") or ()
-        return not (is_reset and all(isinstance(it, Mapping) and it.get("type") == "KVFerryTier" for it in tiers))
-    return not (is_reset and connector in _DROP_ALL)
+        return not (is_reset and spec in _OWN_SPECS and all(map(_is_tier, more.get("secondary_tiers") or ())))
+    return not (is_reset and connector in DROP_ALL)
+
+
+def _is_tier(given: Any) -> bool:
+    return isinstance(given, Mapping) and given.get("type") == "KVFerryTier" and _is_kvferrys(given.get("module_path"))
+
+
+def _is_kvferrys(module: Any) -> bool:
+    """Whether a module that a setting names is kvferry's. None: the class has a name in vLLM's own tables."""
+    return module is None or str(module).split(".")[:2] == ["kvferry", "vllm"]
 
 
 def core_of_callers() -> Core:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import vllm_stand_in as vllm
-from kvferry import _adapters
+from kvferry import _adapters, _core
 from kvferry._adapters import Adapters
 from kvferry.vllm._settings import Settings
 from vllm_stand_in import FullAttentionSpec, Request
@@ -291,34 +291,72 @@ def test_blocks_of_weights_of_an_earlier_version_are_not_handed_over(
     assert begins_with_cached_tokens(connector, "f")
 
 
-def beside(module: Any, connector: str, **extra: Any) -> Any:
+def beside(module: Any, connector: str, path: str | None = None, **extra: Any) -> Any:
     """A `KVFerryConnector` beside another connector."""
-    parts = [
-        {"kv_connector": "KVFerryConnector"},
-        {"kv_connector": connector, "kv_connector_extra_config": extra},
-    ]
-    return connector_of(module, "MultiConnector", connectors=parts)
+    part = {"kv_connector": connector, "kv_connector_extra_config": extra}
+    if path is not None:
+        part["kv_connector_module_path"] = path
+    return connector_of(module, "MultiConnector", connectors=[{"kv_connector": "KVFerryConnector"}, part])
+
+
+OFFLOADING = "OffloadingConnector"
+# llm-d's file store, which vLLM tells of no reset.
+FILES = {"spec_name": "SharedStorageOffloadingSpec", "spec_module_path": "llmd_fs_backend.spec"}
+SPEC = {"spec_name": "KVFerryOffloadingSpec", "spec_module_path": "kvferry.vllm"}
 
 
 @pytest.mark.parametrize(
-    ("other", "extra", "keeps"),
+    ("other", "path", "extra", "keeps"),
     [
-        ("LMCacheConnectorV1", {}, True),
-        ("OffloadingConnector", {"secondary_tiers": [{"type": "fs"}]}, True),
-        ("OffloadingConnector", {"secondary_tiers": [{"type": "KVFerryTier"}]}, False),
-        ("OffloadingConnector", {}, False),
-        ("SimpleCPUOffloadConnector", {}, False),
+        ("LMCacheConnectorV1", None, {}, True),
+        (OFFLOADING, None, {"secondary_tiers": [{"type": "fs"}]}, True),
+        (OFFLOADING, None, {"secondary_tiers": [{"type": "KVFerryTier"}]}, False),
+        (OFFLOADING, None, {"secondary_tiers": [{"type": "KVFerryTier", "module_path": "another"}]}, True),
+        (OFFLOADING, None, {}, False),
+        (OFFLOADING, None, {"spec_name": "TieringOffloadingSpec"}, False),
+        (OFFLOADING, None, FILES, True),
+        (OFFLOADING, None, SPEC, False),
+        (OFFLOADING, None, {**SPEC, "spec_module_path": "another"}, True),
+        ("SimpleCPUOffloadConnector", None, {}, False),
+        # Of another package, with files that outlive its engine.
+        ("SimpleCPUOffloadConnector", "vllm_marconi_offload", {}, True),
+        ("KVFerryConnector", "kvferry.vllm", {}, False),
+        ("KVFerryConnector", "kvferry_of_another", {}, True),
+        # Other engines store in it, also those that have the weights of before.
+        ("MooncakeStoreConnector", None, {}, True),
+        ("NixlConnector", None, {}, False),
+        ("NixlConnector", "another", {}, True),
     ],
 )
 def test_a_reset_empties_what_vllm_resets_of_other_connectors_alone(
-    other: str, extra: dict[str, Any], keeps: bool, module: Any
+    other: str, path: str | None, extra: dict[str, Any], keeps: bool, module: Any
 ) -> None:
-    connector = beside(module, other, **extra)
+    connector = beside(module, other, path, **extra)
     assert begins_with_cached_tokens(connector, "a")
     assert reset(connector)
     version(connector, "2")
     assert begins_with_cached_tokens(connector, "b") != keeps
     assert is_handed_over(connector, "c")
+
+
+@pytest.mark.parametrize("other", [*_core.KEEP_NOTHING, "KVFerryConnector"])
+def test_a_connector_without_a_cache_keeps_no_blocks_of_weights_before(other: str, module: Any) -> None:
+    connector = beside(module, other)
+    assert begins_with_cached_tokens(connector, "a")
+    version(connector, "2")
+    assert not begins_with_cached_tokens(connector, "b")
+    assert reset(connector, of_connector=False)
+    assert begins_with_cached_tokens(connector, "c")
+
+
+@pytest.mark.parametrize("path", [None, "kvferry.vllm", "another"])
+def test_a_connector_alone_is_known_by_its_module(path: str | None, module: Any) -> None:
+    connector = connector_of(module)
+    connector.core.vllm_config.kv_transfer_config.kv_connector_module_path = path
+    assert begins_with_cached_tokens(connector, "a")
+    version(connector, "2")
+    assert reset(connector, of_connector=False)
+    assert begins_with_cached_tokens(connector, "b") == (path != "another")
 
 
 def test_a_store_of_kvferry_beside_it_keeps_no_blocks_of_weights_before(module: Any) -> None:

@@ -433,7 +433,8 @@ class _Scheduler:
                 logger.warning_once(
                     "KVFerryConnector: the weights have another version, and vLLM's cache has blocks of the weights "
                     "before: prompts of which something is cached are not handed over until the cache is reset (pause "
-                    "with clear_cache, or POST /reset_prefix_cache, beside other connectors with ?reset_external=true)"
+                    "with clear_cache, or POST /reset_prefix_cache, beside other connectors with ?reset_external=true; "
+                    "connectors with a store of their own keep such blocks even then: see New weights in docs/vllm.md)"
                 )
 
     def _identity(self, request: Any) -> PromptIdentity | None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvferry import _core
 from kvferry import _known_settings as known
 from kvferry._engine_names import check, missing_hooks, missing_names, missing_parameters
 
@@ -49,7 +50,9 @@ _READ_BY_IDENTITY: Names = {
         for module, classes in _SETTINGS.items()
     },
     "vllm.config.compilation": ("CompilationConfig.static_forward_context",),
-    "vllm.config.kv_transfer": _of("KVTransferConfig", "engine_id kv_connector kv_connector_extra_config"),
+    "vllm.config.kv_transfer": _of(
+        "KVTransferConfig", "engine_id kv_connector kv_connector_module_path kv_connector_extra_config"
+    ),
     "vllm.lora.request": _of("LoRARequest", "lora_name lora_path lora_int_id load_inplace"),
     "vllm.multimodal.inputs": (
         *_of("MultiModalFeatureSpec", "identifier data mm_position"),
@@ -225,6 +228,7 @@ def check_connector() -> None:
         ),
         _missing(_READ_BY_IDENTITY, _READ_OF_SPECS, _READ_BY_CONNECTOR),
         _missing(_loaded(_READ_OF_LAYERS)),
+        _missing_connectors(),
     )
 
 
@@ -261,6 +265,14 @@ def check_tier() -> None:
 
 def _missing(*tables: Names) -> list[str]:
     return [name for table in tables for module, wanted in table.items() for name in missing_names(module, *wanted)]
+
+
+def _missing_connectors() -> list[str]:
+    """Connectors that are known to have no cache, or to drop it. Their modules may need packages that are not here."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    known = (*_core.KEEP_NOTHING, *_core.DROP_ALL)
+    return [f"KVConnectorFactory: {name}" for name in known if name not in KVConnectorFactory._registry]
 
 
 def _loaded(names: Names) -> Names:
