@@ -34,8 +34,6 @@ class Core:
         self._engine: Callable[[], Any | None] = weakref.ref(engine) if engine is not None else lambda: None
         # How often the engine was given a version.
         self.times_named = 0
-        # How often its prefix cache was emptied, with what other connectors keep of it.
-        self.times_emptied = 0
         self._on_emptied: list[Emptied] = []
         self._on_named: list[Named] = []
         self._on_load: list[Loads] = []
@@ -43,6 +41,11 @@ class Core:
             _wrap(engine, "set_weight_version", self._name)
             _wrap(engine, "add_lora", self._load)
             _wrap(engine, "reset_prefix_cache", self._reset)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is an engine, which tells of resets of its cache."""
+        return self._engine() is not None
 
     def version(self) -> str | None:
         """The version of the weights; None: that of the engine's start. Trainers give it with
@@ -72,7 +75,6 @@ class Core:
         result = original(*given, **more)
         asked = inspect.signature(original).bind(*given, **more).arguments
         if result and not _keeps_blocks(self._engine(), is_reset=bool(asked.get("reset_connector"))):
-            self.times_emptied += 1
             for call in self._on_emptied:
                 call()
         return result
@@ -88,6 +90,32 @@ class Core:
                 for end in ends:
                     stack.callback(end, has_loaded)
         return result
+
+
+class Cached:
+    """Whether vLLM's prefix cache may have blocks of other weights than the engine: it names blocks by tokens alone.
+
+    Only a reset of all that may have such blocks ends that (`Core.on_emptied`).
+    """
+
+    def __init__(self) -> None:
+        self.are_mixed = False
+        self._has_blocks = False
+
+    def add(self) -> None:
+        """A step or a load may have blocks cached."""
+        self._has_blocks = True
+
+    def was_emptied(self) -> None:
+        """There is no step between that and this call."""
+        self.are_mixed = self._has_blocks = False
+
+    def got_other_weights(self) -> None:
+        """The weights have another version, or may be others. Blocks that are cached may be of the weights before, also
+        those since a reset of the connector: weights may have stayed the same at that reset, and changed after these
+        blocks.
+        """
+        self.are_mixed |= self._has_blocks
 
 
 def _keeps_blocks(engine: Any | None, *, is_reset: bool) -> bool:

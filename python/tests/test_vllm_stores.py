@@ -90,6 +90,10 @@ def config() -> Any:
     )
 
 
+TIERS = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "KVFerryTier"}]}
+SPEC = {"spec_name": "KVFerryOffloadingSpec"}
+
+
 class Engine:
     """An engine with a tier, or with a manager of the store."""
 
@@ -99,6 +103,21 @@ class Engine:
 
     def lookup(self, number: int) -> str:
         return str(self.made.lookup(key(number), Context(BLOCKS)).name)
+
+    def stores(self, number: int) -> bool:
+        """Whether a block is stored that vLLM offers."""
+        if hasattr(self.made, "submit_store"):
+            self.store(number)
+            return list(settle(self).values()) == [True]
+        context = Context(BLOCKS)
+        keys: list[bytes] = self.made.prepare_store([key(number)], context).keys_to_store
+        self.made.complete_store(keys, context)
+        return keys == [key(number)]
+
+    def reset(self, *, of_connector: bool = True, can_reset: bool = True) -> None:
+        """As vLLM does it. The blocks of its cache stay if it can't."""
+        self.core.can_reset = can_reset
+        assert self.core.reset_prefix_cache(reset_connector=of_connector) == can_reset
 
     def store(self, *numbers: int, context: Context | None = None) -> int:
         """The number of the job."""
@@ -119,7 +138,7 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     monkeypatch.setattr(module, "check_tier", lambda: None)
     engines = []
 
-    def made(kv_cache_config: Any = None) -> Engine:
+    def made(kv_cache_config: Any = None, named: dict[str, Any] = TIERS) -> Engine:
         # As vLLM's connector, which has the specs of the cache.
         assert kv_cache_config is None or kv_cache_config.kv_cache_groups
         view = memoryview(bytearray(BLOCK * BLOCKS)).cast("B", (BLOCKS, BLOCK))
@@ -127,6 +146,7 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
         core = vllm.EngineCore(
             lambda: module.KVFerryTier(spec, view, "kvferry", disk=str(tmp_path / "kv"), **SETTINGS),
             "OffloadingConnector",
+            **named,
         )
         engines.append(Engine(core))
         return engines[-1]
@@ -156,7 +176,8 @@ def test_weights_of_another_version_find_no_blocks_of_the_first_and_their_blocks
     one.store(0)
     settle(one)
     assert (one.lookup(0), other.lookup(0)) == ("HIT", "HIT")
-    # As `finish_weight_update` does, with a reset of vLLM's cache alone.
+    # As a pause with `clear_cache` and `finish_weight_update` do.
+    one.reset()
     one.core.set_weight_version("2")
     assert (one.lookup(0), other.lookup(0)) == ("MISS", "HIT")
     one.store(1)
@@ -168,6 +189,86 @@ def test_weights_of_another_version_find_no_blocks_of_the_first_and_their_blocks
     # An engine that says its version again has the same weights.
     one.core.set_weight_version("2")
     assert one.lookup(1) == "HIT"
+
+
+@pytest.fixture(params=["manager", "tier"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def stored(kind: str, request: pytest.FixtureRequest) -> Made:
+    """Engines with one of the two."""
+    made: Made = request.getfixturevalue(kind)
+    return made
+
+
+def test_a_store_takes_nothing_while_vllms_cache_may_have_blocks_of_weights_before(kind: str, stored: Made) -> None:
+    engine, other = stored(), stored()
+    assert engine.stores(0)
+    # A pause with `clear_cache=false`, for example.
+    engine.core.set_weight_version("2")
+    # vLLM offers a prompt's blocks that it has found in its cache.
+    assert not engine.stores(0) and not engine.stores(1)
+    engine.reset(of_connector=False, can_reset=False)
+    assert not engine.stores(2)
+    # vLLM's own tier in host memory, which is before kvferry's, has such blocks still.
+    engine.reset(of_connector=kind == "tier")
+    assert engine.lookup(0) == "MISS"
+    assert engine.stores(0)
+    # There is no step between the reset and the version.
+    engine.reset()
+    engine.core.set_weight_version("3")
+    assert engine.stores(3)
+    assert other.stores(4)
+
+
+def test_a_reset_of_the_connector_alone_leaves_blocks_of_other_weights(stored: Made) -> None:
+    engine = stored()
+    assert engine.stores(0)
+    # Requests hold blocks, and go on with other weights.
+    engine.reset(can_reset=False)
+    assert engine.lookup(0) == "MISS" and not engine.stores(0)
+    engine.reset()
+    assert engine.stores(0)
+
+
+def test_blocks_that_were_not_offered_are_in_vllms_cache_too(stored: Made) -> None:
+    engine = stored()
+    context = Scheduler(engine.made).on_new_request(SimpleNamespace(lora_request=None))
+    # It waits while the engine is paused.
+    engine.core.set_weight_version("2")
+    engine.made.on_schedule_end(None)
+    assert engine.stores(0)
+    engine.reset()
+    engine.made.on_request_finished(context)
+    # A step that only tells the workers of the end.
+    engine.made.on_schedule_end(None)
+    engine.core.set_weight_version("3")
+    assert engine.stores(0)
+    engine.reset()
+    Scheduler(engine.made).on_new_request(SimpleNamespace(lora_request=None))
+    engine.made.on_schedule_end(None)
+    engine.core.set_weight_version("4")
+    assert not engine.stores(0)
+
+
+def test_a_store_takes_nothing_after_other_weights_where_another_connector_keeps_blocks(
+    kind: str, stored: Made
+) -> None:
+    own = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": TIERS if kind == "tier" else SPEC}
+    engine = stored(named={"connectors": [{"kv_connector": "LMCacheConnectorV1"}, own]})
+    engine.core.vllm_config.kv_transfer_config.kv_connector = "MultiConnector"
+    assert engine.stores(0)
+    engine.reset()
+    assert not engine.stores(0)
+
+
+def test_a_tier_takes_nothing_after_other_weights_where_another_tier_keeps_blocks(tier: Made) -> None:
+    engine = tier(named={**TIERS, "secondary_tiers": [{"type": "fs"}, {"type": "KVFerryTier"}]})
+    assert engine.stores(0)
+    engine.reset()
+    assert not engine.stores(0)
 
 
 CARD = {"model": "m", "groups": [{"group": 0, "fingerprint": "00" * 32, "window": 0, "shards": [(0, 1)]}]}
@@ -183,9 +284,12 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     found = settings.OffloadSettings.of({**SETTINGS, "disk": str(tmp_path / "kv")})
     engines = []
 
-    def made() -> Engine:
+    def made(named: dict[str, Any] = SPEC) -> Engine:
         opened = settings.open_store(found, 0, module.logger)
-        engines.append(Engine(vllm.EngineCore(lambda: module.KVFerryOffloadingManager(config(), found, opened))))
+        core = vllm.EngineCore(
+            lambda: module.KVFerryOffloadingManager(config(), found, opened), "OffloadingConnector", **named
+        )
+        engines.append(Engine(core))
         return engines[-1]
 
     yield made

@@ -360,10 +360,13 @@ def test_a_connector_alone_is_known_by_its_module(path: str | None, module: Any)
 
 
 def test_a_store_of_kvferry_beside_it_keeps_no_blocks_of_weights_before(module: Any) -> None:
-    connector = beside(module, "OffloadingConnector", spec_name="KVFerryOffloadingSpec")
-    version(connector, "2")
-    assert reset(connector, of_connector=False)
+    """Such a store takes none: test_a_store_takes_nothing_while_vllms_cache_may_have_blocks_of_weights_before."""
+    connector = beside(module, OFFLOADING, **SPEC)
     assert begins_with_cached_tokens(connector, "a")
+    version(connector, "2")
+    assert not begins_with_cached_tokens(connector, "b")
+    assert reset(connector, of_connector=False)
+    assert begins_with_cached_tokens(connector, "c")
 
 
 def test_blocks_that_another_connector_keeps_are_not_handed_over_after_a_reset_of_vllms_cache_alone(

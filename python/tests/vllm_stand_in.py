@@ -100,7 +100,9 @@ class EngineCore:
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         if reset_connector:
-            self.made.reset()
+            # A connector's scheduler, a manager of a store, or a tier.
+            calls = (getattr(self.made, name, None) for name in ("reset", "reset_cache", "drain_jobs"))
+            next(call for call in calls if call is not None)()
         return self.can_reset
 
     def add_lora(self, lora_request: SimpleNamespace) -> bool:

@@ -27,7 +27,7 @@ from vllm.v1.request import RequestStatus
 from kvferry import Agent, __version__
 from kvferry._adapters import Adapters
 from kvferry._bootstrap import DEFAULT_PORT, BootstrapServer, Registration, place, register_at
-from kvferry._core import core_of_callers
+from kvferry._core import Cached, core_of_callers
 from kvferry._identity import PromptIdentity, layer_facts, of_vllm, of_vllm_prompt
 from kvferry._seldom import Seldom
 from kvferry._siblings import Siblings
@@ -247,31 +247,6 @@ _REASONS: dict[Any, _Reason] = {
 }
 
 
-class _Cached:
-    """Whether vLLM's prefix cache may have blocks of weights of an earlier version: it names blocks by tokens alone."""
-
-    def __init__(self) -> None:
-        self.are_mixed = False
-        self._has_blocks = False
-        self._times_emptied = 0
-
-    def add(self) -> None:
-        """A step or a load may have blocks cached."""
-        self._has_blocks = True
-
-    def follow(self, times_emptied: int) -> None:
-        """How often the cache was emptied: there is no step between that and this call."""
-        if times_emptied != self._times_emptied:
-            self._times_emptied = times_emptied
-            self.are_mixed = self._has_blocks = False
-
-    def got_new_version(self) -> None:
-        """The weights have another version. Blocks that are cached may be of the weights before, also those since a
-        reset of the connector: weights may have stayed the same at that reset, and changed after these blocks.
-        """
-        self.are_mixed |= self._has_blocks
-
-
 class _Scheduler:
     """The scheduler's side."""
 
@@ -316,7 +291,8 @@ class _Scheduler:
         self._changes = 0
         # After a reset the weights may be others than those that were named before, until they are named anew.
         self._was_reset, self._times_named = False, 0
-        self._cached = _Cached()
+        self._cached = Cached()
+        self._core.on_emptied(self._cached.was_emptied)
         self._bootstrap: BootstrapServer | Registration | None = None
         self._gauges: dict[str, int] = {}
 
@@ -421,13 +397,12 @@ class _Scheduler:
 
     def _follow_weights(self) -> None:
         """A version may come after requests that arrived while the engine was paused."""
-        self._cached.follow(self._core.times_emptied)
         version = self._core.version()
         is_new, self._version = version != self._version, version
         if is_new or self._core.times_named != self._times_named:
             self._times_named, self._was_reset = self._core.times_named, False
         if is_new:
-            self._cached.got_new_version()
+            self._cached.got_other_weights()
             self._forget()
             if self._cached.are_mixed:
                 logger.warning_once(

@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvferry
-from kvferry._core import core_of_callers
+from kvferry._core import Cached, core_of_callers
 from kvferry._identity import vllm_config_of_callers
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._guard import store_guarded
@@ -126,6 +126,10 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         self._plans = Plans(settings.limits, "KVFerryOffloadingSpec", logger)
         self._version = self._core.version()
         self._core.on_named(self._follow_weights)
+        self._cached = Cached()
+        self._core.on_emptied(self._cached.was_emptied)
+        # Requests that have not ended.
+        self._live: set[str] = set()
         self._ready()
 
     # The store's names.
@@ -197,16 +201,20 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
             plan = self._plans.of(req_context.kv_transfer_params)
             request = _Request(plan, Keys(self._tokens), self._adapters.of_request())
             req_context.set_state(request)
+            self._live.add(req_context.req_id)
         return request
 
     def on_request_finished(self, req_context: Any) -> None:
         request: _Request | None = req_context.get_state(_Request)
+        self._live.discard(req_context.req_id)
         if request is not None:
             request.known.clear()
             request.prefetches.clear()
 
     def on_schedule_end(self, context: Any) -> None:
         self._step += 1
+        if self._live:
+            self._cached.add()
 
     # Look-ups.
 
@@ -382,7 +390,8 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         spec = StoredBlocks(req_context.req_id, self._tenant)
         to_store: list[bytes] = []
         request = self._request(req_context)
-        if self._ready() and request.names.may_store:
+        self._cached.add()
+        if self._ready() and self._may_store(request):
             for number, of_group in self._by_group(keys).items():
                 group = self._groups.get(number)
                 if group is not None:
@@ -390,6 +399,20 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         # Last: vLLM does not end what a call that has failed would count.
         self._storing.update(to_store)
         return PrepareStoreOutput(keys_to_store=to_store, store_spec=spec, evicted_keys=[])
+
+    def _may_store(self, request: _Request) -> bool:
+        """Whether the request's KV is computed with the weights of its names. vLLM offers blocks that it has found in
+        its cache, too.
+        """
+        if self._cached.are_mixed:
+            logger.warning_once(
+                "KVFerryOffloadingSpec: the weights are others, or may be, and vLLM's cache has blocks of the weights "
+                "before: nothing is stored until the cache is reset (pause with clear_cache, or POST "
+                "/reset_prefix_cache, beside other connectors with ?reset_external=true; connectors with a store of "
+                "their own keep such blocks even then: see New weights in docs/vllm.md)"
+            )
+            return False
+        return request.names.may_store
 
     def _prepare(
         self, keys: list[bytes], number: int, group: _Group, request: _Request, req_context: Any, spec: StoredBlocks
@@ -452,8 +475,10 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
 
     def reset_cache(self) -> None:
         """The weights may have changed: from now on this engine neither finds nor adds blocks under the names that
-        engines share. What it put before stays for the others.
+        engines share. What it put before stays for the others. Nothing is stored before vLLM's cache was emptied, too.
         """
+        if self._core.is_known:
+            self._cached.got_other_weights()
         self._tenant, self._groups = os.urandom(16), {}
         self._storing.clear()
         for request in list(self._pins):

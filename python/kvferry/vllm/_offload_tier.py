@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 import kvferry
-from kvferry._core import core_of_callers
+from kvferry._core import Cached, core_of_callers
 from kvferry._identity import (
     caches_of_callers,
     check_media_are_named,
@@ -148,6 +148,11 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         self._plans = Plans(self._settings.limits, "KVFerryTier", logger)
         self._version = self._core.version()
         self._core.on_named(self._follow_weights)
+        # With vLLM's tier in host memory.
+        self._cached = Cached()
+        self._core.on_emptied(self._cached.was_emptied)
+        # Requests that have not ended.
+        self._live: set[str] = set()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -168,6 +173,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             plan = self._plans.of(req_context.kv_transfer_params)
             asked = _Asked(plan, Keys(self._tokens), self._adapters.of_request())
             req_context.set_state(asked)
+            self._live.add(req_context.req_id)
         return asked
 
     @_guarded(lambda self, _: RequestOffloadingContext())
@@ -177,8 +183,13 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: Any) -> None:
         asked: _Asked | None = req_context.get_state(_Asked)
+        self._live.discard(req_context.req_id)
         if asked is not None:
             asked.prefetches.clear()
+
+    def on_schedule_end(self, context: Any) -> None:
+        if self._live:
+            self._cached.add()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         result = self._lookup(key, req_context)
@@ -241,11 +252,26 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         asked.keys.update(context)
         for key in keys:
             self._unreadable.pop(key, None)
-        if not asked.names.may_store:
+        self._cached.add()
+        if not self._may_store(asked):
             return
         with suppress(kvferry.Error):
             for number in sorted({get_offload_group_idx(key) for key in keys}):
                 self._put(job, number, chunks, asked, context)
+
+    def _may_store(self, asked: _Asked) -> bool:
+        """Whether the request's KV is computed with the weights of its names. vLLM gives a tier blocks that were in its
+        own cache, too, and those of a copy to host memory that began before the weights changed.
+        """
+        if self._cached.are_mixed:
+            logger.warning_once(
+                "KVFerryTier: the weights are others, or may be, and vLLM's cache has blocks of the weights before: "
+                "nothing is stored until the cache is reset with its connectors (pause with clear_cache, or POST "
+                "/reset_prefix_cache?reset_external=true; beside connectors and tiers with a store of their own not "
+                "even then: see New weights in docs/vllm.md)"
+            )
+            return False
+        return asked.names.may_store
 
     def _put(self, job: _Job, number: int, chunks: dict[bytes, int], asked: _Asked, context: Any) -> None:
         """Blocks that follow each other in the prompt, with one retention, are a put."""
@@ -373,6 +399,9 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             self._take_other_names()
 
     def _take_other_names(self) -> None:
+        """The weights are others, or may be. Nothing is stored before vLLM's cache was emptied, too."""
+        if self._core.is_known:
+            self._cached.got_other_weights()
         self._tenant = os.urandom(16)
         self._spaces.clear()
         self._unreadable.clear()
