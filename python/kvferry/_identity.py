@@ -69,6 +69,8 @@ class Identity:
     overrides: str | None
     # Number format and scales of the cache.
     cache: str | None
+    # Where the kernels are not those of NVIDIA or of a CPU: what gives number formats and pages another meaning.
+    platform: str | None
     # The model of speculative decoding, where it has KV and weights of its own.
     draft: str | None
     # Adapters that are loaded at start and that a request's identity does not tell apart.
@@ -83,9 +85,9 @@ class Identity:
         return {it.name: bounded(_text(getattr(self, it.name))) for it in fields(self)}
 
     def text(self) -> str:
-        """For the names of a store. Without `media` and `settings` they are those of earlier releases."""
+        """For the names of a store. Without these three they are those of earlier releases."""
         given = self.properties()
-        for name in ("media", "settings"):
+        for name in ("media", "platform", "settings"):
             if getattr(self, name) is None:
                 del given[name]
         return json.dumps(given, sort_keys=True)
@@ -335,6 +337,7 @@ def of_vllm(vllm_config: Any, named: str | None) -> Identity:
             # Scales that an engine measures are its own: no other engine has them.
             scales=it.id if it.cache.get("calculate_kv_scales") else None,
         ),
+        platform=_vllm_platform(),
         draft=_vllm_draft(it),
         adapters=_vllm_lora(it),
         media=_vllm_media(it, named),
@@ -344,6 +347,28 @@ def of_vllm(vllm_config: Any, named: str | None) -> Identity:
             log=_vllm_logger,
         ),
     )
+
+
+def _is_rocm() -> bool:
+    """Kernels of ROCm take `fp8_e5m2` for e4m3, and have the pages of sparse attention's indexer in tiles."""
+    return bool(getattr(getattr(sys.modules.get("torch"), "version", None), "hip", None))
+
+
+# FP8 of MI300 and MI325: half of what the same bits mean elsewhere.
+_FNUZ = "rocm fnuz"
+
+
+def _vllm_platform() -> str | None:
+    if not _is_rocm():
+        return None
+    return _FNUZ if importlib.import_module("vllm.platforms").current_platform.is_fp8_fnuz() else "rocm"
+
+
+def _sglang_platform() -> str | None:
+    if not _is_rocm():
+        return None
+    kind = importlib.import_module("sglang.srt.mem_cache.kv_cache_dtype").fp8_dtype
+    return _FNUZ if str(kind).endswith("fnuz") else "rocm"
 
 
 def _vllm_quantization(model: Settings, engine: str) -> str | None:
@@ -735,6 +760,7 @@ def of_sglang(config: Any, arguments: Any | None, named: str | None) -> Identity
         rope=None,
         overrides=_maybe(given.get("json_model_override_args")),
         cache=_joined(dtype=given.get("kv_cache_dtype")),
+        platform=_sglang_platform(),
         # In the layout of the pools that have KV of it: the others are the same with another draft model.
         draft=None,
         # SGLang's keys have an adapter's name and path.
@@ -821,6 +847,8 @@ def of_trtllm(llm_args: Any, named: str | None = None, *, ranks: int = 1) -> Ide
         rope=_joined(length=given.get("max_seq_len")),
         overrides=_hash_if(given.get("model_kwargs"), engine),
         cache=_joined(dtype=_maybe(cache.get("dtype"))),
+        # TensorRT-LLM runs on NVIDIA's alone.
+        platform=None,
         draft=None,
         adapters=None,
         media=None,

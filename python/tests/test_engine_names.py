@@ -290,7 +290,7 @@ def test_every_name_that_the_adapters_of_vllm_read_is_looked_up() -> None:
     own = set().union(*(Read(it).defined() for it in PACKAGE.rglob("*.py*") if it.suffix in (".py", ".pyi")))
     looked_up = {part for table in tables() for names in table.values() for name in names for part in name.split(".")}
     others = own | _of_python() | LIBRARIES | MODELS
-    of_sglang = set(_known_settings.SGLANG.named) | {"lora_path", "model_name"}
+    of_sglang = set(_known_settings.SGLANG.named) | {"lora_path", "model_name", "fp8_dtype"}
     for path in read_by:
         gap = Read(path).names() - others - looked_up
         if path.parent == PACKAGE:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import kvferry
@@ -48,6 +48,7 @@ IDENTITY = Identity(
     rope="o",
     overrides="v",
     cache="c",
+    platform="p",
     draft="s",
     adapters="a",
     media="i",
@@ -177,6 +178,46 @@ def test_each_setting_of_vllm_that_changes_kv_is_in_its_field(
     assert differ == expected
 
 
+class Rocm:
+    """Modules of PyTorch and of engines, as on a host with processors of AMD."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_fnuz: bool, hip: str | None = "6.3") -> None:
+        platform = SimpleNamespace(is_fp8_fnuz=lambda: is_fnuz)
+        kind = "torch.float8_e4m3fnuz" if is_fnuz else "torch.float8_e4m3fn"
+        for name, found in (
+            ("torch", {"version": SimpleNamespace(hip=hip)}),
+            ("vllm.platforms", {"current_platform": platform}),
+            ("sglang.srt.mem_cache.kv_cache_dtype", {"fp8_dtype": kind}),
+        ):
+            for end in [at for at, letter in enumerate(name) if letter == "."]:
+                if name[:end] not in sys.modules:
+                    monkeypatch.setitem(sys.modules, name[:end], ModuleType(name[:end]))
+            made = ModuleType(name)
+            vars(made).update(found)
+            monkeypatch.setitem(sys.modules, name, made)
+
+
+def test_what_fp8_means_on_a_platform_is_in_the_names_of_vllm_and_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names() -> list[_identity.Identity]:
+        config = SimpleNamespace(model_name="m")
+        return [_identity.of_vllm(engine(Path("no/where")), "m"), _identity.of_sglang(config, None, "m")]
+
+    plain = names()
+    with monkeypatch.context() as patch:
+        # PyTorch for NVIDIA's processors.
+        Rocm(patch, is_fnuz=False, hip=None)
+        assert names() == plain
+    found = [plain]
+    for is_fnuz in (False, True):
+        with monkeypatch.context() as patch:
+            Rocm(patch, is_fnuz=is_fnuz)
+            found.append(names())
+    for of_engine in zip(*found, strict=True):
+        assert len({it.text() for it in of_engine}) == 3
+        old, *others = (it.properties() for it in of_engine)
+        assert all({name for name in old if old[name] != new[name]} == {"platform"} for new in others)
+
+
 def multimodal(path: Path, **changes: Any) -> Any:
     """An engine of a multimodal model."""
     config = engine(path)
@@ -249,9 +290,10 @@ def test_another_configuration_of_an_image_processor_is_another_name_for_multimo
 
 
 def test_the_stores_names_without_images_and_unusual_settings_are_those_of_before() -> None:
-    plain = dataclasses.replace(IDENTITY, media=None, settings=None)
-    assert not {"media", "settings"} & set(json.loads(plain.text()))
-    assert plain.properties()["media"] == plain.properties()["settings"] == "-"
+    later = {"media", "platform", "settings"}
+    plain = dataclasses.replace(IDENTITY, **dict.fromkeys(later))
+    assert not later & set(json.loads(plain.text()))
+    assert {plain.properties()[it] for it in later} == {"-"}
 
 
 def test_drafts_without_weights_of_their_own_are_no_other_engine(tmp_path: Path) -> None:

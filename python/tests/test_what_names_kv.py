@@ -27,7 +27,7 @@ from kvferry._adapters import Adapters
 from kvferry._identity import LayerFacts
 from kvferry.connector import prompt_id
 from kvferry.vllm import _layout, _offload_layout
-from test_identity import folder, lora, multimodal, request
+from test_identity import Rocm, folder, lora, multimodal, request
 
 PAGE = (Path(__file__).parents[2] / "docs/storage.md").read_text()
 PROMPT = handoff.PROMPT
@@ -99,6 +99,8 @@ ENGINE_CHANGES: dict[str, Callable[[Any, Path], None]] = {
     "rope": _rope,
     "overrides": _set("model_config", "hf_overrides", {"num_experts_per_tok": 1}),
     "cache": _set("cache_config", "cache_dtype", "fp8_e5m2"),
+    # Of the host, and not of the configuration.
+    "platform": lambda *_: None,
     "draft": _set("speculative_config.draft_model_config", "quantization", "fp8"),
     "adapters": _set("lora_config", "lora_dtype", "float16"),
     "media": _set("model_config.multimodal_config", "mm_processor_kwargs", {"do_normalize": False}),
@@ -200,12 +202,15 @@ def check(store: Store, one: Names, other: Names, *, in_store: bool = True, in_h
 
 @pytest.mark.parametrize("row", OF_ENGINE)
 def test_nothing_of_an_engine_that_differs_in_one_row_is_found_or_loaded(
-    row: str, tmp_path: Path, store: Store
+    row: str, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = _identity.of_vllm(model(tmp_path), None)
     config = model(tmp_path)
     ENGINE_CHANGES[row](config, tmp_path)
-    after = _identity.of_vllm(config, None)
+    with monkeypatch.context() as patch:
+        if row == "platform":
+            Rocm(patch, is_fnuz=True)
+        after = _identity.of_vllm(config, None)
     differ = {it.name for it in dataclasses.fields(before) if getattr(before, it.name) != getattr(after, it.name)}
     # The row alone, in the names as they are made and in those that are compared.
     assert row in differ

@@ -37,6 +37,7 @@ _READ: Names = {
         *_of("PoolTransfer", "name keys host_indices hit_policy block_pages group_pages"),
         "PoolTransferResult",
     ),
+    f"{_MEM_CACHE}.kv_cache_dtype": ("fp8_dtype",),
     "sglang.srt.observability.metrics_collector": ("StorageMetrics",),
 }
 # Of host pools, each by a class that has it. The kinds of pools have different ones: a pool without one is named, and

@@ -53,6 +53,7 @@ _READ_BY_IDENTITY: Names = {
     "vllm.config.kv_transfer": _of(
         "KVTransferConfig", "engine_id kv_connector kv_connector_module_path kv_connector_extra_config"
     ),
+    "vllm.platforms": _of("current_platform", "is_fp8_fnuz"),
     "vllm.lora.request": _of("LoRARequest", "lora_name lora_path lora_int_id load_inplace"),
     "vllm.multimodal.inputs": (
         *_of("MultiModalFeatureSpec", "identifier data mm_position"),
