@@ -36,6 +36,8 @@ class SlidingWindowSpec(FullAttentionSpec):
 @dataclass
 class MambaSpec:
     block_size: int = 2048
+    # Of a convolution, steps before channels, and of the recurrence.
+    shapes: tuple[tuple[int, ...], ...] = ((3, 4), (2, 3, 4))
     dtypes: tuple[str, ...] = ("torch.float32", "torch.float16")
     state_content_size_bytes: int = 96
 
@@ -256,6 +258,20 @@ def test_windows_and_states_are_groups_of_their_own_kind() -> None:
     result = made({"a.2": state}, Caches((MambaSpec(), ["a.2"])), Place(tp_rank=1, tp_size=2))
     (shape,) = json.loads(result.json)["shapes"]
     assert (shape["heads_total"], shape["head_start"], shape["heads"], shape["content"]) == (2, 1, 1, 96)
+
+
+def test_a_convolutions_state_with_its_axes_swapped_is_another_encoding() -> None:
+    def encoding(*shapes: tuple[int, ...]) -> str:
+        spec = MambaSpec(shapes=shapes)
+        state = Tensor((BLOCKS, 1, 1, 96), base=1 << 22, size=1)
+        (shape,) = json.loads(made({"a.2": state}, Caches((spec, ["a.2"]))).json)["shapes"]
+        return str(shape["encoding"])
+
+    # As releases before name it.
+    assert encoding((3, 4), (2, 3, 4)) == "state:float32,float16"
+    assert encoding((4, 3), (2, 3, 4)) == "state:float32,float16:DS"
+    # Mamba's first version has a recurrence of two axes; linear attention has no convolution.
+    assert encoding((3, 4), (4, 2)) == encoding((4, 3, 3)) == "state:float32,float16"
 
 
 def test_context_parallel_ranks_share_the_tokens_of_a_block() -> None:

@@ -484,6 +484,25 @@ def test_an_engine_whose_attention_backend_orders_pages_otherwise_finds_no_rows(
     }
 
 
+def states(*shape: int) -> Any:
+    spec = SimpleNamespace(shapes=(shape, (2, 3, 4)), dtypes=("bfloat16", "float32"))
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+
+
+def test_an_engine_whose_convolutions_have_the_axes_of_their_states_swapped_finds_no_rows(tier: Made) -> None:
+    default, swapped = tier(states(3, 64)), tier(states(64, 3))
+    default.store(0)
+    swapped.store(1)
+    for engine in (default, swapped):
+        settle(engine)
+    for shape, found in (((3, 64), ["HIT", "MISS"]), ((64, 3), ["MISS", "HIT"])):
+        engine = tier(states(*shape))
+        assert [engine.lookup(0), engine.lookup(1)] == found
+    # An engine of an earlier release, which looked at no states.
+    engine = tier(cache(None))
+    assert [engine.lookup(0), engine.lookup(1)] == ["HIT", "MISS"]
+
+
 @pytest.mark.parametrize(
     ("slots", "counts"), [(None, False), (2, True)], ids=["in the order of most backends", "in an order of its own"]
 )

@@ -310,10 +310,23 @@ def of_layer(*, heads: int = 8, kernel: str = "vec", tokens: int = 16) -> Names:
     return dataclasses.replace(BASE, layout=group.fingerprint, shape=tuple(shape.items()))
 
 
-LAYER_CHANGES: dict[str, Callable[[], Names]] = {
-    "layout": lambda: of_layer(tokens=32),
-    "kernel": lambda: of_layer(kernel="amx"),
-    "heads": lambda: of_layer(heads=16),
+def of_state(*shape: int) -> Names:
+    """A recurrent layer's. `shape`: of its convolution's state."""
+    spec = caches.MambaSpec(shapes=(shape, (2, 3, 4)))
+    tensor = caches.Tensor((caches.BLOCKS, 1, 1, 96), size=1)
+    made = json.loads(caches.made({"a.0": tensor}, caches.Caches((spec, ["a.0"]))).json)
+    config, pages, held = offload.engine(1, 0, 8, certified=False)
+    held.kv_cache_groups[0].kv_cache_spec = spec
+    (group,) = _offload_layout.group_layouts(config, pages, held, 8)
+    encoded = (("encoding", made["shapes"][0]["encoding"]),)
+    return dataclasses.replace(BASE, layout=group.fingerprint, shape=encoded)
+
+
+LAYER_CHANGES: dict[str, Callable[[], tuple[Names, Names]]] = {
+    "layout": lambda: (of_layer(), of_layer(tokens=32)),
+    "kernel": lambda: (of_layer(), of_layer(kernel="amx")),
+    "heads": lambda: (of_layer(), of_layer(heads=16)),
+    "states": lambda: (of_state(3, 4), of_state(4, 3)),
 }
 
 
@@ -323,7 +336,7 @@ def test_nothing_of_a_layer_that_differs_in_one_row_is_found_or_loaded(
 ) -> None:
     monkeypatch.setattr(_layout, "processor", lambda kernel: f"here {kernel}")
     monkeypatch.setattr(_offload_layout, "processor", lambda: "here")
-    check(store, of_layer(), LAYER_CHANGES[row]())
+    check(store, *LAYER_CHANGES[row]())
 
 
 def test_the_tables_have_a_case_for_each_row() -> None:

@@ -194,7 +194,7 @@ def _shape(layer: str, tensor: Any, spec: Any, blocks: int, place: Place, facts:
         # All of a rank's state is one run of bytes. Ranks of another number have it cut differently, also within the
         # run, so they do not fit.
         held = (1, 0, 1) if getattr(spec, "tp_replicated", False) else (place.tp_size, place.tp_rank, 1)
-        encoding, bits, role, content_bytes = "state:" + _dtypes(spec), 8, "state", spec.state_content_size_bytes
+        encoding, bits, role, content_bytes = _state(spec), 8, "state", spec.state_content_size_bytes
         if heads != 1 or rows != 1 or split != 1:
             raise UnsupportedCacheError(
                 f"the state of layer {layer} has {heads} heads, {rows} rows, {split} kernel blocks"
@@ -255,6 +255,22 @@ def _encoding(spec: Any) -> str:
     if quantised is not None and getattr(quantised, "name", "NONE") != "NONE":
         parts.append(quantised.name.lower())
     return ":".join(parts)
+
+
+def _state(spec: Any) -> str:
+    return f"state:{_dtypes(spec)}{':DS' if has_channels_first(spec) else ''}"
+
+
+def has_channels_first(spec: Any) -> bool:
+    """Whether the state of a convolution has its axes in the other order than vLLM's default: ``DS``, and not ``SD``,
+    as ``VLLM_SSM_CONV_STATE_LAYOUT`` names them. Number and type of the elements are the same.
+
+    It is the first state of a layer, and the only kind of first state that has two axes: steps and channels, of which
+    there are many more.
+    """
+    shapes: Any = getattr(spec, "shapes", None) or ((),)
+    first = shapes[0]
+    return len(first) == 2 and bool(first[0] > first[1])
 
 
 def _dtypes(spec: Any) -> str:

@@ -84,7 +84,7 @@ _READ_OF_SPECS: Names = {
         *_of("SlidingWindowSpec", "sliding_window"),
         *_of("SlidingWindowMLASpec", "cache_dtype_str"),
         *_of("ChunkedLocalAttentionSpec", "attention_chunk_size"),
-        *_of("MambaSpec", "dtypes state_content_size_bytes tp_replicated"),
+        *_of("MambaSpec", "shapes dtypes state_content_size_bytes tp_replicated"),
     ),
 }
 _READ_BY_CONNECTOR: Names = {
@@ -259,7 +259,7 @@ def check_tier() -> None:
 
     _check(
         missing_hooks(_offload_tier.KVFerryTier, (base.SecondaryTierManager,)),
-        _missing(_READ_BY_IDENTITY, _READ_BY_STORES, _READ_BY_TIER),
+        _missing(_READ_BY_IDENTITY, _READ_OF_SPECS, _READ_BY_STORES, _READ_BY_TIER),
         missing_parameters(_PARAMETERS),
     )
 

@@ -47,6 +47,7 @@ from kvferry._identity import (
 from kvferry._known_settings import plain
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._guard import store_guarded
+from kvferry.vllm._layout import has_channels_first
 from kvferry.vllm._of_vllm import check_tier
 from kvferry.vllm._offload_adapters import RequestNames, StoredAdapters
 from kvferry.vllm._offload_events import StoreEvents
@@ -497,6 +498,9 @@ def _fingerprint(config: Any, row_bytes: int, vllm_config: Any | None, caches: A
     orders = _orders(config, vllm_config, caches)
     if orders is not None:
         parts["orders"] = orders
+    channels_first = [has_channels_first(spec) for group in config.groups for spec in specs_of(caches, group)]
+    if any(channels_first):
+        parts["states"] = channels_first
     if parallel.pp_size > 1:
         # The layers above are those of the first stage.
         parts["stages"] = os.environ.get("VLLM_PP_LAYER_PARTITION")
