@@ -31,6 +31,8 @@ _ANSWERS_S = 5.0
 _LOOKING_MAX = 16
 
 _State = tuple[Any, ...]
+Files = tuple[Any, ...]
+"""The files of an adapter as they were at one time: plain data, which other processes of the host compare."""
 
 
 def folder_of(name: str | None, revision: str | None = None, cache: str | None = None) -> Path | None:
@@ -122,17 +124,25 @@ class Adapters:
         is_known = not it.is_lost and it.loaded is not None and it.now == it.loaded and it.now_at >= least
         return it.digest if is_known else secrets.token_hex(16)
 
-    def still(self, lora: Any, weights: str) -> bool:
-        """Whether what the engine has computed since `weights` named them is computed with these weights."""
+    def still(self, lora: Any, weights: str, *, looks: bool = False) -> bool:
+        """Whether what the engine has computed since `weights` named them is computed with these weights. `looks`: by
+        files as they are now, since the engine may have read them again for the last step.
+        """
         if _in_place(lora):
             return self.weights(lora) == weights
         it = self._adapter(lora)
-        if it.digest == weights and not it.is_sure:
+        if it.digest == weights and (looks or not it.is_sure):
             # The engine has loaded it for a request, after a look.
             began = time.monotonic()
             self._look_now(it)
             it.is_sure = it.now_at >= began and it.now == it.loaded
         return it.is_sure and it.digest == weights and it.now == it.loaded
+
+    def files(self, lora: Any, weights: str) -> Files:
+        """The files that `weights` name, as the engine has read them: none if they name others."""
+        it = self._adapter(lora)
+        with it.lock:
+            return (it.loaded or ()) if it.digest == weights else ()
 
     @property
     def are_mixed(self) -> bool:
@@ -220,6 +230,38 @@ class Adapters:
             return
         it.look = look
         self._looks.append(look)
+
+
+class Unchanged:
+    """Whether the files of adapters are those of before. A thread looks at them: a file system that hangs stops no
+    engine.
+    """
+
+    def __init__(self) -> None:
+        self._looks: list[tuple[str, threading.Event]] = []
+        self._patience = _Patience()
+
+    def are(self, files: Files) -> bool:
+        """False also where nothing is known of them now."""
+        self._looks = [it for it in self._looks if not it[1].is_set()]
+        if not files or len(self._looks) >= _LOOKING_MAX or any(path == files[0] for path, _ in self._looks):
+            return False
+        path, ended = str(files[0]), threading.Event()
+        found: list[Files] = []
+
+        def look() -> None:
+            with suppress(Exception):
+                found.append(_state_of(path, folder_of(path)))
+            ended.set()
+
+        try:
+            threading.Thread(target=look, name="kvferry-adapter", daemon=True).start()
+        except RuntimeError:
+            # No more threads.
+            return False
+        self._looks.append((path, ended))
+        self._patience.wait(ended, _WAIT_S)
+        return found == [files]
 
 
 def _in_place(lora: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -381,6 +382,52 @@ def test_a_manager_names_blocks_of_an_adapter_by_its_weights_and_reports_vllms_h
     assert made.prepare_store([key(1)], context).keys_to_store == []
 
 
+@pytest.mark.usefixtures("_adapters_are_looked_at")
+def test_a_tier_stores_nothing_of_an_adapter_whose_files_have_changed_since_the_last_look(
+    tier: Made, tmp_path: Path
+) -> None:
+    path = adapter(tmp_path / "lora", b"one")
+    engine = tier()
+    context = Scheduler(engine.made).on_new_request(with_adapter(path))
+    engine.made.lookup(key(0), context)
+    engine.store(0, context=context)
+    assert settle(engine) == {1: True}
+    # vLLM has dropped the adapter for others, and reads it again for the next step.
+    adapter(path, b"other")
+    engine.store(1, context=context)
+    assert settle(engine) == {2: False}
+
+
+@pytest.mark.usefixtures("_adapters_are_looked_at")
+def test_a_worker_stores_nothing_of_an_adapter_whose_files_have_changed_until_the_step_was_computed(
+    manager: Made, tmp_path: Path
+) -> None:
+    """The manager is asked before the step in which vLLM loads the adapter."""
+    module = importlib.import_module("kvferry.vllm._offload_worker")
+    worker = module.KVFerryOffloadingWorker.__new__(module.KVFerryOffloadingWorker)
+    worker._opened, worker._jobs, worker._adapters = object(), {}, _adapters.Unchanged()
+    stored: list[str] = []
+    worker._of_groups = lambda spec, pages: stored.append(spec.request) or []
+    worker._say = lambda *_: None
+
+    path = adapter(tmp_path / "lora", b"one")
+    made = manager().made
+    plain = Scheduler(made).on_new_request(SimpleNamespace(lora_request=None))
+    context = Scheduler(made).on_new_request(with_adapter(path))
+    # As vLLM sends it to each rank.
+    specs = [pickle.loads(pickle.dumps(made.prepare_store([key(0)], it).store_spec)) for it in (context, plain)]
+    assert [spec.files is None for spec in specs] == [False, True]
+    for job, spec in enumerate(specs):
+        assert worker.submit_store(job, None, spec)
+    assert len(stored) == 2
+    adapter(path, b"other")
+    for job, spec in enumerate(specs):
+        assert worker.submit_store(job, None, spec)
+    # The one without an adapter.
+    assert len(stored) == 3
+    assert all(has_ended for _, has_ended, *_ in worker.get_finished())
+
+
 def _renamed(monkeypatch: pytest.MonkeyPatch) -> None:
     card = {**CARD, "groups": [{"group": 0}]}
     monkeypatch.setattr("kvferry.vllm._offload_manager.read_card", lambda *_: card)
@@ -577,7 +624,7 @@ def test_a_request_whose_adapter_is_not_known_neither_finds_nor_stores_a_block()
         stored = adapters.StoredAdapters(core, SimpleNamespace(lora_config=lora_config))
         names = stored.of_request()
         assert (names.of([key(0)]) == [key(0)[:-4]]) == (not has_adapters)
-        assert names.may_store == (not has_adapters)
+        assert names.may_store(is_computed=False) == (not has_adapters)
 
 
 class Held:

@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import get_offload_block_hash
 
-from kvferry._adapters import Adapters
+from kvferry._adapters import Adapters, Files
 from kvferry._core import Core
 
 # Names that are translated back. Events of further blocks have the store's names, which no router looks up.
@@ -91,16 +91,25 @@ class RequestNames:
     def one(self, key: bytes) -> bytes:
         return self.of([key])[0]
 
-    @property
-    def may_store(self) -> bool:
+    def may_store(self, *, is_computed: bool) -> bool:
         """Whether the request's KV is computed with the weights of its names. An adapter may be loaded anew, and vLLM's
-        own cache may have blocks of the weights that it had before.
+        own cache may have blocks of the weights that it had before. `is_computed`: no step that computes some of it is
+        still to come, so that its files are looked at again. Else who stores it must do that after the step (`files`):
+        the engine may read them in it.
         """
         if self._adapters is None:
             return self._weights is None
         if self._weights is None:
             self._weights = self._adapters.weights(self._lora)
-        return self._adapters.still(self._lora, self._weights) and not self._adapters.may_be_mixed(self._lora)
+        is_same = self._adapters.still(self._lora, self._weights, looks=is_computed)
+        return is_same and not self._adapters.may_be_mixed(self._lora)
+
+    @property
+    def files(self) -> Files | None:
+        """Of the adapter, with the weights of the names; None: there is no adapter."""
+        if self._adapters is None or self._weights is None:
+            return None
+        return self._adapters.files(self._lora, self._weights)
 
 
 def _lora_of_callers() -> tuple[bool, Any]:

@@ -42,6 +42,7 @@ from kvferry.vllm._offload_layout import read_card, remove_cards
 from kvferry.vllm._offload_retention import Plan, Plans
 
 if TYPE_CHECKING:
+    from kvferry._adapters import Files
     from kvferry.vllm._offload_settings import OffloadSettings, OpenStore
 
 logger: Any = init_logger("vllm.kvferry")
@@ -64,13 +65,16 @@ class StoredBlocks(LoadStoreSpec):  # type: ignore[misc]
     # Empty, or a salt since the cache was reset.
     tenant: bytes = b""
     groups: dict[int, list[Block]] = field(default_factory=dict)
+    # Of a store: the files of the request's LoRA adapter that the names are of. None: it has no adapter.
+    files: Files | None = None
 
-    def __getstate__(self) -> tuple[str, bytes, dict[int, Columns]]:
+    def __getstate__(self) -> tuple[str, bytes, dict[int, Columns], Files | None]:
         # vLLM pickles it for each rank.
-        return self.request, self.tenant, {number: packed(blocks) for number, blocks in self.groups.items()}
+        groups = {number: packed(blocks) for number, blocks in self.groups.items()}
+        return self.request, self.tenant, groups, self.files
 
-    def __setstate__(self, state: tuple[str, bytes, dict[int, Columns]]) -> None:
-        self.request, self.tenant, groups = state
+    def __setstate__(self, state: tuple[str, bytes, dict[int, Columns], Files | None]) -> None:
+        self.request, self.tenant, groups, self.files = state
         self.groups = {number: unpacked(columns) for number, columns in groups.items()}
 
 
@@ -392,6 +396,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         request = self._request(req_context)
         self._cached.add()
         if self._ready() and self._may_store(request):
+            spec.files = request.names.files
             for number, of_group in self._by_group(keys).items():
                 group = self._groups.get(number)
                 if group is not None:
@@ -412,7 +417,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
                 "their own keep such blocks even then: see New weights in docs/vllm.md)"
             )
             return False
-        return request.names.may_store
+        return request.names.may_store(is_computed=False)
 
     def _prepare(
         self, keys: list[bytes], number: int, group: _Group, request: _Request, req_context: Any, spec: StoredBlocks

@@ -272,7 +272,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
                 "even then: see New weights in docs/vllm.md)"
             )
             return False
-        return asked.names.may_store
+        return asked.names.may_store(is_computed=True)
 
     def _put(self, job: _Job, number: int, chunks: dict[bytes, int], asked: _Asked, context: Any) -> None:
         """Blocks that follow each other in the prompt, with one retention, are a put."""

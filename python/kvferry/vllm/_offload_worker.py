@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 import kvferry
+from kvferry._adapters import Unchanged
 from kvferry._scratch import Scratch
 from kvferry._seldom import Seldom
 from kvferry.vllm import _offload_stats as counters
@@ -61,6 +62,7 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         self._spaces: dict[tuple[bytes, int, int], Any] = {}
         self._jobs: dict[int, _Job] = {}
         self._puts = Puts()
+        self._adapters = Unchanged()
         # Requests whose load has failed and was reported as finished.
         self._failed: set[str] = set()
         self.can_report_failures = False
@@ -89,6 +91,14 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: StoredBlocks) -> bool:
         job = self._jobs[job_id] = _Job(dst_spec.request, False)
         if self._opened is None:
+            return True
+        # vLLM calls this after the step that has computed the blocks, and may have loaded the adapter in it.
+        if dst_spec.files is not None and not self._adapters.are(dst_spec.files):
+            self._say(
+                "blocks of request %s are not stored: %s",
+                dst_spec.request,
+                "the files of its LoRA adapter have changed, or could not be looked at in time",
+            )
             return True
         try:
             for layout, blocks, numbers, start in self._of_groups(dst_spec, src_spec):
