@@ -278,6 +278,21 @@ def reset(suite: Any, asynchronous: bool, note: Note, **more: Any) -> None:
             ensure(loaded(other.answer(prompt)) == 192, "another engine does not find the blocks")
 
 
+def versions(suite: Any, asynchronous: bool, note: Note) -> None:
+    """After another version of the weights, blocks that vLLM's cache still has of the ones before are not stored."""
+    with folder() as directory, node(suite.model, directory, asynchronous=asynchronous, batched_tokens=64) as only:
+        prompt = suite.prompts.fresh(200)
+        only.answer(prompt)
+        only.engine.core.set_weight_version("2")
+        # vLLM finds it in its cache, and offers it to the store once more.
+        only.answer(prompt)
+        only.forget()
+        ensure(loaded(only.answer(prompt)) == 0, "found a block of the weights before")
+        only.forget()
+        ensure(loaded(only.answer(prompt)) == 192, "did not find what it stored after the reset")
+        only.settled()
+
+
 def _segments(directory: Path) -> list[Path]:
     return sorted(directory.glob("segment-*"))
 
@@ -1041,6 +1056,7 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         yield f"two engines at once{how}", partial(shared, suite, asynchronous)
         yield f"clients leave{how}", partial(aborted, suite, asynchronous)
         yield f"caches are reset{how}", partial(reset, suite, asynchronous)
+        yield f"another version of the weights{how}", partial(versions, suite, asynchronous)
     for how in ("removed", "replaced", "a file"):
         yield f"the directory is {how}", partial(gone, suite, how)
     yield "the file system is read-only", partial(read_only, suite)
