@@ -3,6 +3,9 @@
 //! The kernel keeps the user of each socket, and tells it by `NETLINK_SOCK_DIAG` (sock_diag(7)). A socket that
 //! no process has open (closed, or not accepted yet) has the inode 0 there, and on many kernels the superuser's
 //! number.
+//!
+//! The kernel looks for a socket as for the receiver of a packet that arrives on an interface. A socket that is bound to a
+//! device, as every user may bind its own to the loopback device, is found only if the question names that interface.
 
 use crate::fd::Fd;
 use crate::unix::Credentials;
@@ -19,7 +22,11 @@ const AT_STATE: usize = HEADER + 1;
 /// Where an answer has the user: behind the header, four bytes, the socket's name and three numbers.
 const AT_UID: usize = HEADER + 4 + 48 + 12;
 const AT_INODE: usize = AT_UID + 4;
+/// The loopback device is the first interface of each network namespace (the kernel's `LOOPBACK_IFINDEX`; a kernel that
+/// numbers it otherwise does not start).
+const LOOPBACK_INTERFACE: u32 = 1;
 const ESTABLISHED: u8 = 1;
+const SYN_SENT: u8 = 2;
 const SYN_RECEIVED: u8 = 3;
 const LISTEN: u8 = 10;
 
@@ -49,11 +56,15 @@ impl Owners {
     /// belongs to the user of this process or to the superuser.
     ///
     /// # Errors
-    /// If no process has the peer's socket open, or the kernel does not tell.
+    /// `NotConnected` if the peer's socket is known, and no process has it open: it was closed, and takes nothing that
+    /// is sent to it. `NotFound` if no socket is known that could be the peer's. Other errors if the kernel does not tell.
     pub fn is_caller_trusted(&self, local: SocketAddr, peer: SocketAddr) -> io::Result<bool> {
         match self.lookup(peer, local)? {
-            // The connection has ended, and something else listens at its address.
-            Found { state: LISTEN, .. } => Err(no_owner()),
+            // Not the other end of an accepted connection: another socket that listens at its address, or connects from it.
+            Found { state: LISTEN | SYN_SENT, .. } => {
+                let what = "another socket is at the peer's address";
+                Err(io::Error::new(io::ErrorKind::NotFound, what))
+            }
             found => found.is_trusted(),
         }
     }
@@ -188,7 +199,12 @@ fn request(number: u32, from: SocketAddr, to: SocketAddr) -> [u8; REQUEST] {
     body[10..12].copy_from_slice(&to.port().to_be_bytes());
     write_address(&mut body[12..28], source);
     write_address(&mut body[28..44], destination);
-    // No interface, and no cookie, which would name an earlier answer.
+    // The packets of a connection with an end on loopback arrive on the loopback device. A socket that is bound to no device
+    // is found by any interface.
+    let is_loopback = source.is_loopback() || destination.is_loopback();
+    let interface = if is_loopback { LOOPBACK_INTERFACE } else { 0 };
+    body[44..48].copy_from_slice(&interface.to_ne_bytes());
+    // No cookie, which would name an earlier answer.
     body[48..56].fill(0xff);
     out
 }
@@ -221,7 +237,9 @@ fn parse(answer: &[u8]) -> io::Result<Found> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::net::{AddressFamily, SocketType, sockopt};
     use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsFd;
 
     #[test]
     fn only_a_kernel_that_does_not_tell_users_is_unsupported() {
@@ -290,7 +308,48 @@ mod tests {
             let (at, other) = (listener.local_addr().unwrap(), calling.local_addr().unwrap());
             let nobody = SocketAddr::new(other.ip(), 1);
             let unknown = owners.is_caller_trusted(nobody, at).expect_err("there is no connection");
-            assert_eq!(unknown.kind(), io::ErrorKind::NotConnected, "{unknown}");
+            assert_eq!(unknown.kind(), io::ErrorKind::NotFound, "{unknown}");
+        });
+    }
+
+    /// `SO_BINDTODEVICE`. False on a kernel that permits it to the superuser only.
+    fn bind_to_loopback_device(socket: &TcpStream) -> bool {
+        let name = c"lo".to_bytes_with_nul();
+        // SAFETY: the kernel reads `name`, whose length is passed.
+        let rc = unsafe {
+            libc::setsockopt(
+                socket.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_BINDTODEVICE,
+                name.as_ptr().cast(),
+                name.len() as libc::socklen_t,
+            )
+        };
+        rc == 0
+    }
+
+    #[test]
+    fn a_socket_that_is_bound_to_the_loopback_device_is_found() {
+        for_each_family(|owners, listener, calling| {
+            let (here, there) = (calling.local_addr().unwrap(), calling.peer_addr().unwrap());
+            let accepted = listener.accept().expect("it was called").0;
+            for socket in [&calling, &accepted] {
+                if !bind_to_loopback_device(socket) {
+                    println!("SKIPPED: this kernel lets the superuser alone bind to a device");
+                    return;
+                }
+            }
+            assert!(owners.is_caller_trusted(there, here).expect("an open socket"));
+            assert!(owners.is_target_trusted(here, there).expect("an open socket"));
+            // Nor does a listener at the same address hide it.
+            sockopt::set_socket_reuseport(calling.as_fd(), true).expect("an option");
+            let family = if here.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+            let other = rustix::net::socket(family, SocketType::STREAM, None).expect("a socket");
+            sockopt::set_socket_reuseport(&other, true).expect("an option");
+            rustix::net::bind(&other, &here).expect("both sockets permit it");
+            rustix::net::listen(&other, 1).expect("bound");
+            assert!(owners.is_caller_trusted(there, here).expect("an open socket"));
+            drop(accepted);
         });
     }
 }

@@ -1,7 +1,20 @@
 //! Another user of this host.
 
-use std::net::{Ipv4Addr, TcpListener};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use std::ffi::CStr;
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::thread;
+
+/// Whether the kernel tells whose a connection within this host is.
+///
+/// # Panics
+/// If no port is free.
+pub fn kernel_tells_users() -> bool {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+    kvferry_sys::owner::Owners::new(listener.local_addr().expect("bound")).is_ok()
+}
 
 /// Runs `make` on a thread of another user of this host, whose sockets the kernel takes for that user's; also
 /// those of the threads that it starts. `None`, with a line that says so, where there is no other user or the
@@ -10,9 +23,7 @@ use std::thread;
 /// # Panics
 /// If `make` panics.
 pub fn as_another_user<T: Send>(what: &str, make: impl FnOnce() -> T + Send) -> Option<T> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
-    let told = kvferry_sys::owner::Owners::new(listener.local_addr().expect("bound"));
-    if kvferry_sys::unix::user() != 0 || told.is_err() {
+    if kvferry_sys::unix::user() != 0 || !kernel_tells_users() {
         println!("SKIPPED: {what}: needs root, and a kernel with INET_DIAG");
         return None;
     }
@@ -24,6 +35,44 @@ pub fn as_another_user<T: Send>(what: &str, make: impl FnOnce() -> T + Send) -> 
         make()
     };
     thread::scope(|scope| Some(scope.spawn(becoming).join().expect("no panic")))
+}
+
+/// Connects to an address of IPv4 with a socket that is bound to the loopback device (`SO_BINDTODEVICE`), and a second socket
+/// that listens at the address of the first.
+///
+/// # Errors
+/// The kernel's; `PermissionDenied` where it lets only the superuser bind to a device (before Linux 5.7).
+pub fn connect_by_loopback_device(to: SocketAddr) -> io::Result<(TcpStream, TcpListener)> {
+    let socket = || {
+        let (family, kind) = (AddressFamily::INET, SocketType::STREAM);
+        let socket = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
+        sockopt::set_socket_reuseport(&socket, true)?;
+        Ok::<_, io::Error>(socket)
+    };
+    let calling = socket()?;
+    bind_to_device(&calling, c"lo")?;
+    rustix::net::bind(&calling, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))?;
+    let here = SocketAddr::try_from(rustix::net::getsockname(&calling)?)?;
+    let listening = socket()?;
+    rustix::net::bind(&listening, &here)?;
+    rustix::net::listen(&listening, 1)?;
+    rustix::net::connect(&calling, &to)?;
+    Ok((calling.into(), listening.into()))
+}
+
+fn bind_to_device(socket: &OwnedFd, name: &CStr) -> io::Result<()> {
+    let name = name.to_bytes_with_nul();
+    // SAFETY: the kernel reads `name`, whose length is passed.
+    let rc = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_BINDTODEVICE,
+            name.as_ptr().cast(),
+            name.len() as libc::socklen_t,
+        )
+    };
+    if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Runs `make` on a thread whose files the kernel gives to another user of this host, as NFS does with a superuser's

@@ -17,7 +17,8 @@ pub(crate) enum Owner {
     Trusted,
     /// Another user's, or nothing is known of it.
     Other,
-    /// It has closed the connection, so that the kernel does not know its user any more.
+    /// The process has closed the connection, and the kernel does not tell of which user it was: perhaps of another
+    /// one. It can receive nothing.
     Gone,
 }
 
@@ -74,8 +75,8 @@ impl Users {
             Err(e) => {
                 tracing::debug!(error = %e, "the user of a connection is not known");
                 match e.kind() {
-                    io::ErrorKind::NotConnected | io::ErrorKind::NotFound => Owner::Gone,
-                    // No place was left in the kernel, for example.
+                    io::ErrorKind::NotConnected => Owner::Gone,
+                    // The peer's socket is not found, for example, or no memory is left in the kernel: the peer may live.
                     _ => Owner::Other,
                 }
             }

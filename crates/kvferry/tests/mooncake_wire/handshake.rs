@@ -24,8 +24,19 @@ pub(crate) fn handshake(address: &str, kind: u8, json: &str) -> Option<(u8, Valu
     Some((*kind, serde_json::from_slice(json).expect("JSON")))
 }
 
+/// What an agent tells a peer of version 1 about itself.
 pub(crate) fn descriptor_of(address: &str) -> Value {
-    let own = r#"{"name":"a:1","protocol":"tcp","tcp_data_port":1,"buffers":[]}"#;
+    descriptor_for(r#"{"name":"a:1","protocol":"tcp","tcp_data_port":1,"buffers":[]}"#, address)
+}
+
+/// What an agent tells a peer of version 2.
+pub(crate) fn descriptor_for_version_2(address: &str) -> Value {
+    let own =
+        r#"{"name":"a:1","protocol":"tcp","tcp_data_port":1,"tcp_proto_version":2,"buffers":[]}"#;
+    descriptor_for(own, address)
+}
+
+fn descriptor_for(own: &str, address: &str) -> Value {
     let (kind, json) = handshake(address, 1, own).expect("an answer");
     assert_eq!(kind, 1);
     json

@@ -2,12 +2,13 @@
 
 use crate::{LONG, PAGE, agent, bytes_of, filled, frame, handshake, pattern, settles};
 use kvferry::{Access, Agent};
+use kvferry_testkit::eventually;
 use kvferry_testkit::pattern::MARKER;
 use kvferry_testkit::process::Child;
-use kvferry_testkit::user::as_another_user;
-use serde_json::json;
-use std::io::{Read, Write};
-use std::net::TcpStream;
+use kvferry_testkit::user::{as_another_user, connect_by_loopback_device, kernel_tells_users};
+use serde_json::{Value, json};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::thread;
 use std::time::Duration;
 
@@ -17,8 +18,12 @@ const READ: u8 = 0;
 const WRITE: u8 = 1;
 const V2: u8 = 0x80;
 
+/// Shakes hands as a peer of version 1.
 fn data_port(address: &str) -> u16 {
-    let json = handshake::descriptor_of(address);
+    data_port_in(&handshake::descriptor_of(address))
+}
+
+fn data_port_in(json: &Value) -> u16 {
     u16::try_from(json["tcp_data_port"].as_u64().expect("a number")).expect("a port")
 }
 
@@ -286,8 +291,10 @@ fn i11_another_user_of_the_host_reads_no_memory_by_the_data_port() {
     let port = data_port(agent.advertised());
     let read = request(READ | V2, region.addr(), 64);
     let bytes_within = |mut stream: TcpStream| {
+        stream.set_read_timeout(Some(LONG)).expect("a timeout");
         // The agent may have reset the connection.
         let _ = stream.write_all(&read);
+        let _ = stream.shutdown(Shutdown::Write);
         let mut answer = Vec::new();
         let _ = stream.read_to_end(&mut answer);
         answer
@@ -296,6 +303,20 @@ fn i11_another_user_of_the_host_reads_no_memory_by_the_data_port() {
     let Some(stranger) = stranger else { return };
     let answer = bytes_within(stranger);
     assert!(answer.is_empty(), "{answer:x?}");
+    // The kernel looks for a socket that is bound to a device on that device alone.
+    let at = SocketAddr::from(([127, 0, 0, 1], port));
+    let hidden = as_another_user("another user at a device", || connect_by_loopback_device(at));
+    let hidden_is_refused = match hidden.expect("as before") {
+        Ok((stranger, _listening)) => {
+            let _ = (&stranger).write_all(&write_request(WRITE, region.addr(), &[9; 64]));
+            let answer = bytes_within(stranger);
+            assert!(answer.is_empty(), "{answer:x?}");
+            1
+        }
+        Err(e) if e.kind() == ErrorKind::PermissionDenied => 0,
+        Err(e) => panic!("{e}"),
+    };
+    assert!(bytes_of(&region) == pattern(1, PAGE), "written by another user");
     assert_eq!(agent.stats().bytes_served, 0);
     // A notification that is complete, of a process that has closed its socket.
     let address = agent.local_addr();
@@ -303,10 +324,63 @@ fn i11_another_user_of_the_host_reads_no_memory_by_the_data_port() {
     as_another_user("another user that closes", || {
         TcpStream::connect(address).and_then(|mut s| s.write_all(&notify)).expect("it listens");
     });
-    settles("the connection is refused", || agent.stats().handshakes_failed == 2);
+    settles("the connection is refused", || {
+        agent.stats().handshakes_failed == 2 + hidden_is_refused
+    });
     assert!(agent.notifications().is_empty());
     // The same by the agent's own user.
     let mut own = connect_to(port);
     own.write_all(&read).expect("a connection");
     assert_eq!(status(&mut own), OK);
+}
+
+/// Sends requests on a connection each, and closes them before the agent can accept one.
+fn accepted_late(child: &Child, port: u16, requests: &[Vec<u8>]) {
+    child.stop();
+    for request in requests {
+        connect_to(port).write_all(request).expect("its kernel takes it");
+    }
+    child.resume();
+}
+
+#[test]
+fn what_a_peer_of_version_1_has_written_counts_also_where_its_connection_is_accepted_late() {
+    let (mut child, address) = Child::with_agent(json!({"name": "target", "mooncake": true}));
+    let region = child.allocate(4 * PAGE, "rw", 1);
+    let before = child.memory(&region);
+    let at = usize::try_from(region.addr).expect("an address");
+    let port = data_port(&address);
+    accepted_late(&child, port, &[write_request(WRITE, at, &pattern(3, PAGE))]);
+    settles("the write is lost", || child.memory(&region)[..PAGE] == pattern(3, PAGE));
+    if !kernel_tells_users() {
+        println!("SKIPPED: closed connections of other users: this kernel does not tell users");
+        return;
+    }
+    // Another user may have sent them, and perhaps lives: nothing but such a write is carried out.
+    let others = [
+        write_request(WRITE | V2, at + PAGE, &pattern(4, PAGE)),
+        request(READ, at, PAGE as u64),
+        request(READ | V2, at, PAGE as u64),
+    ];
+    accepted_late(&child, port, &others);
+    eventually("they are refused", || child.stats()["requests_refused"] == others.len());
+    let stats = child.stats();
+    assert_eq!((&stats["requests_served"], &stats["bytes_served"]), (&json!(1), &json!(0)));
+    assert!(child.memory(&region)[PAGE..] == before[PAGE..]);
+}
+
+#[test]
+fn i11_a_closed_connection_is_refused_where_no_peer_of_version_1_has_shaken_hands() {
+    if !kernel_tells_users() {
+        println!("SKIPPED: closed connections: this kernel does not tell users");
+        return;
+    }
+    let (mut child, address) = Child::with_agent(json!({"name": "target", "mooncake": true}));
+    let region = child.allocate(PAGE, "rw", 1);
+    let before = child.memory(&region);
+    let at = usize::try_from(region.addr).expect("an address");
+    let port = data_port_in(&handshake::descriptor_for_version_2(&address));
+    accepted_late(&child, port, &[write_request(WRITE, at, &pattern(3, PAGE))]);
+    eventually("the connection is refused", || child.stats()["handshakes_failed"] == 1);
+    assert!(child.memory(&region) == before);
 }

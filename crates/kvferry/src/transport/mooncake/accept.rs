@@ -6,8 +6,8 @@
 
 use super::MooncakeServer;
 use super::wire::{
-    Alive, Buffer, Caller, Descriptor, Kind, Mark, NoEndpoint, Notify, REQUEST_MAX, SUCCESS, frame,
-    split,
+    Alive, Buffer, Caller, Descriptor, Kind, Mark, NoEndpoint, Notify, REQUEST_MAX, STATUS_VERSION,
+    SUCCESS, frame, split,
 };
 use crate::memory::region::Backing;
 use crate::notify::Notification;
@@ -196,8 +196,8 @@ impl HandshakeConn {
         let (server, core) = (&*self.server, &*self.server.core);
         let native = server.native_too;
         let brief = native && caller.kvferry.is_some();
-        if !brief {
-            server.has_met.store(true, Ordering::Relaxed);
+        if caller.writes_without_status() {
+            server.has_met_version_1.store(true, Ordering::Relaxed);
         }
         Descriptor {
             tcp_data_host: self.data_host(),
@@ -233,7 +233,7 @@ pub(super) fn own(server: &MooncakeServer) -> Descriptor {
         protocol: "tcp".into(),
         tcp_data_host: host_of(&server.advertised).to_owned(),
         tcp_data_port: server.data_port.unwrap_or(0),
-        tcp_proto_version: 2,
+        tcp_proto_version: STATUS_VERSION,
         ..Descriptor::default()
     }
 }

@@ -217,21 +217,45 @@ impl Handler for Acceptor {
     }
 }
 
+/// The requests that a connection may make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum May {
+    All,
+    WriteWithoutStatus,
+}
+
+impl May {
+    /// `None` for a connection that may not come in.
+    fn of(caller: Owner, server: &MooncakeServer) -> Option<Self> {
+        match caller {
+            Owner::Trusted => Some(Self::All),
+            // A peer of version 1 that has sent a write takes it for done and closes its connection: perhaps before this thread
+            // gets a processor. What it sent counts, if such a peer has shaken hands. A process of another user could have
+            // sent it, too: a write at an address that the process has guessed.
+            Owner::Gone => {
+                let has_met = server.has_met_version_1.load(Ordering::Relaxed);
+                has_met.then_some(Self::WriteWithoutStatus)
+            }
+            Owner::Other => None,
+        }
+    }
+
+    fn permits(self, request: &Request) -> bool {
+        match self {
+            Self::All => true,
+            Self::WriteWithoutStatus => request.opcode == Opcode::Write && !request.status,
+        }
+    }
+}
+
 fn admit(server: &Arc<MooncakeServer>, socket: Socket, from: SocketAddr) {
     let core = &server.core;
     let Some(directory) = server.directory.upgrade() else { return };
-    // A peer of version 1 that writes closes its connection without an answer, and takes the write for done: perhaps before
-    // this thread gets a processor. What it sent counts, if such a peer has shaken hands before. Nothing is read so.
-    let is_welcome = match core.users.caller(&socket) {
-        Owner::Trusted => true,
-        Owner::Gone => server.has_met.load(Ordering::Relaxed),
-        Owner::Other => false,
-    };
-    if !is_welcome {
+    let Some(may) = May::of(core.users.caller(&socket), server) else {
         core.counters.handshakes_failed.one();
         warn_limited!(%from, "refused a Mooncake connection of another user of this host, or of one that is not known any more");
         return;
-    }
+    };
     let link = Link::new(Arc::clone(core), from.to_string(), from, Arc::new(Caller), 0);
     let remote = core.threads.io();
     let token = remote.token();
@@ -246,6 +270,7 @@ fn admit(server: &Arc<MooncakeServer>, socket: Socket, from: SocketAddr) {
     let connection = Connection {
         server: Arc::clone(server),
         gate: core.memory.gates.gate(),
+        may,
         link,
         number,
         seat,
@@ -326,6 +351,7 @@ struct Connection {
     seat: Arc<Seat>,
     socket: Socket,
     gate: Arc<Gate>,
+    may: May,
     state: State,
     /// To be sent, in order; the first `sent` bytes are sent.
     statuses: Vec<u8>,
@@ -432,6 +458,9 @@ impl Connection {
         if self.gate.is_shut() || !self.may_touch() {
             return Step::Over;
         }
+        if !self.may.permits(&request) {
+            return self.refuse(&request, WireCode::AccessDenied);
+        }
         if !self.proven {
             self.proven = true;
             self.seat.is_proven.store(true, Ordering::Relaxed);
@@ -464,6 +493,11 @@ impl Connection {
             size = request.size, %code, "refused a request of a Mooncake peer"
         );
         self.core().counters.requests_refused.one();
+        if self.may == May::WriteWithoutStatus {
+            // Its end is that of a connection whose write was applied: all users of the host see the states of a socket.
+            self.state = State::Draining { until: now() + DRAIN_TIME, half_closed: true };
+            return Step::On;
+        }
         if !request.status && self.statuses.is_empty() {
             // Only the end of the connection can report it.
             return Step::Over;

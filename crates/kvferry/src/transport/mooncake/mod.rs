@@ -114,7 +114,7 @@ impl Start for Mooncake {
             data_port: data.as_ref().map(|(_, port)| *port),
             pending: accept::PendingHandshakes::default(),
             connections: inbound::Connections::default(),
-            has_met: AtomicBool::new(false),
+            has_met_version_1: AtomicBool::new(false),
         });
         if let Some((socket, _)) = data {
             inbound::serve(&server, socket);
@@ -136,8 +136,9 @@ struct MooncakeServer {
     data_port: Option<u16>,
     pending: accept::PendingHandshakes,
     connections: inbound::Connections,
-    /// A stock peer of a trusted user has got the descriptor, without which no other user knows where memory is.
-    has_met: AtomicBool,
+    /// A peer of a trusted user whose writes come without asking for a status has got the descriptor. Without such a
+    /// peer, no connection that its process has closed before it is accepted can hold a write that counts.
+    has_met_version_1: AtomicBool,
 }
 
 /// The transport of one agent.

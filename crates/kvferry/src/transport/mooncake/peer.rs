@@ -4,7 +4,7 @@ use super::MooncakeServer;
 use super::connect::{handshake_request, understood};
 use super::exchange::{Failure, ask};
 use super::lanes::{LaneKeepers, open_lane};
-use super::wire::{Alive, Buffer, Descriptor, Kind, Notify, SUCCESS, frame};
+use super::wire::{Alive, Buffer, Descriptor, Kind, Notify, STATUS_VERSION, SUCCESS, frame};
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::region::{Access, RemoteRegion};
@@ -47,7 +47,7 @@ impl MooncakePeer {
         Ok(Self {
             server: server.map_or_else(Weak::new, Arc::downgrade),
             data: data_addr(&descriptor, at),
-            acknowledges: descriptor.tcp_proto_version >= 2,
+            acknowledges: descriptor.tcp_proto_version >= STATUS_VERSION,
             keeper,
             lanes: Arc::default(),
             descriptor: Mutex::new(descriptor),

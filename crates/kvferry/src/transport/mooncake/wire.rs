@@ -15,6 +15,8 @@ pub(super) const ANSWER_MAX: u64 = 16 << 20;
 const ANSWER_SENT_MAX: usize = 1 << 20;
 /// Bytes of the length before a handshake frame.
 pub(super) const LENGTH: usize = 8;
+/// The first version of the protocol whose initiators may ask for a status.
+pub(super) const STATUS_VERSION: u32 = 2;
 
 /// The purpose of a handshake connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,11 +105,21 @@ pub(super) struct Descriptor {
     pub(super) kvferry: Option<Mark>,
 }
 
-/// The field of a request's descriptor that kvferry uses; all other peers are served alike.
+/// The fields of a request's descriptor that kvferry uses; peers that differ in others are served alike.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct Caller {
     #[serde(default)]
+    tcp_proto_version: u32,
+    #[serde(default)]
     pub(super) kvferry: Option<Mark>,
+}
+
+impl Caller {
+    /// Whether its writes come without asking for a status: it takes them for done once they are sent, and closes the
+    /// connection.
+    pub(super) const fn writes_without_status(&self) -> bool {
+        self.tcp_proto_version < STATUS_VERSION && self.kvferry.is_none()
+    }
 }
 
 impl Descriptor {
@@ -296,6 +308,29 @@ mod tests {
         let v1 = r#"{"name":"h:1","protocol":"tcp","tcp_data_port":7,"buffers":[]}"#;
         let read: Descriptor = serde_json::from_str(v1).expect("as on the wire");
         assert_eq!((read.tcp_proto_version, read.tcp_data_host.as_str()), (0, ""));
+    }
+
+    #[test]
+    fn a_caller_of_version_1_writes_without_status() {
+        let own = serde_json::to_string(&descriptor(1)).expect("plain values");
+        for (json, expected) in [
+            // As 0.3.7.post2 and 0.3.13.post1 send it.
+            (
+                r#"{"buffers":[{"addr":1,"length":2,"name":"a:1"}],"name":"a:1","protocol":"tcp",
+                "tcp_data_port":16269,"timestamp":"2026-11-27 02:10:17.597210"}"#,
+                true,
+            ),
+            (
+                r#"{"buffers":[],"name":"a:1","protocol":"tcp","rdma_server_name":"",
+                "tcp_data_host":"127.0.0.1","tcp_data_port":16715,"tcp_proto_version":2,"timestamp":"x"}"#,
+                false,
+            ),
+            (own.as_str(), false),
+            (r#"{"kvferry":{"version":1,"incarnation":"abc"}}"#, false),
+        ] {
+            let caller: Caller = serde_json::from_str(json).expect("as on the wire");
+            assert_eq!(caller.writes_without_status(), expected, "{json}");
+        }
     }
 
     #[test]
