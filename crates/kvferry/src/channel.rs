@@ -3,10 +3,9 @@
 use crate::callback::contain;
 use crate::error::{Error, ErrorKind, Result};
 use crate::peer::Peer;
-use crate::peer_memory::FREE_PER_CONNECTION;
 use crate::sync::Arc;
 use crate::transfer::link::Link;
-use crate::transfer::messages::{self, Full};
+use crate::transfer::messages::{self, Full, Need};
 use crate::transfer::requests::MESSAGE;
 use kvferry_proto::message::BODY_MAX;
 use kvferry_proto::{Incarnation, WireCode};
@@ -106,6 +105,10 @@ impl Channel {
     pub const QUEUE_MAX: usize = messages::WAITING_MAX;
     /// See [`Channel::QUEUE_MAX`].
     pub const QUEUE_BYTES_MAX: usize = messages::WAITING_BYTES_MAX;
+    /// Messages that [`Channel::queue_if_room`] leaves room for.
+    pub const SPARE_MESSAGES: usize = messages::SPARE_MESSAGES;
+    /// Bytes that [`Channel::queue_if_room`] leaves, of the queue and of the memory that peers may hold.
+    pub const SPARE_BYTES: usize = messages::SPARE_BYTES;
     /// Messages that a peer sends before the first of them was taken, at most.
     pub const WINDOW_MESSAGES: usize = messages::SENT_MAX;
     /// Their bytes, at most: a last message may begin below the limit of a sender.
@@ -158,19 +161,19 @@ impl Channel {
     /// # Errors
     /// As [`Channel::send`].
     pub fn queue(&self, message: Vec<u8>) -> Result<()> {
-        self.queue_leaving(0, message)
+        self.queue_needed(Need::Must, message)
     }
 
-    /// As [`Channel::queue`], for a message that may be refused. It leaves memory to those without which a session can't
-    /// go on: half of what each session may hold, however much other sessions of its host hold.
+    /// As [`Channel::queue`], for a message that may be refused. It leaves room to those without which the session can't go
+    /// on: [`Channel::SPARE_MESSAGES`] and [`Channel::SPARE_BYTES`], which no other session gets.
     ///
     /// # Errors
     /// As [`Channel::send`].
     pub fn queue_if_room(&self, message: Vec<u8>) -> Result<()> {
-        self.queue_leaving(FREE_PER_CONNECTION / 2, message)
+        self.queue_needed(Need::May, message)
     }
 
-    fn queue_leaving(&self, spare: usize, message: Vec<u8>) -> Result<()> {
+    fn queue_needed(&self, need: Need, message: Vec<u8>) -> Result<()> {
         if message.len() > Self::MESSAGE_MAX {
             return Err(Error::new(ErrorKind::TooLarge, "the message is too long")
                 .with("len", message.len())
@@ -179,7 +182,7 @@ impl Channel {
         if let Some(end) = self.0.end() {
             return Err(end.clone());
         }
-        if let Err(full) = self.0.messages.push(message, spare) {
+        if let Err(full) = self.0.messages.push(message, need) {
             let what = match full {
                 Full::Queue => "the queue of messages is full: the peer does not take them",
                 Full::Memory => {
