@@ -21,7 +21,7 @@ use std::time::Duration;
 /// The default cap on connections that have not proved themselves yet.
 pub const PENDING_MAX: usize = 256;
 
-/// How long a connection may take to prove itself, by default.
+/// Default time that a connection has to prove itself.
 pub const PENDING_DEADLINE: Duration = Duration::from_secs(5);
 
 /// The longest handshake of Mooncake, in bytes.
@@ -93,7 +93,7 @@ pub enum Opening {
     },
     /// A data stream of a session.
     Stream {
-        /// For [`Session::verify_stream`](crate::Session::verify_stream).
+        /// The stream's hello, for [`Session::verify_stream`](crate::Session::verify_stream).
         hello: StreamHello,
         /// Bytes after it: the start of the first data frame.
         rest: Vec<u8>,
@@ -168,7 +168,7 @@ struct Pending<K> {
 }
 
 impl<K> Pending<K> {
-    /// Until when its place is certain.
+    /// End of the time in which its place is certain.
     fn certain_until(&self) -> Timestamp {
         self.since + if self.is_silent { SILENT_GRACE } else { SPOKEN_GRACE }
     }

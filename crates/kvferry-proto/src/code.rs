@@ -10,7 +10,7 @@ macro_rules! codes {
         ///
         /// The mapping to `u16` is total: a code of a later version is kept as [`WireCode::Other`] and
         /// survives a round trip. It is a bijection over the values that [`WireCode::from_u16`] returns;
-        /// `Other` with a known number is none of them and must not be built.
+        /// never construct `Other` with a known code.
         ///
         /// Exhaustive on purpose: a new code must be considered wherever codes are translated.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -70,9 +70,9 @@ codes! {
     6 => Overflow, "integer overflow in a descriptor";
     /// A descriptor of no bytes.
     7 => ZeroLength, "descriptor of zero length";
-    /// What was received is not this protocol.
+    /// The received bytes do not follow this protocol.
     8 => Malformed, "malformed";
-    /// Beyond a limit of the receiver.
+    /// A size or count exceeds a limit of the receiver.
     9 => TooLarge, "too large";
     /// Bytes differ from their checksum.
     10 => Checksum, "checksum mismatch";

@@ -62,7 +62,7 @@ impl Default for Limits {
     }
 }
 
-/// Why bytes are refused as a frame.
+/// Error for bytes that are not a valid frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -181,7 +181,7 @@ impl Flags {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestHeader {
-    /// What is asked for.
+    /// The operation.
     pub op: Op,
     /// Whether payload has checksums.
     pub flags: Flags,
@@ -249,8 +249,8 @@ impl RequestHeader {
         Self::decode_as(VERSION, bytes, limits)
     }
 
-    /// As [`RequestHeader::decode`] for a header of version 2; then [`RequestHeader::open_keyed`] is
-    /// due.
+    /// Like [`RequestHeader::decode`], for a header of version 2. [`RequestHeader::open_keyed`]
+    /// must follow.
     pub(crate) fn decode_keyed(
         bytes: &[u8; Self::LEN],
         limits: &Limits,
@@ -391,7 +391,7 @@ pub struct WireDescriptor {
     pub offset: u64,
     /// Bytes.
     pub len: u32,
-    /// Which region.
+    /// Id of the region.
     pub region: RegionId,
 }
 
@@ -421,7 +421,7 @@ impl WireDescriptor {
 /// A message to the peer's user, delivered after the request it came with is done.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Notification {
-    /// By which the receiver selects.
+    /// Name by which the receiver selects notifications.
     pub name: String,
     /// Not interpreted.
     pub message: Vec<u8>,

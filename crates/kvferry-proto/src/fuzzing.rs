@@ -57,7 +57,7 @@ impl<'a> Script<'a> {
         usize::from(self.byte()) % n
     }
 
-    /// One of `choices`, of which there are at most 256.
+    /// Returns an element of `choices`, which has at most 256 elements.
     pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len())]
     }
@@ -69,7 +69,7 @@ impl<'a> Script<'a> {
         taken
     }
 
-    /// All bytes that were not read.
+    /// Returns all bytes not yet read.
     pub fn rest(&mut self) -> &'a [u8] {
         std::mem::take(&mut self.0)
     }
@@ -93,7 +93,7 @@ impl Default for KeyedHeads {
 impl KeyedHeads {
     /// Bytes of an answer's head.
     pub const ANSWER_LEN: usize = ResponseHeader::KEYED_LEN;
-    /// Where the tag of a request's head is.
+    /// Range of the tag in a request's head.
     pub const REQUEST_TAG: Range<usize> = RequestHeader::LEN - TAG_LEN..RequestHeader::LEN;
 
     /// The header of the request whose head begins here; its tag is not looked at.
@@ -144,18 +144,18 @@ impl KeyedHeads {
     }
 }
 
-/// What a rank holds of a layer.
+/// The part of a layer that a rank holds.
 #[derive(Clone, Debug)]
 pub struct Held {
-    /// Which rank.
+    /// Number of the rank.
     pub rank: usize,
-    /// What the layer's bytes mean.
+    /// Kind, planes and formats of the layer.
     pub layer: LayerSpec,
     /// Tokens of a block.
     pub block_tokens: u32,
-    /// Per plane of the layer.
+    /// Heads that the rank holds, for each plane of the layer.
     pub heads: Vec<Range<u32>>,
-    /// Which tokens.
+    /// Tokens that the rank holds.
     pub context: ContextShard,
 }
 

@@ -100,19 +100,19 @@ impl Drop for Seal {
     }
 }
 
-/// Both directions of one connection, seen from one of its ends.
+/// The seals of a connection's two directions, seen from one of its ends.
 #[derive(Debug)]
 pub struct Seals {
     pub(crate) outgoing: Seal,
     pub(crate) incoming: Seal,
 }
 
-/// How the heads of a data stream are protected.
+/// Protection of the heads of a data stream.
 #[derive(Debug)]
 pub enum Guard {
-    /// By a CRC32C: sessions without a secret.
+    /// CRC32C: sessions without a secret.
     Crc,
-    /// By keyed tags: sessions with a secret. A box, because it moves between transfers.
+    /// Keyed tags: sessions with a secret. Boxed, because it moves between transfers.
     Keyed(Box<Seals>),
 }
 

@@ -30,7 +30,7 @@ pub const PACKET_LEN: usize = 64;
 const FIXED: usize = 4 + 2 + 2 + 4 + 4 + 8 + 8;
 const _: () = assert!(FIXED + MAC_LEN == PACKET_LEN);
 
-/// One packet. Exhaustive on purpose.
+/// A packet of the local socket. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum LocalPacket {
@@ -49,7 +49,7 @@ pub enum LocalPacket {
     Unmapped { region: RegionId },
 }
 
-/// Why bytes are refused as a packet.
+/// Error for bytes that are not a valid packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum LocalError {

@@ -49,7 +49,7 @@ pub struct Hello {
     /// Capability bits of the initiator.
     #[serde(default)]
     pub capabilities: u64,
-    /// Of the initiator.
+    /// The initiator's incarnation.
     pub incarnation: Incarnation,
     /// The initiator's name, for logs; at most [`NAME_MAX`] bytes.
     #[serde(default)]
@@ -62,7 +62,7 @@ pub struct Hello {
     /// Whether the initiator wants payload checksums.
     #[serde(default)]
     pub checksum: bool,
-    /// Where the initiator listens, or empty; at most [`ADVERTISED_MAX`] bytes.
+    /// Address where the initiator listens, or empty; at most [`ADVERTISED_MAX`] bytes.
     #[serde(default)]
     pub advertised: String,
     /// Identifies the initiator's layout; at most [`FINGERPRINT_MAX`] bytes.
@@ -78,7 +78,7 @@ pub struct Challenge {
     /// Capability bits of the acceptor.
     #[serde(default)]
     pub capabilities: u64,
-    /// Of the acceptor.
+    /// The acceptor's incarnation.
     pub incarnation: Incarnation,
     /// The acceptor's name, for logs; at most [`NAME_MAX`] bytes.
     #[serde(default)]
@@ -108,7 +108,7 @@ pub struct Ready {
     pub mac: [u8; MAC_LEN],
     /// Whether payload carries checksums in this session.
     pub checksum: bool,
-    /// Where the acceptor listens, or empty; at most [`ADVERTISED_MAX`] bytes.
+    /// Address where the acceptor listens, or empty; at most [`ADVERTISED_MAX`] bytes.
     #[serde(default)]
     pub advertised: String,
 }
@@ -116,15 +116,15 @@ pub struct Ready {
 /// The acceptor refuses this session or stream, and closes the connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refused {
-    /// Why.
+    /// Reason for the refusal.
     pub code: WireCode,
-    /// Why, in words; at most [`DETAIL_MAX`] bytes.
+    /// Explanation of the refusal; at most [`DETAIL_MAX`] bytes.
     #[serde(default)]
     pub detail: String,
     /// A number that goes with the code.
     #[serde(default)]
     pub aux: u64,
-    /// As in [`StreamReady`], in answer to a stream of a known session.
+    /// The acceptor's proof, as in [`StreamReady`], if this answers a stream of a known session.
     #[serde(default, with = "serde_bytes", skip_serializing_if = "Option::is_none")]
     pub mac: Option<Vec<u8>>,
 }
@@ -152,14 +152,14 @@ pub struct Pong {
 pub struct Revoke {
     /// Chosen by the sender.
     pub id: u64,
-    /// At most [`REVOKE_STREAMS_MAX`].
+    /// Streams to stop; at most [`REVOKE_STREAMS_MAX`].
     pub streams: Vec<StreamId>,
 }
 
 /// Confirms a [`Revoke`]: nothing at the sender touches memory through its streams any more.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Revoked {
-    /// Of the [`Revoke`].
+    /// Id of the [`Revoke`].
     pub id: u64,
 }
 
@@ -168,7 +168,7 @@ pub struct Revoked {
 pub struct Request {
     /// Chosen by the sender; counts up.
     pub id: u64,
-    /// Which service is asked. Not interpreted here.
+    /// Service that the request is for. Not interpreted here.
     pub kind: u16,
     /// Milliseconds the sender waits for the answer; 0 for unknown.
     #[serde(default)]
@@ -183,7 +183,7 @@ pub struct Request {
 pub struct Response {
     /// The request's.
     pub id: u64,
-    /// How it went.
+    /// Result of the request.
     pub code: WireCode,
     /// Not interpreted here; at most [`BODY_MAX`] bytes.
     #[serde(default, with = "serde_bytes")]
@@ -193,9 +193,9 @@ pub struct Response {
 /// Ends the session. Answered with a `Close`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Close {
-    /// Why.
+    /// Reason for the end.
     pub code: WireCode,
-    /// Why, in words; at most [`DETAIL_MAX`] bytes.
+    /// Explanation of the end; at most [`DETAIL_MAX`] bytes.
     #[serde(default)]
     pub detail: String,
 }
@@ -223,7 +223,7 @@ pub struct StreamReady {
     pub mac: Option<Vec<u8>>,
 }
 
-/// Why bytes are refused as a control message.
+/// Error for bytes that are not a valid control message.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -266,7 +266,7 @@ macro_rules! messages {
             $($(#[$doc])* $name($name),)*
             /// A message of a later version.
             Unknown {
-                /// Its kind, cut to 32 bytes.
+                /// Kind of the message, cut to 32 bytes.
                 kind: String,
             },
         }
@@ -387,7 +387,7 @@ pub(crate) const fn check_body_len(bytes: &[u8]) -> Result<(), MessageError> {
     if len > limit { Err(MessageError::TooLong { len, limit }) } else { Ok(()) }
 }
 
-/// Which kind of message a map is, cut to [`KIND_MAX`] bytes.
+/// Returns the kind of the message in `bytes`, cut to [`KIND_MAX`] bytes.
 pub(crate) fn kind_of(bytes: &[u8], what: &'static str) -> Result<String, MessageError> {
     // Walks over everything, and so bounds the depth for the second pass, too.
     let mut tag = rmp_serde::Deserializer::from_read_ref(bytes);
@@ -472,7 +472,7 @@ impl Decoder {
         self.frame = Vec::new();
     }
 
-    /// From the next frame on, frames have keyed tags behind them.
+    /// Expects a keyed tag behind each frame, from the next frame on.
     pub(crate) fn open_with(&mut self, seal: Seal) {
         self.seal = Some(seal);
     }

@@ -52,9 +52,9 @@ impl ReaderMessage {
 /// Exhaustive on purpose: a rank must route each protocol to its state machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RankMessage {
-    /// For the handoffs with that rank.
+    /// A message about a handoff with that rank.
     Handoff(HandoffMessage),
-    /// For the handshake with that rank's engine.
+    /// A message of the handshake with that rank's engine.
     EngineHandshake(EngineHandshakeMessage),
     /// Says which reader speaks.
     Reader(ReaderMessage),

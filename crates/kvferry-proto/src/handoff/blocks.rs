@@ -24,7 +24,7 @@ pub struct BlockTable {
     pub blocks: Vec<u32>,
 }
 
-/// Why a table is refused.
+/// Error for a table that is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -140,7 +140,7 @@ impl PackedTable {
         self.first
     }
 
-    /// How many blocks it stands for.
+    /// Number of blocks in the table.
     pub const fn blocks(&self) -> usize {
         self.blocks as usize
     }
@@ -199,7 +199,7 @@ impl From<BlockTable> for PackedTable {
 pub(super) struct KnownTable {
     /// Up to the bound.
     pub(super) table: BlockTable,
-    /// How many blocks were announced, from the first on.
+    /// Number of announced blocks, from the first on.
     announced: usize,
 }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 /// When a name is forgotten, and a number that tells names of one time apart.
 type Age = (Timestamp, u64);
 
-/// As many at most as there are tombstones.
+/// Names with their outcomes, at most as many as there are tombstones.
 #[derive(Debug)]
 pub(super) struct Declined {
     of: HashMap<HandoffId, (Age, Outcome)>,
@@ -68,7 +68,7 @@ impl Declined {
         }
     }
 
-    /// When the next one is dropped.
+    /// Time when the next name is dropped.
     pub(super) fn next(&self) -> Option<Timestamp> {
         self.by_age.first_key_value().map(|((at, _), _)| *at)
     }

@@ -16,7 +16,7 @@ pub const SIDE_DATA_MAX: usize = 256 * 1024;
 /// Consumer to producer: asks for a request's KV. May be repeated after a reconnection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ask {
-    /// Which.
+    /// Id of the handoff.
     pub id: HandoffId,
     /// Consumer ranks that ask this producer rank, this one included. At least 1, and the same in
     /// the messages of all of them: the producer is done when all have confirmed.
@@ -29,11 +29,11 @@ pub struct Ask {
 /// and will be offered. It may wait there for minutes before it is computed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Expected {
-    /// Which.
+    /// Id of the handoff.
     pub id: HandoffId,
 }
 
-/// What a producer announces: all it has, or what is new.
+/// The content of an announcement: everything in an [`Offer`], the addition in a [`Ready`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Announced {
     /// Counts the announcements of this generation. A gap shows that a [`Ready`] was lost with a
@@ -44,13 +44,13 @@ pub struct Announced {
     /// [`Ready`] the added ones, or no groups.
     #[serde(default, deserialize_with = "tables", skip_serializing_if = "Vec::is_empty")]
     pub tables: Vec<PackedTable>,
-    /// How far the blocks are ready.
+    /// Progress up to which the blocks are ready.
     #[serde(rename = "p")]
     pub progress: Progress,
-    /// This is the last announcement.
+    /// True in the last announcement.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub last: bool,
-    /// For the consumer's engine, in the last announcement; at most [`SIDE_DATA_MAX`] bytes.
+    /// Data for the consumer's engine, in the last announcement; at most [`SIDE_DATA_MAX`] bytes.
     #[serde(default, with = "serde_bytes", skip_serializing_if = "Option::is_none")]
     pub side_data: Option<Vec<u8>>,
 }
@@ -58,12 +58,12 @@ pub struct Announced {
 /// Producer to consumer, in answer to [`Ask`]: everything that is announced so far.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
-    /// Which.
+    /// Id of the handoff.
     pub id: HandoffId,
-    /// Which contents.
+    /// Generation of the blocks.
     #[serde(rename = "g")]
     pub generation: Generation,
-    /// Everything so far.
+    /// Everything announced so far.
     #[serde(flatten)]
     pub announced: Announced,
 }
@@ -71,12 +71,12 @@ pub struct Offer {
 /// Producer to consumer: more is ready.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ready {
-    /// Which.
+    /// Id of the handoff.
     pub id: HandoffId,
-    /// Which contents.
+    /// Generation of the blocks.
     #[serde(rename = "g")]
     pub generation: Generation,
-    /// What is new.
+    /// The addition since the previous announcement.
     #[serde(flatten)]
     pub announced: Announced,
 }
@@ -85,9 +85,9 @@ pub struct Ready {
 /// May be repeated.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Confirm {
-    /// Which.
+    /// Id of the handoff.
     pub id: HandoffId,
-    /// What was read.
+    /// Generation that was read.
     #[serde(rename = "g")]
     pub generation: Generation,
 }
@@ -95,9 +95,9 @@ pub struct Confirm {
 /// Producer to consumer: the generation was valid until [`Confirm`] arrived.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Confirmed {
-    /// Which.
+    /// Id of the handoff.
     pub id: HandoffId,
-    /// What was valid.
+    /// Generation that was valid.
     #[serde(rename = "g")]
     pub generation: Generation,
 }
@@ -106,14 +106,14 @@ pub struct Confirmed {
 /// `Stop` with a `Stop`; a producer's needs no answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stop {
-    /// Which.
+    /// Id of the handoff.
     pub id: HandoffId,
     /// Whether a consumer sends it to a producer. Two ranks may be both to each other.
     #[serde(rename = "c", default, skip_serializing_if = "std::ops::Not::not")]
     pub by_consumer: bool,
-    /// How.
+    /// Result code.
     pub code: WireCode,
-    /// Why, in words; at most [`DETAIL_MAX`] bytes.
+    /// Explanation; at most [`DETAIL_MAX`] bytes.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub detail: String,
 }
@@ -219,7 +219,7 @@ impl Held {
         size_of::<u32>() * blocks + self.side_data.as_ref().map_or(0, Vec::len)
     }
 
-    /// All of it as one announcement.
+    /// Returns everything as one announcement.
     pub(super) fn announced(&self) -> Announced {
         Announced {
             count: self.count,

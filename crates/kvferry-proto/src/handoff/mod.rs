@@ -206,7 +206,7 @@ pub struct Outcome {
     /// [`WireCode::Ok`] if the bytes are in place and were confirmed, [`WireCode::Cancelled`] or
     /// [`WireCode::NotNeeded`] if an engine ended it, else what went wrong.
     pub code: WireCode,
-    /// What went wrong, in words. May be empty.
+    /// Explanation of a failure. May be empty.
     pub detail: String,
     /// The peer that reported the failure or was lost.
     pub peer: Option<PeerId>,
@@ -242,7 +242,7 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// Why a call was refused. A refused call changes nothing.
+/// Error of a refused call. A refused call changes nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -262,7 +262,7 @@ pub enum Refusal {
     /// The limit of handoffs is reached.
     #[error("{limit} handoffs are under way, which is the limit")]
     Full { limit: usize },
-    /// As many addresses of peers are in use as may be.
+    /// The limit on addresses of peers is reached.
     #[error("{limit} addresses of peers are in use, which is the limit")]
     Addresses { limit: usize },
     /// The call contradicts earlier calls.
@@ -293,11 +293,11 @@ pub struct Limits {
     /// Ended handoffs that are remembered, so that late messages get the same answer. A producer remembers as
     /// many names again that peers have ended before it knew them; peers share these.
     pub tombstones: usize,
-    /// How long they are remembered.
+    /// Time for which ended handoffs are remembered.
     pub tomb_ttl: Duration,
     /// How long a consumer waits until its producer offers or expects the handoff.
     pub rendezvous: Duration,
-    /// How long a complete offer waits until a consumer asks for it.
+    /// Time that a complete offer waits until a consumer asks for it.
     pub offer_ttl: Duration,
     /// How long anything waits at most: an expectation until it is offered, a claim until it is
     /// fetched, a producer for a consumer that has asked.

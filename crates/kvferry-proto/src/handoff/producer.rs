@@ -20,7 +20,7 @@ use std::time::Duration;
 /// How many handoffs of one transfer id are looked at to tell whether their prompts differ.
 const PROMPTS_MAX: usize = 64;
 
-/// What the driver of a [`Producer`] has to do.
+/// An action for the driver of a [`Producer`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum ProducerAction {
@@ -58,7 +58,7 @@ struct Entry {
     /// Consumer ranks that must confirm; zero until one asks.
     must_confirm: u32,
     readers: BTreeMap<PeerId, Reader>,
-    /// When this entry is due in the schedule.
+    /// Time when this entry is due in the schedule.
     due: Option<Timestamp>,
 }
 
@@ -77,13 +77,13 @@ struct Offered {
     generation: Generation,
     /// Everything announced so far, side data included.
     announced: Held,
-    /// When the offer expires; only for a complete offer without a reader.
+    /// Time when the offer expires; only for a complete offer without a reader.
     expires: Option<Timestamp>,
 }
 
 #[derive(Debug)]
 struct Reader {
-    /// When the reader's budget and grace are over.
+    /// Time when the reader's budget and grace are over.
     until: Timestamp,
     /// Its connection is lost: when the reader counts as failed, and the code of the loss.
     lost: Option<(Timestamp, WireCode)>,
@@ -297,7 +297,7 @@ impl Producer {
         touched.iter().for_each(|id| self.look_again(id));
     }
 
-    /// When [`Producer::expire`] is due.
+    /// Time when [`Producer::expire`] is due.
     pub fn next_timeout(&self) -> Option<Timestamp> {
         let tombs = [self.tombstones.next(), self.declined.next()];
         tombs.into_iter().chain([self.schedule.next()]).flatten().min()
@@ -364,7 +364,7 @@ impl Producer {
         Ok(())
     }
 
-    /// How a handoff has ended, if that is remembered.
+    /// Returns the outcome of an ended handoff, if it is remembered.
     fn ended(&self, id: &HandoffId) -> Option<&Outcome> {
         self.tombstones.get(id).map(|it| &it.outcome).or_else(|| self.declined.get(id))
     }
@@ -570,7 +570,7 @@ impl Producer {
         }
     }
 
-    /// Why this engine has no request for a handoff, in words.
+    /// Explains why this engine has no request for a handoff.
     fn why_not_here(&self, id: &HandoffId) -> String {
         let transfer = id.transfer();
         let later = self.own.range::<str, _>((Bound::Included(transfer), Bound::Unbounded));
@@ -628,9 +628,9 @@ fn stop(id: &HandoffId, code: WireCode, detail: &str) -> HandoffMessage {
     Stop { id: id.clone(), by_consumer: false, code, detail: cut(detail) }.into()
 }
 
-/// What becomes of a handoff whose deadline has passed.
+/// Consequence of a passed deadline.
 enum Overdue {
-    /// Its request has not arrived here.
+    /// The handoff's request has not arrived at this engine.
     Rendezvous,
     Ends(Outcome),
 }
@@ -640,7 +640,7 @@ impl Entry {
         if let Stage::Offered(offered) = &self.stage { Some(offered) } else { None }
     }
 
-    /// Why a consumer that asks for the first time is refused.
+    /// Returns the reason to refuse a consumer that asks for the first time, if there is one.
     fn refuses(&self, ask: &Ask) -> Option<&'static str> {
         if self.readers.is_empty() {
             None
@@ -670,7 +670,7 @@ impl Entry {
         }
     }
 
-    /// What becomes of it, if a deadline has passed.
+    /// Returns the consequence of a passed deadline, if one has passed.
     fn overdue(&self, now: Timestamp) -> Option<Overdue> {
         if self.next_due().is_none_or(|due| due > now) {
             return None;

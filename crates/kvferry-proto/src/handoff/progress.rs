@@ -26,7 +26,7 @@ pub struct Progress {
 /// Some tokens of some layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rectangle {
-    /// As numbered at the producer rank.
+    /// Layers, as numbered at the producer rank.
     pub layers: Range<u32>,
     /// Positions in the request.
     pub tokens: Range<u32>,
@@ -36,7 +36,7 @@ impl Progress {
     /// Nothing is ready.
     pub const NONE: Self = Self { tokens: 0, layer_tokens: 0, layers: 0 };
 
-    /// All layers of the first `tokens` tokens.
+    /// Progress with all layers of the first `tokens` tokens.
     pub const fn tokens(tokens: u32) -> Self {
         Self { tokens, layer_tokens: tokens, layers: 0 }
     }

@@ -1,10 +1,10 @@
-//! When something is due.
+//! Due times of handoffs.
 
 use super::HandoffId;
 use crate::time::Timestamp;
 use std::collections::BTreeSet;
 
-/// One due time per key, the earliest first.
+/// Due times, at most one per handoff, in ascending order.
 #[derive(Debug, Default)]
 pub(super) struct Schedule(BTreeSet<(Timestamp, HandoffId)>);
 
@@ -28,12 +28,12 @@ impl Schedule {
         *due = to;
     }
 
-    /// The earliest.
+    /// The earliest due time.
     pub(super) fn next(&self) -> Option<Timestamp> {
         self.0.first().map(|(at, _)| *at)
     }
 
-    /// Removes one that is due.
+    /// Removes and returns the handoff with the earliest due time, if that has passed.
     pub(super) fn pop(&mut self, now: Timestamp) -> Option<HandoffId> {
         if self.next()? > now {
             return None;

@@ -39,7 +39,7 @@ impl<T> Tombstones<T> {
         }
     }
 
-    /// When the next one is dropped.
+    /// Time when the next tombstone is dropped.
     pub(super) fn next(&self) -> Option<Timestamp> {
         self.by_age.front().map(|(until, _)| *until)
     }

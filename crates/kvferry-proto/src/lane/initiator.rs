@@ -12,10 +12,10 @@ use thiserror::Error;
 /// Requests sent ahead of their answers on one lane.
 pub const PIPELINE: usize = 4;
 
-/// What a request asks for.
+/// Parameters of a new request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Begin {
-    /// What is to be done.
+    /// The operation.
     pub op: Op,
     /// Descriptors in the table; zero for [`Op::Notify`].
     pub descriptors: u32,
@@ -25,7 +25,7 @@ pub struct Begin {
     pub budget_ms: u32,
 }
 
-/// What is to be received next.
+/// The next data to receive.
 #[derive(Debug)]
 pub enum Receive<'a> {
     /// No answer is outstanding.
@@ -44,7 +44,7 @@ pub enum Receive<'a> {
     Payload {
         /// Bytes that have not arrived; at least 1.
         left: u64,
-        /// To be fed with the bytes that arrive, if there are checksums.
+        /// Digest to feed with the bytes that arrive, if there are checksums.
         digest: Option<&'a mut PieceDigest>,
     },
     /// Nothing from the socket: all payload has arrived. [`Initiator::placed`] when all of it is
@@ -56,7 +56,7 @@ pub enum Receive<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum Outcome<T> {
-    /// It was done; for a read, the bytes are in place.
+    /// The request was done; for a read, the bytes are in place.
     Done(T),
     /// The target refused it. `index` is the descriptor of the request's table that failed, if one did;
     /// else 0.
@@ -185,7 +185,7 @@ impl<T: Copy> Initiator<T> {
 
     // ---- outgoing ----
 
-    /// What is to be sent next; `None` if nothing is.
+    /// Returns the next bytes to send; `None` if there are none.
     pub fn transmit(&mut self) -> Option<Transmit<'_>> {
         self.sending.as_mut().map(Sending::transmit)
     }
@@ -203,7 +203,7 @@ impl<T: Copy> Initiator<T> {
 
     // ---- incoming ----
 
-    /// What is to be received next.
+    /// Returns the next data to receive.
     pub fn receive(&mut self) -> Receive<'_> {
         if self.outstanding() == 0 {
             return Receive::Nothing;

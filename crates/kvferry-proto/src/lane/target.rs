@@ -28,7 +28,7 @@ const HEAD_KEPT: usize = 24 * 1024;
 /// budget is a number that the peer chooses.
 const BUDGET_MAX: Duration = Duration::from_secs(600);
 
-/// What a target does next.
+/// The next step of the driver of a [`Target`].
 #[derive(Debug)]
 pub enum Next<'a> {
     /// Receive the rest of a head or trailer. The slice is never empty.
@@ -50,7 +50,7 @@ pub enum Next<'a> {
         early: &'a [u8],
         /// Payload bytes that are not in the memory yet, `early` included; at least 1.
         left: u64,
-        /// To be fed with the payload bytes, if there are checksums.
+        /// Digest to feed with the payload bytes, if there are checksums.
         digest: Option<&'a mut PieceDigest>,
     },
     /// Receive and discard at most so many bytes; at least 1. They belong to a refused request.
@@ -68,23 +68,23 @@ pub enum Next<'a> {
 /// A request whose head is complete and passed its checksum.
 #[derive(Debug)]
 pub struct Request<'a> {
-    /// Its header.
+    /// The request's header.
     pub header: RequestHeader,
     /// The descriptor table, [`WireDescriptor::LEN`] bytes per descriptor.
     pub table: &'a [u8],
 }
 
-/// What became of the payload of a request.
+/// Result of receiving a request's payload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Placed {
     /// All of it is in place. [`Target::answer`] is due, after the notification was delivered.
     Written {
-        /// For this agent's user.
+        /// Notification for this agent's user.
         notification: Option<Notification>,
         /// Payload bytes.
         bytes: u64,
     },
-    /// It differs from its checksums. The answer says so.
+    /// Payload differs from its checksums. The answer reports it.
     Damaged {
         /// The first checksummed piece that differs.
         piece: u64,
@@ -98,7 +98,7 @@ pub enum Placed {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("a malformed request: {error}")]
 pub struct Malformed {
-    /// What is wrong.
+    /// The error in the head.
     pub error: FrameError,
     /// The encoded answer.
     pub answer: AnswerBytes,
@@ -141,11 +141,11 @@ pub struct Target {
     head_at: usize,
     /// Bytes that arrived behind what was asked for.
     early: Vec<u8>,
-    /// Of the request at hand.
+    /// Transfer id of the current request.
     transfer: TransferId,
     bytes: u64,
     notification: Option<Notification>,
-    /// How long the initiator waits for the request at hand.
+    /// Time that the initiator of the current request waits.
     budget: Duration,
     /// Bytes that were ever received or sent, and how many of them [`Target::stalls_at`] has seen.
     moved: u64,

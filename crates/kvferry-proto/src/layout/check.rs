@@ -14,7 +14,7 @@ use thiserror::Error;
 /// The largest context-parallel world.
 pub(crate) const CONTEXT_MAX: u32 = 4096;
 
-/// Why a layout is refused.
+/// Error for a layout that is not valid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -45,7 +45,7 @@ pub enum LayoutError {
     Plane { layer: String, plane: String, fault: Fault },
 }
 
-/// What is wrong with a group or plane.
+/// Error in a group or plane.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]

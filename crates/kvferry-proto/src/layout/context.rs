@@ -1,4 +1,4 @@
-//! Which context-parallel rank holds which token of a request.
+//! Distribution of a request's tokens over context-parallel ranks.
 
 use super::{ContextShard, Group};
 
@@ -19,7 +19,7 @@ impl Context {
         Self { rank, size, run: group.context.run(group.block_tokens) }
     }
 
-    /// All tokens on one rank, in blocks of `block_tokens`.
+    /// A context with all tokens on one rank, in blocks of `block_tokens`.
     pub(crate) const fn whole(block_tokens: u32) -> Self {
         Self { rank: 0, size: 1, run: block_tokens }
     }
@@ -35,7 +35,7 @@ impl Context {
         (b + circle - a) % circle < ours || (a + circle - b) % circle < theirs
     }
 
-    /// How many of the first `tokens` tokens this rank holds.
+    /// Number of the first `tokens` tokens that this rank holds.
     pub(crate) const fn local(self, tokens: u64) -> u64 {
         let run = self.run as u64;
         let period = run * self.size as u64;

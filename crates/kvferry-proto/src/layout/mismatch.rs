@@ -3,7 +3,7 @@
 use super::{Encoding, Fingerprint, Kind, RowDensity};
 use std::fmt;
 
-/// One of the two engines of a handoff.
+/// An end of a handoff: one of its two engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum End {
     /// The engine that has the blocks.
@@ -30,7 +30,7 @@ pub struct Mismatch {
     pub layer: Box<str>,
     /// The plane of the layer; empty if the layer as a whole differs.
     pub plane: Box<str>,
-    /// What differs, with both values.
+    /// The property that differs, with both values.
     pub difference: Difference,
 }
 
@@ -51,7 +51,7 @@ pub enum Between {
     Ranks(usize, usize),
 }
 
-/// What differs. Pairs are of the first and the second.
+/// The property that differs. Pairs hold the value of the first and of the second.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "`Display` names the fields")]

@@ -67,7 +67,7 @@ pub const SHORT_NAME_MAX: usize = 64;
 /// The id of no block: a hole in a block table. As an `i32` it is −1.
 pub const NO_BLOCK: u32 = u32::MAX;
 
-/// How one rank's KV blocks lie in its regions.
+/// The layout of one rank: the positions of its KV blocks in its regions.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "wire::Layout", into = "wire::Layout")]
 pub struct Layout {
@@ -146,7 +146,7 @@ impl Layout {
 /// Registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Region {
-    /// Its id; not [`RegionId::ABSOLUTE`].
+    /// Id of the region; not [`RegionId::ABSOLUTE`].
     pub id: RegionId,
     /// Bytes.
     pub len: u64,
@@ -157,31 +157,31 @@ pub struct Region {
 pub struct Group {
     /// The engine's name for it, for logs; unique in the layout, at most [`SHORT_NAME_MAX`] bytes.
     pub name: String,
-    /// What its blocks are for.
+    /// Kind of attention, or state, that the blocks serve.
     #[serde(flatten)]
     pub kind: Kind,
     /// Tokens of a logical block, at least 1. Not used for a state.
     pub block_tokens: u32,
     /// Number of logical blocks, at least 1. Block ids are below it.
     pub blocks: u32,
-    /// Which tokens of a request this rank holds.
+    /// Share of a request's tokens that this rank holds.
     #[serde(default, skip_serializing_if = "wire::is_default")]
     pub context: ContextShard,
 }
 
 impl Group {
-    /// How many of a request's first `tokens` tokens this rank holds.
+    /// Number of a request's first `tokens` tokens that this rank holds.
     pub const fn local_tokens(&self, tokens: u64) -> u64 {
         Context::of(self).local(tokens)
     }
 
-    /// How many blocks this rank needs for a request's first `tokens` tokens.
+    /// Number of blocks that this rank needs for a request's first `tokens` tokens.
     pub const fn local_blocks(&self, tokens: u64) -> u64 {
         self.local_tokens(tokens).div_ceil(self.block_tokens as u64)
     }
 }
 
-/// What the blocks of a group are for.
+/// Kind of a group: the attention or state that its blocks serve. It decides which blocks may be holes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "wire::KindFields", into = "wire::KindFields")]
 #[non_exhaustive]
@@ -191,12 +191,12 @@ pub enum Kind {
     /// Attention over the last `tokens` tokens, the one being computed included: older blocks may
     /// be holes.
     Window {
-        /// At least 1.
+        /// Tokens of the window, at least 1.
         tokens: u32,
     },
     /// Attention within aligned chunks of `tokens` tokens: blocks of earlier chunks may be holes.
     Chunk {
-        /// At least 1.
+        /// Tokens of a chunk, at least 1.
         tokens: u32,
     },
     /// A recurrent state (Mamba, linear attention): the last block that is no hole is the state,
@@ -237,7 +237,7 @@ impl Default for ContextShard {
 }
 
 impl ContextShard {
-    /// All tokens are here.
+    /// The shard of a rank that holds all tokens.
     pub const WHOLE: Self = Self { rank: 0, size: 1, interleave: 0 };
 
     /// Page round-robin: whole blocks in turn.
@@ -256,19 +256,19 @@ impl ContextShard {
 pub struct Layer {
     /// The same at both ends; unique in the layout, at most [`LAYER_NAME_MAX`] bytes.
     pub name: String,
-    /// Its group, as an index into [`Layout::groups`].
+    /// Index of the layer's group in [`Layout::groups`].
     pub group: usize,
-    /// At least one and at most [`PLANES_MAX`].
+    /// Planes of the layer: at least one and at most [`PLANES_MAX`].
     pub planes: Vec<Plane>,
 }
 
-/// One strided array of a layer.
+/// A strided array of a layer.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Plane {
     /// The same at both ends (`kv`, `k`, `v`, `k_scale`, `conv`, …); unique in the layer, at most
     /// [`SHORT_NAME_MAX`] bytes.
     pub role: String,
-    /// What an element is.
+    /// Number format of an element.
     pub encoding: Encoding,
     /// Which of the model's heads this rank holds. A plane without heads, such as a latent, has one
     /// head in total.
@@ -277,7 +277,7 @@ pub struct Plane {
     pub rows: u32,
     /// Contiguous bytes of one head and row, at least 1.
     pub content: u32,
-    /// Where it lies.
+    /// Position of the plane in its region.
     pub view: View,
 }
 
@@ -304,21 +304,21 @@ impl Encoding {
 /// channel for parts of a state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Heads {
-    /// In the model.
+    /// Number of heads in the model.
     pub total: u32,
     /// The first one on this rank.
     pub start: u32,
-    /// How many are on this rank, at least 1.
+    /// Number of heads on this rank, at least 1.
     pub count: u32,
 }
 
 impl Heads {
-    /// All of `total` heads.
+    /// The heads of a rank that holds all of `total` heads.
     pub const fn all(total: u32) -> Self {
         Self { total, start: 0, count: total }
     }
 
-    /// For a plane without heads, which is the same on every rank.
+    /// The heads of a plane without heads, which is the same on every rank.
     pub const REPLICATED: Self = Self::all(1);
 
     /// The share of rank `rank` of `size` tensor-parallel ones.
@@ -351,15 +351,15 @@ pub struct View {
     pub region: usize,
     /// Bytes from the region's start to block 0, head 0, row 0.
     pub base: u64,
-    /// From a logical block to the next.
+    /// Distance from a logical block to the next.
     pub block_stride: u64,
     /// Kernel blocks a logical block is split into, at least 1; divides the rows and the tokens of
     /// a block.
     pub kernel_blocks: u32,
-    /// From a kernel block to the next of the same logical block.
+    /// Distance from a kernel block to the next of the same logical block.
     pub kernel_stride: u64,
-    /// From a head to the next.
+    /// Distance from a head to the next.
     pub head_stride: u64,
-    /// From a row to the next of the same kernel block.
+    /// Distance from a row to the next of the same kernel block.
     pub row_stride: u64,
 }

@@ -67,7 +67,7 @@ pub enum Axis {
 }
 
 impl Packing {
-    /// All there are.
+    /// Every packing.
     pub const ALL: [Self; 6] =
         [Self::Lbhnc, Self::Lbnhc, Self::Lhbnc, Self::Blhnc, Self::Blnhc, Self::Bhlnc];
 

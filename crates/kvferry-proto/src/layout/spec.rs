@@ -29,36 +29,36 @@ impl fmt::Debug for Fingerprint {
     }
 }
 
-/// What a layer's bytes mean.
+/// A layer's name, kind and planes, without positions in memory.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LayerSpec {
     /// The layer's name.
     pub name: String,
-    /// Which tokens the layer's attention covers.
+    /// Kind of the layer's attention, or state.
     pub kind: Kind,
-    /// Its planes, sorted by role.
+    /// The layer's planes, sorted by role.
     pub planes: Vec<PlaneSpec>,
 }
 
-/// What a plane's bytes mean.
+/// A plane's role, format and sizes, without positions in memory.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PlaneSpec {
     /// The plane's role.
     pub role: String,
-    /// What an element is.
+    /// Number format of an element.
     pub encoding: Encoding,
     /// Heads in the model.
     pub heads: u32,
     /// Bytes of one head and row.
     pub content: u32,
-    /// How many rows there are.
+    /// Number of rows for a number of tokens.
     pub density: RowDensity,
 }
 
 /// The rows of a plane: `rows` per `tokens` tokens, in lowest terms. For a state, `tokens` is 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RowDensity {
-    /// At least 1.
+    /// Number of rows, at least 1.
     pub rows: u32,
     /// Tokens that these rows are for; 0 for a state.
     pub tokens: u32,
@@ -100,7 +100,8 @@ impl LayerSpec {
         Self { name: layer.name.clone(), kind: group.kind, planes }
     }
 
-    /// What differs between this layer and `other`, which has the same name.
+    /// Checks that this layer and `other`, which has the same name, are equal. Returns the first
+    /// difference.
     pub(crate) fn agree(&self, other: &Self, between: Between) -> Result<(), Mismatch> {
         let differ =
             |plane: &str, difference| Err(Mismatch::new(between, &self.name, plane, difference));

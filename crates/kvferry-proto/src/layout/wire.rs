@@ -24,7 +24,7 @@ const VERSION: u16 = 1;
 /// The most different shapes of planes: each plane may have its own.
 const SHAPES_MAX: usize = LAYERS_MAX * PLANES_MAX;
 
-/// Why bytes are refused as a layout or topology.
+/// Error for bytes that are not a valid layout or topology.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -143,7 +143,7 @@ impl TryFrom<KindFields> for Kind {
     }
 }
 
-/// All of a plane but its region and base.
+/// A plane's properties, without its region and base.
 #[derive(Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 struct PlaneShape {
     role: String,
@@ -243,7 +243,7 @@ impl PlaneShape {
     }
 }
 
-/// Why a map is refused as a layout.
+/// Error for a map that is not a valid layout.
 #[derive(Debug, Error)]
 pub(super) enum Unsound {
     #[error(transparent)]

@@ -22,7 +22,7 @@ pub struct Blocks<'a> {
 }
 
 impl<'a> Blocks<'a> {
-    /// All blocks from the request's beginning on.
+    /// Blocks that begin with the request's first block.
     pub const fn from_start(ids: &'a [u32]) -> Self {
         Self { first: 0, ids }
     }
@@ -84,11 +84,11 @@ impl<'a> Ask<'a> {
 pub struct Unfilled {
     /// The group, as an index into the consumer's.
     pub group: usize,
-    /// Which of the request's blocks on this rank.
+    /// Index of the block among the request's blocks on this rank.
     pub block: u64,
 }
 
-/// Why no plan can be made.
+/// Error of a request for which no plan can be made.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -224,7 +224,7 @@ impl<'a> Listing<'a> {
     }
 }
 
-/// What goes from one group to another for one request.
+/// The units that move from one group to another for one request.
 struct Units<'a> {
     from: Listing<'a>,
     to: Listing<'a>,
@@ -234,13 +234,13 @@ struct Units<'a> {
 
 /// Token ranges as a pair of ranks counts them.
 struct Window {
-    /// What is written.
+    /// Tokens to write.
     wanted: Range<u64>,
     /// Units whose last wanted token is in here are sent now.
     part: Range<u64>,
     /// Whether that is the first part.
     first: bool,
-    /// What is before it need not be there.
+    /// First token that the producer must have; earlier ones may be missing.
     horizon: u64,
     from: Context,
     to: Context,

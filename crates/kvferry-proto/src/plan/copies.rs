@@ -12,9 +12,9 @@ use std::sync::Arc;
 /// Bytes that go from one place to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CopyOp {
-    /// At the producer.
+    /// Source, at the producer.
     pub from: Spot,
-    /// At the consumer.
+    /// Destination, at the consumer.
     pub to: Spot,
     /// Bytes, at least 1.
     pub len: u64,
@@ -23,7 +23,7 @@ pub struct CopyOp {
 /// A place in a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Spot {
-    /// Which region.
+    /// Id of the region.
     pub region: RegionId,
     /// Bytes from its start.
     pub offset: u64,
@@ -51,7 +51,7 @@ pub(super) struct Run {
     pub(super) from_unit: u32,
     pub(super) to_block: u32,
     pub(super) to_unit: u32,
-    /// At least 1; 1 if `clip` is there.
+    /// Number of units: at least 1, and 1 if there is a `clip`.
     pub(super) units: u32,
     /// The tokens of the unit that are wanted, first and end, if these are not all.
     pub(super) clip: Option<(u32, u32)>,
@@ -286,12 +286,12 @@ pub struct Cursor {
     outer: u32,
     inner: u32,
     walk: Walk,
-    /// What the next bytes may still continue.
+    /// Last copy so far, which the next bytes may extend.
     pending: Option<CopyOp>,
 }
 
 impl Cursor {
-    /// On to the next step of the loops, or the next kernel.
+    /// Advances to the next step of the loops, or to the next kernel.
     fn next_step(&mut self, kernel: &Kernel) {
         self.walk = Walk::default();
         self.inner += 1;
@@ -307,7 +307,7 @@ impl Cursor {
 }
 
 impl Axis {
-    /// How far `steps` are at both ends.
+    /// Distance that `steps` steps cover, at each end.
     #[inline]
     const fn offset(&self, steps: u64) -> (u64, u64) {
         (self.from.wrapping_mul(steps), self.to.wrapping_mul(steps))
@@ -339,9 +339,9 @@ impl Stretch {
 #[derive(Clone, Debug, Default)]
 struct Walk {
     run: usize,
-    /// Of the run.
+    /// Index of the unit within the run.
     unit: u32,
-    /// Of the unit, if each is copied by itself.
+    /// Index of the row within the unit, if rows are copied one by one.
     row: u32,
     from_block: u32,
     from_unit: u32,
@@ -438,7 +438,7 @@ struct Sweep {
 }
 
 impl Sweep {
-    /// `None` if nothing is copied.
+    /// Measures one step of the kernel's loops. Returns `None` if it copies nothing.
     fn of(batch: &Batch, kernel: &Kernel) -> Option<Self> {
         let step = &batch.steps[kernel.step];
         let mut walk = Walk::default();

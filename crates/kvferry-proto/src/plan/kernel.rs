@@ -33,13 +33,13 @@ impl Axis {
     }
 }
 
-/// How blocks and their units follow each other at both ends.
+/// Strides of blocks and offsets of their units, at both ends.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Step {
-    /// From a block to the next, in bytes.
+    /// Bytes from a block to the next.
     pub(super) from_block: u64,
     pub(super) to_block: u64,
-    /// Where each unit of a block begins, in bytes from its start.
+    /// Offset of each unit from the start of its block, in bytes.
     pub(super) from_units: Box<[u64]>,
     pub(super) to_units: Box<[u64]>,
 }
@@ -56,7 +56,7 @@ impl Step {
     }
 }
 
-/// What planes have in common that make up one template.
+/// Properties that all planes of a template share.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Form {
     pub(super) role: String,
@@ -78,10 +78,10 @@ pub(super) struct Template {
     pub(super) form: Form,
     /// Ascending places of the layers in the producer's order.
     pub(super) places: Vec<u32>,
-    /// Where the first layer begins.
+    /// Offset of the first layer, in bytes.
     pub(super) from: u64,
     pub(super) to: u64,
-    /// From a layer to the next; the count is not used.
+    /// Distances from a layer to the next. The count is not used.
     pub(super) layers: Axis,
 }
 
@@ -111,7 +111,7 @@ pub(super) enum Rows {
     Whole,
     /// The copy is so many rows of so many bytes, one after the other.
     Prefix { bytes: u64 },
-    /// Each row is a copy.
+    /// Rows are copied one by one.
     Each(Axis),
 }
 
@@ -227,7 +227,7 @@ impl Kernel {
         true
     }
 
-    /// How often its copies of a unit are repeated.
+    /// Number of times that the kernel's copies of a unit are repeated.
     pub(super) const fn repeats(&self) -> u64 {
         self.loops[0].count as u64 * self.loops[1].count as u64
     }

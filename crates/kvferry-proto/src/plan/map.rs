@@ -47,7 +47,7 @@ pub(super) struct Section {
     pub(super) unit: u32,
     steps: Arc<[Step]>,
     templates: Vec<Template>,
-    /// Of all layers.
+    /// Kernels for all layers.
     kernels: Arc<[Kernel]>,
     order: Vec<usize>,
 }
@@ -151,7 +151,7 @@ impl Map {
     }
 }
 
-/// One end of a plane.
+/// A plane at one of the two ends, with its layer and group.
 struct Side<'a> {
     layer: &'a Layer,
     group: &'a Group,
@@ -204,13 +204,13 @@ impl<'a> Side<'a> {
         if state { 1 } else { u64::from(self.group.block_tokens / unit) }
     }
 
-    /// Where head `head` of the model begins.
+    /// Offset of head `head` of the model, in bytes from the region's start.
     const fn base(&self, head: u32) -> u64 {
         let head = (head - self.plane.heads.start) as u64;
         self.plane.view.base + if head == 0 { 0 } else { head * self.plane.view.head_stride }
     }
 
-    /// Where each unit of a block begins.
+    /// Offset of each unit from the start of its block, in bytes.
     fn units(&self, unit: u32, density: RowDensity) -> Box<[u64]> {
         if density.tokens == 0 {
             return Box::new([0]);

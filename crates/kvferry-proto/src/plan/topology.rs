@@ -30,7 +30,7 @@ const PARTS_MAX: u64 = 1 << 21;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "wire::Topology", into = "wire::Topology")]
 pub struct Topology {
-    /// In natural order of their names.
+    /// Layers of the model, in natural order of their names.
     layers: Vec<Known>,
     ranks: Vec<Holding>,
 }
@@ -42,7 +42,7 @@ struct Known {
     block_tokens: u32,
 }
 
-/// What one rank holds: slices of the model, ascending and apart.
+/// The share of a rank: slices of the model, ascending and disjoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Holding(Vec<Slice>);
 
@@ -50,7 +50,7 @@ struct Holding(Vec<Slice>);
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Slice {
     layers: Range<u32>,
-    /// Per plane, in the order of the spec.
+    /// Heads of each plane, in the order of the spec.
     heads: Vec<Range<u32>>,
     context: Context,
 }
@@ -90,7 +90,7 @@ impl Topology {
         Ok(topology)
     }
 
-    /// How many ranks there are.
+    /// Number of ranks.
     pub const fn ranks(&self) -> usize {
         self.ranks.len()
     }
@@ -300,7 +300,7 @@ pub struct Routing {
     sources: Vec<Vec<usize>>,
 }
 
-/// What a layer and its planes are called.
+/// Names of a layer and of its planes.
 #[derive(Debug, PartialEq, Eq)]
 struct Names {
     layer: String,
@@ -409,7 +409,7 @@ impl Routing {
         &self.sources[consumer]
     }
 
-    /// What a consumer rank reads from a producer rank; empty if nothing.
+    /// The share that a consumer rank reads from a producer rank; empty if it reads nothing.
     pub fn share(&self, producer: usize, consumer: usize) -> Share {
         let parts = self.shares.get(&(producer, consumer)).cloned().unwrap_or_default();
         Share { names: Arc::clone(&self.names), parts }

@@ -25,7 +25,7 @@ pub(super) enum Awaiting {
     Proof { session: SessionId, keys: HandshakeKeys, hello: Hello, version: u16 },
 }
 
-/// Why a handshake fails.
+/// Reason for a failed handshake.
 pub(super) struct Refusal {
     code: WireCode,
     detail: String,
@@ -38,7 +38,7 @@ impl Refusal {
     }
 }
 
-/// Both sides have a secret, or neither has.
+/// Checks that both sides have a secret, or neither has.
 fn agree_on_secrets(initiator: bool, acceptor: bool) -> Result<(), Refusal> {
     match (initiator, acceptor) {
         (false, true) => Err(Refusal::new(

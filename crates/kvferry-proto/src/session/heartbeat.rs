@@ -1,4 +1,4 @@
-//! When to ping, and when silence means that the peer is gone.
+//! The heartbeat: times the pings, and takes a silent peer for gone.
 
 use crate::time::Timestamp;
 use std::time::Duration;
@@ -45,7 +45,7 @@ impl Heartbeat {
         self.behind = true;
     }
 
-    /// This side reads again. The silence window begins anew.
+    /// Records that this side reads again. The silence window begins anew.
     pub(super) fn catch_up(&mut self, now: Timestamp) {
         if std::mem::take(&mut self.behind) {
             self.received(now);

@@ -90,13 +90,13 @@ type HelloMac = fn(&SessionKey, SessionId, StreamId) -> [u8; MAC_LEN];
 
 /// Requests outstanding in one direction of a session.
 pub const REQUESTS_MAX: usize = 1024;
-/// How long an answer may wait for another frame. See [`Session::acknowledge`].
+/// Longest time that an answer waits for another frame. See [`Session::acknowledge`].
 pub const ANSWER_DELAY: Duration = Duration::from_millis(10);
 
 /// Revokes outstanding in one direction of a session.
 pub const REVOKES_MAX: usize = 1024;
 
-/// How long a close waits for the peer's answer, at most.
+/// Longest time that a close waits for the peer's answer.
 pub const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The slowest link that a frame is waited for on, in bytes a second. While this side waits for the peer, a frame must be
@@ -109,12 +109,12 @@ const INTERVAL_MIN: Duration = Duration::from_millis(1);
 /// The shortest silence window: three of the shortest intervals.
 const SILENCE_MIN: Duration = Duration::from_millis(3);
 
-/// What one side brings into a session.
+/// Settings of one side of a session.
 #[derive(Clone, Debug)]
 pub struct SessionConfig {
-    /// Of this agent.
+    /// Incarnation of this agent.
     pub incarnation: Incarnation,
-    /// This agent's name, for logs and errors. Cut to 256 bytes.
+    /// Name of this agent, for logs and errors. Cut to 256 bytes.
     pub name: String,
     /// The secret shared with the peers. Without one, peers are not authenticated.
     pub secret: Option<Secret>,
@@ -161,14 +161,14 @@ impl SessionConfig {
 /// purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum ChecksumPolicy {
-    /// This side does not ask.
+    /// Does not ask for checksums.
     #[default]
     Off,
-    /// This side asks.
+    /// Asks for checksums.
     On,
 }
 
-/// Which end of the connection this is. Exhaustive on purpose.
+/// An end of the connection. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     /// The end that opened the control connection. It also opens the data streams.
@@ -202,7 +202,7 @@ pub enum SessionEvent {
 /// The peer of an established session.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerInfo {
-    /// Of the peer.
+    /// Incarnation of the peer.
     pub incarnation: Incarnation,
     /// The peer's name, without control characters.
     pub name: String,
@@ -214,20 +214,20 @@ pub struct PeerInfo {
     pub session: SessionId,
     /// Whether payload carries checksums.
     pub checksum: bool,
-    /// Where the peer listens, as the peer says; empty if nowhere.
+    /// Address where the peer listens, as the peer reports it; empty if nowhere.
     pub advertised: String,
     /// Whether both sides proved a shared secret.
     pub authenticated: bool,
 }
 
-/// How a session ended.
+/// Reason for the end of a session.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CloseReason {
-    /// Why.
+    /// Code of the reason.
     pub code: WireCode,
     /// Whether the peer or the loss of the connection ended the session, and not this side.
     pub by_peer: bool,
-    /// Why, in words, without control characters.
+    /// Explanation, without control characters.
     pub detail: String,
     /// Whether the session had been established.
     pub established: bool,
@@ -244,7 +244,7 @@ pub struct Session {
     /// The latest time that was passed in. Earlier ones are ignored.
     now: Timestamp,
     decoder: Decoder,
-    /// When the frame that has not arrived completely began to arrive.
+    /// Time when the incomplete frame began to arrive.
     frame_since: Option<Timestamp>,
     outbox: Outbox,
     inbox: Inbox,
@@ -265,7 +265,7 @@ pub struct Session {
     revokes: BTreeSet<u64>,
     /// Unanswered requests of the peer, with their deadlines at the peer.
     owed_responses: BTreeMap<u64, Timestamp>,
-    /// When answers that wait in the outbox leave.
+    /// Time when the answers that wait in the outbox leave.
     waits_until: Option<Timestamp>,
     /// Unconfirmed revokes of the peer.
     owed_revokes: BTreeSet<u64>,
@@ -395,7 +395,7 @@ impl Session {
         self.rewatch();
     }
 
-    /// When [`Session::handle_timeout`] is due; `None` for an idle session.
+    /// Time when [`Session::handle_timeout`] is due; `None` for an idle session.
     pub fn next_timeout(&self) -> Option<Timestamp> {
         let waiting = self.waits_until.filter(|_| self.outbox.has_waiting() && !self.is_closed());
         self.next_deadline().into_iter().chain(waiting).min()
@@ -704,7 +704,7 @@ impl Session {
         self.outbox.asked_bytes()
     }
 
-    /// When the peer last sent something.
+    /// Time when the peer last sent something.
     pub const fn last_receive(&self) -> Timestamp {
         self.heartbeat.last_receive()
     }
@@ -725,7 +725,7 @@ impl Session {
         is_idle.then(|| self.heartbeat.last_receive())
     }
 
-    /// Which end this is.
+    /// The end of the connection that this session is.
     pub const fn side(&self) -> Side {
         self.side
     }
@@ -818,7 +818,7 @@ impl Session {
         !self.is_closed()
     }
 
-    /// All bytes were taken, and a frame is not complete.
+    /// Records that the input ended inside a frame. Until the frame is overdue, its bytes are a sign of life.
     fn frame_goes_on(&mut self) {
         let since = *self.frame_since.get_or_insert(self.now);
         if self.now < since + self.frame_time().min(self.cfg.silence) {
@@ -826,12 +826,12 @@ impl Session {
         }
     }
 
-    /// How long the frame at hand may take on the slowest link.
+    /// Time that the current frame may take on the slowest link.
     fn frame_time(&self) -> Duration {
         Duration::from_secs_f64(self.decoder.announced() as f64 / FRAME_RATE_MIN as f64)
     }
 
-    /// Until when the frame at hand must be complete.
+    /// Time by which the current frame must be complete.
     fn frame_until(&self) -> Option<Timestamp> {
         let since = self.frame_since.filter(|_| self.is_established())?;
         Some(since + self.frame_time() + self.cfg.silence)

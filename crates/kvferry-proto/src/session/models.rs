@@ -66,7 +66,7 @@ impl OutboxOracle {
         self.frames.push_back(frame);
     }
 
-    /// What waits leaves behind the first frame that does not.
+    /// Removes the first frame. Waiting frames then follow it.
     fn pop(&mut self) -> Option<Result<Numbered, Message>> {
         let popped = self.pop_next();
         if popped.is_some() {

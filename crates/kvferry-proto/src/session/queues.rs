@@ -26,10 +26,10 @@ pub(super) struct Full;
 /// front of them does not look like silence.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
-    /// Each with whether it is a request of this side.
+    /// Frames in order; the flag is true for a request of this side.
     frames: VecDeque<(Vec<u8>, bool)>,
     bytes: usize,
-    /// Those of requests of this side.
+    /// Bytes of this side's requests among `frames`.
     asked_bytes: usize,
     /// Frames of the handshake at the front, which no heartbeat overtakes.
     pinned: usize,
@@ -78,7 +78,8 @@ impl Outbox {
         Ok(())
     }
 
-    /// For the handful of frames that end a session.
+    /// Enqueues a frame that ends a session. There are only a few of these, so there is no check
+    /// for room.
     pub(super) fn push_unbounded(&mut self, frame: Vec<u8>) {
         self.bytes += frame.len();
         self.frames.push_back((frame, false));

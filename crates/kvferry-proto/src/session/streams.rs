@@ -10,7 +10,7 @@ const WORD: usize = u64::BITS as usize;
 /// initiator counts up, connections may arrive out of order, and the memory is fixed.
 #[derive(Clone, Debug)]
 pub(super) struct StreamWindow {
-    /// One above the highest id seen.
+    /// The highest id seen, plus one.
     end: u64,
     /// Bit `id % WINDOW` of each id in `end - WINDOW..end`: used.
     used: [u64; WINDOW / WORD],

@@ -20,7 +20,7 @@ pub(super) struct Topology {
     ranks: Vec<Rank>,
 }
 
-/// All of a layer but its name.
+/// A layer's properties, without its name.
 #[derive(Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 struct Shape {
     #[serde(flatten)]
@@ -113,7 +113,7 @@ impl From<Slice> for SliceFields {
     }
 }
 
-/// Why a map is not a topology.
+/// Error for a map that is not a valid topology.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Unsound {
     #[error(transparent)]
