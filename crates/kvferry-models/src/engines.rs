@@ -1,4 +1,4 @@
-//! Small engines, for what is said of whole engines.
+//! Generates small engines, for tests of whole engines.
 
 use kvferry_proto::engine_handshake::{EngineId, Introduced, Model, OwnEngine};
 use kvferry_proto::layout::{
@@ -9,7 +9,7 @@ use kvferry_proto::{Origin, RegionId};
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 
-/// Where all ranks are.
+/// Origin of all ranks.
 pub fn here() -> Origin {
     Origin::from(IpAddr::V4(Ipv4Addr::LOCALHOST))
 }
@@ -76,7 +76,7 @@ pub fn model(name: &str) -> Model {
     Model([("model".to_owned(), name.to_owned())].into())
 }
 
-/// What a rank says of itself.
+/// The card of a rank.
 pub fn card(id: u128, rank: usize, len: usize) -> Vec<u8> {
     vec![(id as u8).wrapping_mul(16).wrapping_add(rank as u8); len]
 }

@@ -10,7 +10,7 @@ const PAYLOAD: u32 = 4096;
 const WRITE: Begin =
     Begin { op: Op::Write, descriptors: 1, payload_len: PAYLOAD as u64, budget_ms: 1000 };
 
-/// Both ends of a lane, between two requests.
+/// The ends of a lane, between two requests.
 #[derive(Debug)]
 pub struct LaneEnds {
     initiator: Initiator<()>,

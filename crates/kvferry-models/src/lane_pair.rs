@@ -24,9 +24,9 @@ const REGION: RegionId = RegionId(3);
 #[derive(Clone, Debug)]
 pub struct Order {
     pub op: Op,
-    /// Where the bytes are in the initiator's memory.
+    /// Offset of the bytes in the initiator's memory.
     pub near: usize,
-    /// Where they are in the target's; ranges beyond its end are refused.
+    /// Ranges of the target's memory; those beyond its end are refused.
     pub far: Vec<Range<usize>>,
     pub note: Option<Vec<u8>>,
 }
@@ -50,11 +50,11 @@ impl Order {
     }
 }
 
-/// How a request ended for the initiator.
+/// Outcome of a request for the initiator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     Done,
-    /// By the target's answer: code and descriptor.
+    /// The target refused: code, and index of the descriptor.
     Refused(WireCode, u32),
     Damaged,
     Lost,
@@ -251,7 +251,7 @@ impl LanePair {
         self.fails = Some((self.decided.saturating_sub(1), self.server.at + after));
     }
 
-    /// What the target does, for tables of what a run has tried.
+    /// Names the target's current step, for tables of what a run has tried.
     pub fn doing(&mut self) -> &'static str {
         if self.broken {
             return "broken";

@@ -26,7 +26,7 @@ pub mod pair;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
-    /// As in `fuzz/fuzz_targets` and `fuzz/corpus`.
+    /// Name of the target in `fuzz/fuzz_targets` and `fuzz/corpus`.
     pub name: &'static str,
     /// Panics on a finding.
     pub run: fn(&[u8]),

@@ -45,7 +45,7 @@ enum Item {
     End,
 }
 
-/// One direction of the network.
+/// A direction of the network.
 #[derive(Debug, Default)]
 struct Link {
     latency: Duration,
@@ -74,7 +74,7 @@ impl Link {
     }
 }
 
-/// One end and its events so far.
+/// An end and its events so far.
 #[derive(Debug)]
 pub struct End {
     pub session: Session,
@@ -165,7 +165,7 @@ impl Pair {
         })
     }
 
-    /// How that side's session ended, if it did.
+    /// Reason for the end of that side's session, if it has ended.
     pub fn closed(&self, side: usize) -> Option<&CloseReason> {
         match self.ends[side].events.last() {
             Some(SessionEvent::Closed(reason)) => Some(reason),

@@ -96,7 +96,7 @@ fn told(message: &EngineHandshakeMessage) {
     assert!(machine.gauges().iter().all(|(_, count)| *count == 0));
 }
 
-/// What honest peers say, and some that are not.
+/// Messages of honest peers, and some of dishonest ones.
 pub fn message_seeds() -> Vec<Vec<u8>> {
     let engine = own_engine(2, 0, topology(RANKS, RANKS), 8);
     let shown = |ranks| introduced(&engine, ranks);

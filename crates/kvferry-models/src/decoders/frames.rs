@@ -92,7 +92,7 @@ fn one_request(stream: &mut [u8], limits: &Limits, seal: bool) -> Option<usize> 
     Some(RequestHeader::LEN + table.len() + notify.len() + payload_len + trailer_len)
 }
 
-/// As [`one_request`], of version 2.
+/// Like [`one_request`], for version 2.
 fn one_keyed_request(
     stream: &mut [u8],
     limits: &Limits,
@@ -199,7 +199,7 @@ pub fn response(bytes: &[u8]) {
     });
 }
 
-/// As [`one_response`], of version 2.
+/// Like [`one_response`], for version 2.
 fn one_keyed_response(
     stream: &mut [u8],
     limits: &Limits,
@@ -295,7 +295,7 @@ pub fn checksums(bytes: &[u8]) {
     }
 }
 
-/// One notification behind one byte that chooses the limits.
+/// Decodes a notification, behind one byte that chooses the limits.
 pub fn notification(bytes: &[u8]) {
     let mut script = Script::new(bytes);
     let limits = script.pick(&LIMITS);
@@ -358,7 +358,7 @@ fn sealed(
     [&head[..], &payload, &trailer].concat()
 }
 
-/// What honest initiators send.
+/// Requests of honest initiators.
 pub fn request_seeds() -> Vec<Vec<u8>> {
     let write = sealed(Op::Write, &[16, 8], "block", true, None);
     let read = sealed(Op::Read, &[4096, 1], "", false, None);
@@ -382,7 +382,7 @@ pub fn request_seeds() -> Vec<Vec<u8>> {
     seeds
 }
 
-/// What honest targets answer.
+/// Answers of honest targets.
 pub fn response_seeds() -> Vec<Vec<u8>> {
     let header = ResponseHeader {
         code: WireCode::Ok,
@@ -414,7 +414,7 @@ pub fn checksums_seeds() -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// What honest peers say.
+/// Notifications of honest peers.
 pub fn notification_seeds() -> Vec<Vec<u8>> {
     [("", ""), ("name", "message"), ("äöü", "")]
         .map(|(name, message)| {

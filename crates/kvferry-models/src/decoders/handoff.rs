@@ -44,7 +44,7 @@ fn check(message: &HandoffMessage) {
     }
 }
 
-/// What honest peers say.
+/// Messages of honest peers.
 pub fn message_seeds() -> Vec<Vec<u8>> {
     let id = || HandoffId::new("xfer-42").unwrap();
     let generation = Generation(7);

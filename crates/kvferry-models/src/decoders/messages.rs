@@ -13,7 +13,7 @@ use kvferry_proto::{
     SessionId, Sniff, Sniffer, StreamId, WireCode,
 };
 
-/// What came out of a decoder, and what it ended with.
+/// The messages that a decoder returned, and the error that ended them.
 type Read = (Vec<Message>, Option<MessageError>);
 
 /// A stream of control messages behind one byte that says how it is chopped.
@@ -88,7 +88,7 @@ fn check(message: &Message) {
     assert_eq!(again.as_ref(), Ok(&Some(message.clone())), "decoded and encoded is what it was");
 }
 
-/// One message of each kind, with every field there is.
+/// A message of each kind, with all optional fields.
 pub fn every_message() -> Vec<Message> {
     let (mac, nonce) = ([3; 32], [4; 32]);
     let incarnation = Incarnation(0xa1b2);
@@ -130,7 +130,7 @@ pub fn every_message() -> Vec<Message> {
     ]
 }
 
-/// Each message, and all of them in one stream.
+/// The messages one by one, and all of them in one stream.
 pub fn message_seeds() -> Vec<Vec<u8>> {
     let frames: Vec<_> = every_message().iter().map(encode).collect();
     let mut seeds: Vec<_> = frames.iter().map(|frame| [&[3][..], frame].concat()).collect();
@@ -210,7 +210,7 @@ fn stranger_is_refused(hello: &StreamHello) {
     assert_eq!(acceptor.verify_stream(&honest), Err(WireCode::StreamReplayed));
 }
 
-/// What native and Mooncake peers, browsers and TLS clients begin with.
+/// Openings of native and Mooncake peers, browsers and TLS clients.
 pub fn opening_seeds() -> Vec<Vec<u8>> {
     let mut pair = Pair::established();
     let (_, stream) = pair.session(A).stream_hello().expect("established");

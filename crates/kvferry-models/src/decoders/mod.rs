@@ -28,7 +28,7 @@ fn parts(bytes: &[u8]) -> [&[u8]; 3] {
     })
 }
 
-/// One input of these parts.
+/// Joins these parts to one input.
 fn joined(parts: &[&[u8]]) -> Vec<u8> {
     parts.join(&BETWEEN[..])
 }

@@ -37,7 +37,7 @@ pub fn message(bytes: &[u8]) {
     }
 }
 
-/// What honest peers send.
+/// Messages of honest peers.
 pub fn seeds() -> Vec<Vec<u8>> {
     let reader = ReaderMessage::from(Reader { key: ReaderKey([0x5a; 16]) }).encode();
     [handoff::message_seeds(), engine_handshake::message_seeds(), vec![reader]].concat()

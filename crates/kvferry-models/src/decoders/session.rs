@@ -1,4 +1,4 @@
-//! A session whose peer sends whatever it likes.
+//! A session with a peer that sends arbitrary bytes.
 
 use crate::decoders::messages::message_seeds;
 use crate::pair::{A, B, Pair, SESSION, config, ms, with_secret};
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 const NOW: Timestamp = Timestamp::from_nanos(1_000_000_000_000);
 
-/// What a session said and told.
+/// Bytes sent and events emitted by a session, and its deadline.
 #[derive(Debug, Default, PartialEq)]
 struct Story {
     sent: Vec<Vec<u8>>,

@@ -53,7 +53,7 @@ struct Engine {
     topology: Topology,
     /// Per rank; `None` if that is too much to look at.
     ranks: Option<Vec<Vec<Held>>>,
-    /// `None` if their layouts would be too large.
+    /// Layouts of the ranks; `None` if they would be too large.
     layouts: Option<Vec<Layout>>,
 }
 
@@ -115,7 +115,7 @@ impl Engine {
     }
 }
 
-/// What engines have to agree on.
+/// Properties that engines must have in common.
 struct Model(Vec<LayerSpec>);
 
 impl Model {

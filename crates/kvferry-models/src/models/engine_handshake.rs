@@ -2,8 +2,9 @@
 //! What must hold:
 //!
 //! * I1: each ticket ends exactly once, and not after its deadline;
-//! * who is met is the life that was there, with the cards of all ranks that the consumer reads;
-//! * a peer is watched while it is being met, and then no longer;
+//! * the engine returned is the incarnation that answered, with the cards of all ranks that the
+//!   consumer reads from;
+//! * a peer is watched exactly while a handshake with it is in progress;
 //! * I8: at the end nothing is kept.
 //!
 //! Connections are lost with what is under way, and come back or do not; messages arrive twice, or
@@ -55,10 +56,10 @@ const CONSUMER: PeerId = PeerId(1000);
 struct Place {
     id: PeerId,
     machine: EngineHandshakes,
-    /// Its engine, if it knows it.
+    /// Id of the rank's engine, if the rank knows it.
     engine: Option<u128>,
     up: bool,
-    /// What is under way, and whether to the producer.
+    /// Messages in flight; the flag is true for those to the producer.
     wire: VecDeque<(bool, EngineHandshakeMessage)>,
     last: Option<(bool, EngineHandshakeMessage)>,
     watched: bool,
@@ -219,7 +220,7 @@ impl<'a> World<'a> {
         self.work();
     }
 
-    /// Another life of the rank is met at the place, and knows nothing.
+    /// Restarts the rank at the place as a new incarnation, which knows nothing.
     fn restart(&mut self, place: usize) {
         self.numbers += 1;
         let fresh = PeerId(self.numbers);
@@ -301,7 +302,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Cards are of one life, and of the ranks that are read from.
+    /// Checks that the cards are of one incarnation, and of the ranks that the consumer reads from.
     fn check(&self, pairing: &Pairing) {
         let id = pairing.engine.0;
         let len = self.cards[&id];

@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 /// A model, and the combinations that a run of it must try.
 #[derive(Clone, Copy, Debug)]
 pub struct Model {
-    /// As in [`crate::TARGETS`].
+    /// Name of the model in [`crate::TARGETS`].
     pub name: &'static str,
     /// Panics on a finding, and reports each operation or fault with the state it was applied in.
     pub run: fn(&[u8], Met<'_>),
@@ -28,7 +28,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// As a fuzz target.
+    /// Runs the model as a fuzz target.
     pub fn fuzz(&self, bytes: &[u8]) {
         (self.run)(bytes, &mut |_, _| {});
     }
@@ -46,7 +46,7 @@ pub const MODELS: &[Model] = &[
     parts::STREAM_WINDOW,
 ];
 
-/// How often each operation or fault was applied in each state.
+/// Number of times that each operation or fault was applied in each state.
 #[derive(Clone, Debug, Default)]
 pub struct Table(BTreeMap<(&'static str, &'static str), u64>);
 

@@ -146,7 +146,7 @@ fn setting(script: &mut Script<'_>) -> Setting {
     setting
 }
 
-/// What one side has done and received.
+/// Operations and events of one side.
 #[derive(Debug, Default)]
 struct Side {
     active: bool,
@@ -179,7 +179,7 @@ struct World<'a> {
     sides: [Side; 2],
     setting: Setting,
     faults: usize,
-    /// What crosses the wire is not what was sent.
+    /// True if the bytes on the wire are not those that were sent.
     tampered: bool,
     restarted: bool,
     answers: u16,

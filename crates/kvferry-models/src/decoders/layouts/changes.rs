@@ -26,7 +26,7 @@ pub(super) fn changed(pair: &[Layout; 2], script: &mut Script<'_>) -> [Layout; 2
     sound
 }
 
-/// One number, how it changes, and at which ends.
+/// A change of one number, with the ends at which it applies.
 struct Change {
     ends: [bool; 2],
     layer: usize,
@@ -56,7 +56,7 @@ impl Change {
     }
 }
 
-/// What a layout is made of.
+/// The regions, groups and layers of a layout.
 struct Parts {
     regions: Vec<Region>,
     groups: Vec<Group>,

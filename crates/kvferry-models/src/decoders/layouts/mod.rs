@@ -50,7 +50,7 @@ pub fn maps(bytes: &[u8]) {
     pair(&producer, &consumer, &mut script);
 }
 
-/// What two layouts allow works.
+/// Checks routing and plans between two layouts.
 fn pair(producer: &Layout, consumer: &Layout, script: &mut Script<'_>) {
     routed(producer, consumer);
     let request = Request::read(producer, consumer, script);

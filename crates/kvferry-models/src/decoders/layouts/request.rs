@@ -1,4 +1,4 @@
-//! What is asked for, read from bytes.
+//! A consumer's request, read from bytes.
 
 use kvferry_proto::fuzzing::Script;
 use kvferry_proto::layout::{Group, Kind, Layout, NO_BLOCK};
@@ -14,14 +14,14 @@ const EDITS_MAX: usize = 16;
 /// Tokens asked for by a script that does not say.
 const TOKENS: u64 = 64;
 
-/// What a consumer asks for.
+/// A consumer's request: tokens and block tables.
 pub(super) struct Request {
     pub(super) tokens: Range<u64>,
-    /// Where the tokens are cut to be sent in two parts.
+    /// Token at which the request is cut into two parts.
     pub(super) cut: u64,
-    /// Where the layers are.
+    /// Layer at which the layers are cut into two parts.
     pub(super) layer_cut: usize,
-    /// Per group.
+    /// Block tables of the producer, per group.
     pub(super) producer: Vec<Listed>,
     pub(super) consumer: Vec<Listed>,
 }

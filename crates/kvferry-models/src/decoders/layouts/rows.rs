@@ -1,4 +1,4 @@
-//! Where each row belongs, found the slow way.
+//! Place of each row, found one row at a time: the oracle for plans.
 
 use super::request::Request;
 use crate::decoders::{greatest_common_divisor, least_common_multiple};
@@ -22,7 +22,7 @@ impl Moves {
         self.0.entry((from.0, to.0, apart)).or_default().push((to.1, to.1 + len));
     }
 
-    /// As few ranges as these are.
+    /// Merges ranges that touch or overlap.
     pub(super) fn merged(mut self) -> Self {
         for ranges in self.0.values_mut() {
             ranges.sort_unstable();
@@ -119,7 +119,7 @@ impl<'a> Side<'a> {
 
 /// A row of a consumer's block.
 pub(super) struct Row {
-    /// Which of the request's blocks.
+    /// Index of the block among the request's blocks.
     block: u64,
     /// The block's id, and which of its rows.
     to: (u32, u64),
@@ -127,7 +127,7 @@ pub(super) struct Row {
     from: Option<(u32, u64)>,
     /// Whether the row is asked for, and not only not to be left alone.
     pub(super) wanted: bool,
-    /// After the last of its tokens that are asked for.
+    /// End of the row's tokens that are asked for.
     after: u64,
 }
 
@@ -135,7 +135,7 @@ pub(super) struct Row {
 pub(super) struct Common<'a> {
     from: Side<'a>,
     to: Side<'a>,
-    /// Of the consumer.
+    /// Layer of the consumer.
     layer: &'a Layer,
     heads: Range<u32>,
 }
@@ -215,7 +215,7 @@ impl<'a> Common<'a> {
         Some(Row { block, to: (id, row), from, wanted: first < end, after: after.min(end) })
     }
 
-    /// Where each head of a row is and belongs.
+    /// Source and destination of each head of a row.
     pub(super) fn places(&self, row: &Row) -> impl Iterator<Item = (Place, Place)> {
         let (to_id, to_row) = row.to;
         let from = row.from.into_iter();
@@ -226,8 +226,8 @@ impl<'a> Common<'a> {
         })
     }
 
-    /// That blocks of these rows, which a plan sends, are each written once, and what is missing is
-    /// not looked at and said to be.
+    /// Asserts that each block of these rows is written once, and that missing rows are skipped and
+    /// their blocks reported as unfilled.
     pub(super) fn check(&self, rows: &[Row], request: &Request, unfilled: &[Unfilled]) {
         let wanted = || rows.iter().filter(|row| row.wanted);
         let mut blocks: Vec<(u32, u64)> = wanted().map(|row| (row.to.0, row.block)).collect();

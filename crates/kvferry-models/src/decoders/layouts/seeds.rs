@@ -137,7 +137,7 @@ fn hybrid(packing: Packing, block_tokens: u32) -> Vec<Part> {
     vec![full, window, chunk, state]
 }
 
-/// With the tokens dealt out over `size` ranks.
+/// Distributes the tokens of `part` over `size` ranks.
 fn spread(part: Part, rank: u32, size: u32, interleave: u32) -> Part {
     Part { context: ContextShard { rank, size, interleave }, ..part }
 }
