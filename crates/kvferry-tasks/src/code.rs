@@ -1,10 +1,10 @@
-//! How tasks end.
+//! Outcomes of tasks.
 
-/// How a task ended.
+/// Result of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Code {
-    /// All bytes are in place.
+    /// Every byte is in place.
     Done,
     /// The task was cancelled, or taken from the receiver before a sender came.
     Cancelled,
@@ -63,9 +63,9 @@ impl Code {
 /// The end of a task, or why a call is refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// What happened.
+    /// Result code.
     pub code: Code,
-    /// One line for people; empty for [`Code::Done`].
+    /// Explanation in one line, for people; empty for [`Code::Done`].
     pub text: String,
 }
 

@@ -1,19 +1,19 @@
-//! What sender and receiver say to each other.
+//! Messages between sender and receiver.
 
 use crate::blocks::Offered;
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
 
-/// One message. `id` is the sender's number of the send, unique in the life of its process.
+/// A message. `id` is the sender's number of the send, unique in the sender's incarnation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Message {
     /// Sender: blocks to be read under a key.
     Offer {
         /// The number of the send.
         id: u64,
-        /// Where the two sides meet.
+        /// Key under which the two sides meet.
         key: String,
-        /// How long the offer is valid, in milliseconds.
+        /// Time for which the offer is valid, in milliseconds.
         budget_ms: u64,
         /// Descriptions of the sender's regions; not interpreted here.
         regions: Vec<ByteBuf>,
@@ -26,7 +26,7 @@ pub enum Message {
         id: u64,
         /// [`crate::Code::to_wire`].
         code: u16,
-        /// Why.
+        /// Explanation, for people.
         text: String,
     },
     /// Receiver: all is read; was the offer valid until now?
@@ -47,7 +47,7 @@ pub enum Message {
         id: u64,
         /// [`crate::Code::to_wire`].
         code: u16,
-        /// Why.
+        /// Explanation, for people.
         text: String,
     },
 }

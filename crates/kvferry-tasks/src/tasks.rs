@@ -17,7 +17,7 @@ const COUNT_MAX: usize = 65_536;
 const PARKED_BYTES_MAX: usize = 256 * 1024 * 1024;
 /// What an offer counts at least, so that there are no more than [`COUNT_MAX`].
 const PARKED_MIN: usize = PARKED_BYTES_MAX / COUNT_MAX;
-/// How long an offer may wait for a task, whatever its sender says.
+/// Longest time that an offer waits for a task. The sender's budget can only shorten it.
 const PARKED_TIME_MAX: Duration = Duration::from_secs(3600);
 /// Bytes of a key, at most.
 const KEY_MAX: usize = 1024;
@@ -30,11 +30,12 @@ pub struct SendId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RecvId(pub u64);
 
-/// A connection to one life of a peer. The driver numbers them and never uses a number again.
+/// A connection to one incarnation of a peer. The driver numbers them and never uses a number
+/// again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Conn(pub u64);
 
-/// What the driver does next.
+/// An action for the driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Connect, then call [`Tasks::opened`].
@@ -68,7 +69,7 @@ pub enum Action {
         from: Conn,
         /// The sender's regions.
         regions: Vec<ByteBuf>,
-        /// What goes where.
+        /// Ranges to read, each with its place in the task's memory.
         copies: Vec<Copy>,
         /// The time that is left.
         budget: Duration,
@@ -82,19 +83,19 @@ pub enum Action {
     SendEnded {
         /// The send.
         id: SendId,
-        /// How.
+        /// Outcome of the send.
         outcome: Outcome,
     },
     /// A receive task has ended: nothing writes to its memory any more.
     RecvEnded {
         /// The task.
         id: RecvId,
-        /// How.
+        /// Outcome of the task.
         outcome: Outcome,
     },
 }
 
-/// How much there is of what a process must not collect.
+/// Counts of what a process must not accumulate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Gauges {
     /// Sends that have not ended.
@@ -133,7 +134,7 @@ pub struct Tasks {
     /// Keys that the receiver gave up, and until when offers for them are refused.
     taken: HashMap<String, Timestamp>,
     timers: BTreeSet<(Timestamp, Timer)>,
-    /// What each connection is needed for, counted.
+    /// Number of users of each connection.
     users: HashMap<Conn, usize>,
     actions: VecDeque<Action>,
 }
@@ -167,7 +168,7 @@ impl Tasks {
         self.actions.pop_front()
     }
 
-    /// When [`Tasks::expire`] is due.
+    /// Time when [`Tasks::expire`] is due.
     pub fn next_timeout(&self) -> Option<Timestamp> {
         self.timers.first().map(|(when, _)| *when)
     }

@@ -1,4 +1,4 @@
-//! Both sides in one thread, without time or memory.
+//! Sender and receiver in one thread, without a clock or memory to transfer.
 
 use crate::*;
 use kvferry_proto::{Origin, Timestamp, pack};

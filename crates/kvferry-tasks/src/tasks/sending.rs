@@ -13,7 +13,7 @@ use std::time::Duration;
 pub(super) struct Send {
     key: String,
     until: Timestamp,
-    /// `None` while the connection is being opened.
+    /// Connection to the receiver; `None` while it is being opened.
     conn: Option<Conn>,
     /// Empty once the offer was sent.
     regions: Vec<ByteBuf>,

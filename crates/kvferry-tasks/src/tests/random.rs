@@ -18,7 +18,7 @@ impl Random {
     }
 }
 
-/// One process: its tasks, and what its driver knows.
+/// A process: its tasks, and the state of its driver.
 #[derive(Default)]
 struct Process {
     tasks: Tasks,
