@@ -58,7 +58,7 @@ impl Group {
 pub(crate) struct Tables {
     /// Per group, one entry per `block_tokens` positions.
     pub(crate) blocks: Vec<Vec<BlockId>>,
-    /// How many of them were offered to the prefix cache, per group.
+    /// Number of blocks that were offered to the prefix cache, per group.
     offered: Vec<usize>,
     /// Whether the last blocks of groups that have scratch blocks are these.
     has_scratch: bool,

@@ -5,7 +5,7 @@ use kvferry_proto::layout::Packing;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// How one KV group is cached.
+/// Cache settings of a KV group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupCache {
     /// Tokens per block; for a state, tokens between checkpoints.
@@ -27,17 +27,17 @@ impl GroupCache {
     }
 }
 
-/// How groups share storages. Exhaustive on purpose.
+/// Assignment of storages to groups. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Storage {
-    /// Every plane of every group has its own, and every group its own block ids.
+    /// Every plane of every group has a storage of its own, and every group its own block ids.
     Separate,
     /// All groups share one storage per plane and one pool of block ids, as in vLLM's hybrid models: the
     /// same storage has different block lengths in different groups.
     Shared,
 }
 
-/// What to do with a request whose load failed. Exhaustive on purpose.
+/// Treatment of a request whose load failed. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LoadFailurePolicy {
     /// End it with [`crate::FinishReason::Error`].
@@ -46,13 +46,13 @@ pub enum LoadFailurePolicy {
     Recompute,
 }
 
-/// When a step computes its layers. Exhaustive on purpose.
+/// Time at which a step computes its layers. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Launch {
-    /// Between the hooks of each layer, as on a CPU.
+    /// Layers are computed between their hooks, as on a CPU.
     Eager,
-    /// After all calls of the step, as on a slow GPU: a layer's bytes are valid after its event, not
-    /// after its call.
+    /// All layers are computed after all calls of the step, as on a slow GPU: a layer's bytes are valid after its
+    /// event, not after its call.
     Deferred,
 }
 
@@ -111,7 +111,7 @@ impl EngineConfig {
         (0..self.pp).flat_map(|pp| (0..self.tp).map(move |tp| Rank { pp, tp })).collect()
     }
 
-    /// Which layers the ranks of a PP stage hold.
+    /// Indexes of the layers that the ranks of a PP stage hold.
     pub fn stage_layers(&self, pp: usize) -> std::ops::Range<usize> {
         let layers = self.model.layers.len();
         pp * layers / self.pp..(pp + 1) * layers / self.pp
@@ -202,12 +202,12 @@ fn divides(
     Err(ConfigError::Indivisible { what, small, whole, large })
 }
 
-/// One rank of an engine.
+/// A rank of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Rank {
-    /// Its PP stage.
+    /// PP stage of the rank.
     pub pp: usize,
-    /// Its place among the ranks that share the heads of that stage.
+    /// Index of the rank among those that share the heads of that stage.
     pub tp: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Where the blocks of one rank lie in its storages.
+//! Positions of one rank's blocks in its storages.
 
 use crate::config::{EngineConfig, Rank, Storage};
 use crate::memory::KvMemory;
@@ -27,7 +27,7 @@ impl BlockId {
         self.0 == 0
     }
 
-    /// As an index.
+    /// The id as an index.
     pub const fn index(self) -> usize {
         self.0 as usize
     }
@@ -54,11 +54,11 @@ impl Attention {
 /// One plane of one layer: a strided view of a storage. All strides in bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlaneView {
-    /// Its name, the same on all ranks.
+    /// Name of the plane, the same on all ranks.
     pub name: String,
-    /// Which storage of the rank.
+    /// Index of the storage among the rank's storages.
     pub storage: usize,
-    /// Where the view begins in it, in bytes.
+    /// Offset of the view in the storage, in bytes.
     pub base: usize,
     /// Heads that this rank holds.
     pub heads: usize,
@@ -68,16 +68,16 @@ pub struct PlaneView {
     pub bytes: usize,
     /// Kernel blocks per block: block `b` is kernel blocks `b * split` and following.
     pub split: usize,
-    /// From one kernel block to the next.
+    /// Distance from a kernel block to the next.
     pub block_stride: usize,
-    /// From one head to the next.
+    /// Distance from a head to the next.
     pub head_stride: usize,
-    /// From one token to the next.
+    /// Distance from a token to the next.
     pub token_stride: usize,
 }
 
 impl PlaneView {
-    /// Where the bytes of one head (counted on this rank) and token (counted in the block) begin.
+    /// Offset of the bytes of one head (counted on this rank) and token (counted in the block).
     pub const fn offset(&self, block: BlockId, head: usize, token: usize) -> usize {
         self.base
             + (block.index() * self.split + token / self.tokens) * self.block_stride
@@ -118,42 +118,42 @@ impl PlaneView {
     }
 }
 
-/// One layer of a rank.
+/// A layer of a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerView {
-    /// Its place in the model.
+    /// Index of the layer in the model.
     pub index: usize,
-    /// Its name, the same on all ranks.
+    /// Name of the layer, the same on all ranks.
     pub name: String,
-    /// Its group.
+    /// Index of the layer's group.
     pub group: usize,
-    /// Its planes, in the order of the group's.
+    /// Planes of the layer, in the order of the group's.
     pub planes: Vec<PlaneView>,
 }
 
-/// Which KV heads of the model a rank holds. Several ranks hold the same where heads are fewer.
+/// KV heads of the model that a rank holds. Several ranks hold the same where heads are fewer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HeadRange {
     /// Heads of the model.
     pub total: usize,
     /// The first that this rank holds.
     pub first: usize,
-    /// How many.
+    /// Number of heads that this rank holds.
     pub count: usize,
 }
 
 impl HeadRange {
-    /// Those of the `rank`th of `ranks`: either number divides the other.
+    /// Heads of the `rank`th of `ranks`: either number of heads and ranks divides the other.
     pub const fn new(total: usize, rank: usize, ranks: usize) -> Self {
         let count = if total > ranks { total / ranks } else { 1 };
         Self { total, first: rank * total / ranks, count }
     }
 }
 
-/// One group of a rank.
+/// A group of a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupView {
-    /// What its layers see.
+    /// Attention of the group's layers.
     pub attention: Attention,
     /// Tokens per block.
     pub block_tokens: usize,
@@ -364,10 +364,10 @@ impl RankLayout {
     }
 }
 
-/// One rank's caches: their layout and memory.
+/// Caches of a rank: their layout and memory.
 #[derive(Clone, Debug)]
 pub struct KvCaches {
-    /// Where they lie.
+    /// Layout of the caches in the storages.
     pub layout: RankLayout,
     /// The memory of each of the layout's storages.
     pub storages: Vec<Arc<dyn KvMemory>>,

@@ -15,7 +15,7 @@
 use crate::digest;
 use serde::{Deserialize, Serialize};
 
-/// Which earlier positions a layer attends to.
+/// The earlier positions that a layer attends to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Attention {
     /// Every position up to its own.
@@ -30,7 +30,7 @@ pub enum Attention {
 /// One kind of bytes that a layer keeps: packed keys and values, keys alone, scales, a state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlaneSpec {
-    /// Its name.
+    /// Name of the plane.
     pub name: String,
     /// Bytes per KV head and token; of [`Attention::State`], per KV head and block.
     pub bytes: usize,
@@ -39,11 +39,11 @@ pub struct PlaneSpec {
 /// The layers of one KV group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupSpec {
-    /// Which positions they attend to.
+    /// Positions that the layers attend to.
     pub attention: Attention,
     /// KV heads of the whole model. If there are fewer than TP ranks, several ranks hold the same head.
     pub heads: usize,
-    /// What they cache, at least one plane.
+    /// Planes that the layers cache, at least one.
     pub planes: Vec<PlaneSpec>,
 }
 

@@ -3,7 +3,7 @@
 use crate::digest;
 use crate::model::{Attention, ModelSpec};
 
-/// All that a model caches of one sequence.
+/// Cache of one sequence, without pages.
 #[derive(Debug)]
 struct Dense<'a> {
     model: &'a ModelSpec,

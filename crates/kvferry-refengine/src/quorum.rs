@@ -8,7 +8,7 @@ use crate::request::RequestId;
 use crate::scheduler::Scheduler;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-/// What one rank reports after a step.
+/// A rank's report after a step.
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     pub(crate) results: TransferResults,

@@ -11,7 +11,7 @@ use thiserror::Error;
 pub struct RequestId(Arc<str>);
 
 impl RequestId {
-    /// Its text.
+    /// The text of the id.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -52,7 +52,7 @@ pub struct Request {
     pub id: RequestId,
     /// The prompt, at least one token.
     pub prompt: Vec<u32>,
-    /// How many tokens to generate at most, at least 1.
+    /// Largest number of tokens to generate, at least 1.
     pub max_tokens: usize,
     /// A token to stop at.
     pub stop_token: Option<u32>,
@@ -74,16 +74,16 @@ impl Request {
     }
 }
 
-/// Why a request ended. Exhaustive on purpose.
+/// Reason for the end of a request. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FinishReason {
-    /// It generated [`Request::max_tokens`].
+    /// The request generated [`Request::max_tokens`] tokens.
     Length,
-    /// It generated its stop token.
+    /// The request generated its stop token.
     Stop,
-    /// It was aborted or rejected.
+    /// The request was aborted or rejected.
     Abort,
-    /// Its KV could not be loaded, under [`crate::LoadFailurePolicy::Fail`].
+    /// The request's KV could not be loaded, under [`crate::LoadFailurePolicy::Fail`].
     Error,
 }
 
@@ -94,11 +94,11 @@ pub enum RequestStatus {
     Waiting,
     /// A connector loads into its blocks.
     WaitingForRemoteKvs,
-    /// Each step computes some of its tokens.
+    /// Steps compute some of the request's tokens.
     Running,
-    /// It lost its blocks to other requests and waits.
+    /// The request lost its blocks to other requests and waits.
     Preempted,
-    /// It ended; a connector may still hold its blocks.
+    /// The request ended; a connector may still hold its blocks.
     Finished(FinishReason),
 }
 
@@ -108,20 +108,20 @@ pub enum RequestStatus {
 pub struct Output {
     pub id: RequestId,
     pub tokens: Vec<u32>,
-    /// How it ended, if it ended with these tokens.
+    /// Reason and parameters, if the request ended with these tokens.
     pub finished: Option<Finished>,
 }
 
-/// How a request ended.
+/// The end of a request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Finished {
-    /// Why it ended.
+    /// Reason for the end.
     pub reason: FinishReason,
     /// `kv_transfer_params` of the response: what the connector returned.
     pub params: Option<Params>,
 }
 
-/// Why a request was refused.
+/// Error for a request that is refused.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -129,13 +129,13 @@ pub enum SubmitError {
     /// A prompt needs a token.
     #[error("the prompt is empty")]
     EmptyPrompt,
-    /// It must ask for a token.
+    /// `max_tokens` is 0.
     #[error("max_tokens is 0")]
     NoTokens,
-    /// It would not fit even alone.
+    /// The request would exceed the limit of tokens even alone.
     #[error("{tokens} tokens exceed the limit of {most}")]
     TooLong { tokens: usize, most: usize },
-    /// It would not find enough blocks even alone.
+    /// The request would not find enough blocks even alone.
     #[error("it needs {blocks} blocks, the pool has {capacity}")]
     TooLarge { blocks: usize, capacity: usize },
     /// A token must be in the vocabulary.

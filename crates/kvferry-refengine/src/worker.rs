@@ -19,12 +19,12 @@ pub(crate) struct Sequence {
     pub(crate) tables: Vec<Vec<BlockId>>,
 }
 
-/// What the ranks need to compute.
+/// Model and caches of all ranks, as the computation needs them.
 #[derive(Debug)]
 pub(crate) struct Ranks {
     pub(crate) model: ModelSpec,
     pub(crate) tp: usize,
-    /// All TP ranks of the first stage before those of the next.
+    /// Caches of every rank: all TP ranks of the first stage before those of the next.
     pub(crate) caches: Vec<Arc<KvCaches>>,
     /// The stage of each layer, and its index there.
     pub(crate) places: Vec<(usize, usize)>,
@@ -126,17 +126,17 @@ impl fmt::Debug for LayerEvent {
 struct Pass {
     ranks: Arc<Ranks>,
     batch: Vec<Sequence>,
-    /// Of each token, per sequence.
+    /// Hidden state of each token, per sequence.
     hidden: Vec<Vec<u64>>,
     scratch: Scratch,
 }
 
 #[derive(Debug, Default)]
 struct Scratch {
-    /// Of each visible position, per head.
+    /// Digest of each visible position, per head.
     digests: Vec<Vec<u64>>,
     bytes: Vec<u8>,
-    /// Of each token, per sequence, summed over the ranks.
+    /// Contributions to each token, per sequence, summed over the ranks.
     sums: Vec<Vec<u64>>,
 }
 
@@ -173,7 +173,7 @@ impl Pass {
     }
 }
 
-/// One layer on one rank.
+/// A layer on a rank.
 struct RankLayer<'a> {
     ranks: &'a Ranks,
     caches: &'a KvCaches,

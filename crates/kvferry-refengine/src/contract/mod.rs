@@ -15,7 +15,7 @@ pub use violation::{Channel, Violation};
 use crate::block_pool::BlockHash;
 use crate::request::{Params, RequestId, RequestStatus};
 
-/// Both halves of a connector: see [`vllm::Connector`], [`trt::Connector`].
+/// The two halves of a connector: see [`vllm::Connector`], [`trt::Connector`].
 pub struct Connector<S: ?Sized, W: ?Sized> {
     /// The scheduler half.
     pub scheduler: Box<S>,
@@ -33,16 +33,16 @@ impl<S: ?Sized, W: ?Sized> std::fmt::Debug for Connector<S, W> {
 #[derive(Clone, Debug)]
 #[allow(missing_docs, reason = "the names say the rest")]
 pub struct RequestView<'a> {
-    /// Its id in vLLM.
+    /// Id of the request in vLLM.
     pub id: &'a RequestId,
-    /// Its id in TensorRT-LLM: a number that no other request of this engine ever has.
+    /// Id of the request in TensorRT-LLM: a number that no other request of this engine ever has.
     pub number: u64,
     pub prompt: &'a [u32],
-    /// Its prompt and the tokens generated so far.
+    /// Prompt and generated tokens so far.
     pub tokens: &'a [u32],
-    /// How many of `tokens` are in the cache.
+    /// Number of `tokens` that are in the cache.
     pub computed: usize,
-    /// How many tokens it generates at most.
+    /// Largest number of tokens that the request generates.
     pub max_tokens: usize,
     pub params: Option<&'a Params>,
     pub status: RequestStatus,

@@ -33,15 +33,15 @@ use thiserror::Error;
 /// `LlmRequestState`. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RequestState {
-    /// Its prompt is being computed, or waits for that.
+    /// The prompt is being computed, or waits for its computation.
     ContextInit,
-    /// It generates tokens.
+    /// The request generates tokens.
     GenerationInProgress,
-    /// Its KV is being loaded.
+    /// The request's KV is being loaded.
     DisaggGenerationTransInProgress,
-    /// It has ended, and its KV is being saved.
+    /// The request has ended, and its KV is being saved.
     DisaggContextTransInProgress,
-    /// It has ended.
+    /// The request has ended.
     GenerationComplete,
 }
 
@@ -66,10 +66,10 @@ pub(crate) fn page(block: BlockId) -> i32 {
     if block.is_null() { -1 } else { i32::try_from(block.0).expect("fewer than 2^31 blocks") }
 }
 
-/// What is new of a request in an iteration.
+/// News of a request in an iteration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RequestData {
-    /// Its number.
+    /// Number of the request.
     pub request_id: u64,
     /// Tokens since the last time; the first time, all.
     pub new_tokens: Vec<u32>,
@@ -95,7 +95,7 @@ pub struct SchedulerOutput {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{reason}")]
 pub struct WorkerFault {
-    /// Why it failed.
+    /// Reason for the failure.
     pub reason: String,
 }
 
@@ -112,7 +112,7 @@ pub trait SchedulerConnector: Send {
     /// The request has got pages: all of them per layer group.
     fn update_state_after_alloc(&mut self, request: &RequestView<'_>, block_ids: &[Vec<i32>]);
 
-    /// What the worker halves do in this iteration.
+    /// Returns the metadata of this iteration for the worker halves.
     fn build_connector_meta(&mut self, output: &SchedulerOutput) -> Vec<u8>;
 
     /// A request has ended. Returns whether its pages are being saved; they are kept until then.
@@ -131,7 +131,7 @@ pub trait WorkerConnector: Send {
         None
     }
 
-    /// This rank's pools, with their layout.
+    /// Receives this rank's pools, with their layout.
     fn register_kv_caches(&mut self, caches: &Arc<KvCaches>);
 
     /// The metadata of the iteration.
@@ -152,7 +152,7 @@ pub trait WorkerConnector: Send {
     /// The end of the forward pass: `register_forward_pass_callable`.
     fn forward_done(&mut self) {}
 
-    /// After it, pages of running requests may be overwritten.
+    /// Returns once pages of running requests may be overwritten.
     fn wait_for_save(&mut self) {}
 
     /// Takes the ids whose save or load has begun since the last call. Returns those, of all that were
@@ -167,5 +167,5 @@ pub trait WorkerConnector: Send {
     ) -> Result<(Vec<u64>, Vec<u64>), WorkerFault>;
 }
 
-/// Both halves.
+/// A connector for TensorRT-LLM's seam.
 pub type Connector = super::Connector<dyn SchedulerConnector, dyn WorkerConnector>;

@@ -6,7 +6,7 @@ use crate::request::RequestId;
 use std::fmt;
 use thiserror::Error;
 
-/// Where a rank reports the end of something. Exhaustive on purpose.
+/// List in which a rank reports the end of an operation. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Channel {
     /// `finished_sending`; TensorRT-LLM: `saved`.
@@ -47,7 +47,7 @@ pub enum Violation {
     /// The request still runs.
     #[error("rank {rank} reports as {channel} {id}, which has not finished")]
     NotFinished { rank: Rank, channel: Channel, id: RequestId },
-    /// It does not load, or no longer.
+    /// The request waits for no load, or its load has ended.
     #[error("rank {rank} reports as {channel} {id}, which waits for no load")]
     NotLoading { rank: Rank, channel: Channel, id: RequestId },
     /// A failed load must be reported as finished, too, or its blocks are never freed.

@@ -38,16 +38,16 @@ use crate::worker::LayerEvent;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// How much of a request a connector can load. Exhaustive on purpose.
+/// Tokens of a request that a connector can load. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Match {
     /// Not known yet: ask in a later step.
     Unknown,
     /// Tokens beyond the computed ones.
     Tokens {
-        /// How many.
+        /// Number of tokens.
         tokens: usize,
-        /// They are loaded while other requests compute. Must be false without tokens.
+        /// True if the tokens are loaded while other requests compute. Must be false without tokens.
         load_async: bool,
     },
 }
@@ -63,7 +63,7 @@ impl Match {
 pub struct NewRequestData {
     pub id: RequestId,
     pub prompt: Vec<u32>,
-    /// All its blocks, per group.
+    /// Ids of all blocks of the request, per group.
     pub block_ids: Vec<Vec<BlockId>>,
     /// Tokens in the cache before the step.
     pub num_computed_tokens: usize,
@@ -72,11 +72,11 @@ pub struct NewRequestData {
 /// A request that workers know already.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CachedRequestData {
-    /// Its id.
+    /// Id of the request.
     pub id: RequestId,
-    /// It was preempted: `block_ids` are all its blocks, not only new ones.
+    /// True if the request was preempted: `block_ids` are then all its blocks, not only new ones.
     pub resumed: bool,
-    /// Its new blocks, per group.
+    /// Ids of the request's new blocks, per group.
     pub block_ids: Vec<Vec<BlockId>>,
     /// Tokens in the cache before the step.
     pub num_computed_tokens: usize,
@@ -106,25 +106,25 @@ pub struct SchedulerOutput {
 /// Metadata from the scheduler half to the worker halves; opaque to the engine.
 pub type ConnectorMeta = Arc<[u8]>;
 
-/// What a rank reports after a step.
+/// A rank's report after a step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TransferResults {
     /// Requests whose blocks this rank no longer reads.
     pub finished_sending: Vec<RequestId>,
     /// Requests whose blocks this rank no longer writes.
     pub finished_recving: Vec<RequestId>,
-    /// Those of `finished_recving` that did not get all their bytes.
+    /// Requests of `finished_recving` that did not get all their bytes.
     pub failed_recving: Vec<RequestId>,
 }
 
-/// What all ranks reported, counted.
+/// Reports of all ranks, combined.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ConnectorOutput {
     /// Requests that all ranks have sent.
     pub finished_sending: Vec<RequestId>,
     /// Requests that all ranks have received.
     pub finished_recving: Vec<RequestId>,
-    /// Those of `finished_recving` that at least one rank failed to receive.
+    /// Requests of `finished_recving` that at least one rank failed to receive.
     pub failed_recving: Vec<RequestId>,
     /// Blocks that at least one rank failed to load.
     pub invalid_block_ids: Vec<BlockId>,
@@ -184,15 +184,15 @@ pub trait SchedulerConnector: Send {
         num_external_tokens: usize,
     );
 
-    /// What the worker halves do in this step. Resets what was gathered for it.
+    /// Returns the metadata of this step for the worker halves. Resets the state gathered for the step.
     fn build_connector_meta(&mut self, output: &SchedulerOutput) -> Vec<u8>;
 
-    /// What the workers reported; called unless that is empty.
+    /// Receives the reports of the workers. Not called if they are empty.
     fn update_connector_output(&mut self, _output: &ConnectorOutput) {}
 
-    /// A request has ended, with these blocks per group, without those that have left the windows: exactly once per request, even if it was never
-    /// scheduled or was rejected ([`crate::Engine::reject`]: the id is new then). Returns whether the
-    /// connector owns the blocks until the request is reported sent, and the response's parameters.
+    /// A request has ended, with these blocks per group, without those that have left the windows: exactly once per
+    /// request, even if it was never scheduled or was rejected ([`crate::Engine::reject`]: the id is new then). Returns
+    /// whether the connector owns the blocks until the request is reported sent, and the response's parameters.
     fn request_finished(
         &mut self,
         request: &RequestView<'_>,
@@ -231,7 +231,7 @@ pub trait WorkerConnector: Send {
         None
     }
 
-    /// This rank's caches; once, before everything else but `allocate_kv_memory`.
+    /// Receives this rank's caches. Called once, before everything else but `allocate_kv_memory`.
     fn register_kv_caches(&mut self, caches: &Arc<KvCaches>);
 
     /// What the scheduler half, or a peer, needs in order to reach this rank.
@@ -282,5 +282,5 @@ pub trait WorkerConnector: Send {
     fn shutdown(&mut self) {}
 }
 
-/// Both halves.
+/// A connector for vLLM's seam.
 pub type Connector = super::Connector<dyn SchedulerConnector, dyn WorkerConnector>;

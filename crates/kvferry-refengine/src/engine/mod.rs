@@ -44,7 +44,7 @@ pub enum EngineError {
     Worker {
         /// The worker half's rank.
         rank: Rank,
-        /// Why it failed.
+        /// Reason for the failure.
         fault: trt::WorkerFault,
     },
 }
@@ -136,7 +136,7 @@ impl Engine {
         })
     }
 
-    /// Its settings.
+    /// The engine's settings.
     pub fn config(&self) -> &EngineConfig {
         &self.config
     }
@@ -174,7 +174,7 @@ impl Engine {
         self.scheduler.tables(id)
     }
 
-    /// One rank's caches.
+    /// Caches of a rank.
     ///
     /// # Panics
     /// If there is no such rank.
@@ -199,12 +199,12 @@ impl Engine {
         self.on_layer = Some(Box::new(hook));
     }
 
-    /// All breaches of the contract so far.
+    /// Breaches of the contract so far.
     pub fn violations(&self) -> &[Violation] {
         &self.violations
     }
 
-    /// How often a request has lost its blocks to another.
+    /// Number of times that a request has lost its blocks to another.
     pub fn preemptions(&self) -> u64 {
         self.scheduler.preemptions
     }

@@ -10,7 +10,7 @@ use kvferry_blocks::{Event, RetentionConfig, Usage, Warning};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// With [`Engine::with_offload`]; other engines have no block manager.
+/// Methods of engines made by [`Engine::with_offload`]. Other engines have no block manager.
 impl Engine {
     /// An engine without a connector, whose blocks the block manager decides on.
     ///
@@ -57,12 +57,12 @@ impl Engine {
         std::iter::from_fn(|| managed.manager.poll_event()).collect()
     }
 
-    /// How the pools of a group are used.
+    /// Usage of a group's pools.
     pub fn block_usage(&self, group: u16) -> Option<Usage> {
         self.scheduler.managed.as_ref()?.manager.usage(group)
     }
 
-    /// What the copies were.
+    /// Counters of the copies.
     pub fn offload_stats(&self) -> kvferry_offload::Stats {
         self.scheduler.managed.as_ref().map(|it| it.driver.stats()).unwrap_or_default()
     }

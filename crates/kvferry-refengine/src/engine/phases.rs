@@ -1,4 +1,4 @@
-//! What each rank does in a step, phase by phase.
+//! The phases of a step, and the work of each rank in them.
 
 use crate::config::Launch;
 use crate::contract::vllm::ConnectorMeta;
@@ -73,7 +73,7 @@ fn layer_phases(ranks: &Ranks, launch: Launch, forward: Option<&Arc<Forward>>) -
     phases
 }
 
-/// What the phases of a step need.
+/// The input of a step's phases.
 pub(super) struct Step<'a> {
     pub(super) ranks: &'a Ranks,
     pub(super) forward: Option<&'a Arc<Forward>>,

@@ -86,7 +86,7 @@ impl Default for KvferryAdapterConfig {
     }
 }
 
-/// One engine's connector: makes the halves and gives access to them.
+/// The connector of one engine: makes the halves and gives access to them.
 #[derive(Clone, Debug)]
 pub struct KvferryAdapter {
     config: KvferryAdapterConfig,
@@ -130,7 +130,7 @@ impl KvferryAdapter {
         }
     }
 
-    /// Both halves for vLLM's seam; once.
+    /// Makes the halves for vLLM's seam. To be called once.
     pub fn vllm(&self) -> contract::vllm::Connector {
         let scheduler = self.scheduler.clone();
         let scheduler = vllm::Scheduler::new(scheduler, self.engine.ranks(), self.config.eager);
@@ -141,7 +141,7 @@ impl KvferryAdapter {
         }
     }
 
-    /// Both halves for TensorRT-LLM's seam; once.
+    /// Makes the halves for TensorRT-LLM's seam. To be called once.
     pub fn trt(&self) -> contract::trt::Connector {
         let exchange = trt::Exchange::new(self.workers.len(), self.scheduler.clone());
         let scheduler = trt::Scheduler::new(self.scheduler.clone(), self.config.eager);
@@ -219,17 +219,17 @@ impl KvferryAdapter {
     }
 }
 
-/// What the worker halves of both seams share.
+/// The part of a worker half that is common to vLLM's and TensorRT-LLM's seams.
 struct RankHalf {
     agent: Agent,
     config: WorkerConfig,
     layer_events: bool,
-    /// One per storage of the rank.
+    /// Regions of the rank, one per storage.
     regions: Vec<Region>,
     worker: Arc<OnceLock<Worker>>,
     /// The rank's layers, numbered over the model.
     layers: Vec<usize>,
-    /// Of the last layer of this step.
+    /// Event of the last layer of this step.
     last: Option<LayerEvent>,
 }
 
@@ -294,7 +294,7 @@ fn request<'a>(id: &'a str, view: &RequestView<'a>) -> kvferry_connector::Reques
     kvferry_connector::Request { id, prompt_tokens, max_tokens, params: view.params, prompt }
 }
 
-/// How a request has ended.
+/// Reason for the end of a request, in the connector's terms.
 fn finish(view: &RequestView<'_>) -> kvferry_connector::FinishReason {
     match view.status {
         RequestStatus::Finished(FinishReason::Length) => kvferry_connector::FinishReason::Length,

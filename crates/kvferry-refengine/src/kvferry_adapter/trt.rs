@@ -23,7 +23,7 @@ struct Gathered {
     ranks: usize,
     /// The metadata of each rank that has started.
     metadata: Vec<(usize, Vec<u8>)>,
-    /// By request: how many ranks have reported it.
+    /// Number of ranks that have reported a request as sent, by request.
     sent: FxHashMap<String, usize>,
     received: FxHashMap<String, usize>,
 }

@@ -1,4 +1,4 @@
-//! What the scheduler keeps of the block manager.
+//! The scheduler's state for the block manager.
 
 use super::{Clock, Offload, OffloadError};
 use crate::block_pool::BlockHash;
@@ -13,13 +13,13 @@ use rustc_hash::FxHashMap;
 /// Warnings that are kept until the engine's caller takes them.
 const WARNINGS_MAX: usize = 1024;
 
-/// What a request has of the block manager.
+/// The state of a request in the block manager.
 #[derive(Debug)]
 pub(crate) struct Held {
     pub(crate) sequence: SequenceId,
     /// Whether its blocks may be used.
     pub(crate) is_ready: bool,
-    /// For which it has blocks.
+    /// Number of tokens for which the request has blocks.
     pub(crate) tokens: usize,
     /// Blocks that other requests may reuse.
     pub(crate) stored: usize,
@@ -37,7 +37,7 @@ pub(crate) struct Managed {
     /// Blocks that requests begin to use without content.
     pub(crate) void: Vec<(usize, BlockId)>,
     pub(crate) warnings: Vec<(RequestId, Warning)>,
-    /// Of what the KV depends on besides the tokens.
+    /// Fingerprint of the model and layout, mixed into the keys of blocks.
     mask: [u64; 2],
     primary_blocks: Vec<u32>,
 }

@@ -33,7 +33,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 use thiserror::Error;
 
-/// How an engine offloads.
+/// Settings for an engine that offloads.
 #[derive(Clone, Debug)]
 pub struct Offload {
     pub(crate) agent: Agent,
@@ -53,13 +53,13 @@ impl Offload {
         }
     }
 
-    /// How the driver is started.
+    /// Sets the options of the driver.
     #[must_use]
     pub fn options(self, options: Options) -> Self {
         Self { options, ..self }
     }
 
-    /// Retentions end by this clock.
+    /// Sets the clock by which retentions end.
     #[must_use]
     pub fn clock(self, clock: Clock) -> Self {
         Self { clock, ..self }
@@ -103,10 +103,10 @@ pub enum OffloadError {
     /// The engine's settings.
     #[error(transparent)]
     Config(#[from] crate::ConfigError),
-    /// What the block manager has no blocks for.
+    /// The engine's settings need something that the block manager does not support.
     #[error("the block manager does not support {what}")]
     Unsupported {
-        /// What the engine has.
+        /// The unsupported setting.
         what: &'static str,
     },
     /// The block manager.

@@ -12,14 +12,14 @@ use std::sync::Arc;
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct EnginePages {
-    /// Of each rank.
+    /// Caches of each rank.
     pub caches: Vec<Arc<KvCaches>>,
     /// Page `n` is the engine's block `n + 1`: its block 0 stands for none.
     pub pages: Pages,
 }
 
 impl EnginePages {
-    /// Allocates them.
+    /// Allocates the caches.
     ///
     /// # Errors
     /// There is not enough memory.

@@ -44,9 +44,9 @@ pub(super) struct Entry {
     pub(super) carried: Option<(usize, Vec<usize>)>,
     /// Tokens that the connector loads or has loaded for its admission.
     pub(super) external: usize,
-    /// For the block manager.
+    /// Retention of the request's blocks, for the block manager.
     pub(super) retention: RetentionConfig,
-    /// What it has of the block manager.
+    /// Blocks that the request holds in the block manager.
     pub(super) held: Option<Held>,
 }
 

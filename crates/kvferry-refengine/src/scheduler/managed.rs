@@ -15,7 +15,7 @@ use kvferry_blocks::{Action, Error, Request, SequenceId};
 const TAKEN_MAX: usize = 64;
 
 impl Entry {
-    /// It has got blocks that a copy still reads.
+    /// True if the request has blocks that a copy still reads.
     pub(super) fn waits_for_pages(&self) -> bool {
         self.held.as_ref().is_some_and(|held| !held.is_ready)
     }

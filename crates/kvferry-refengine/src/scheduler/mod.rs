@@ -240,7 +240,7 @@ impl Scheduler {
         self.requests.values().map(|entry| entry.id.clone()).collect()
     }
 
-    /// How many requests keep blocks after their end.
+    /// Number of requests that keep blocks after their end.
     pub(crate) fn held(&self) -> usize {
         self.requests.values().filter(|it| it.sending || it.receiving).count()
     }

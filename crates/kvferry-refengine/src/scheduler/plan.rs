@@ -18,7 +18,7 @@ pub(super) struct Item {
     pub(super) new_blocks: Vec<Vec<BlockId>>,
 }
 
-/// What one step computes and loads.
+/// The computations and loads of one step.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
     pub(super) items: Vec<Item>,

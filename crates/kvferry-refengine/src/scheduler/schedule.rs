@@ -10,13 +10,13 @@ use crate::contract::vllm::Match;
 use crate::layout::BlockId;
 use crate::request::RequestStatus;
 
-/// Whether a running request has the blocks for its next tokens.
+/// Result of getting blocks for a running request's next tokens.
 pub(super) enum Growth {
-    /// With those that are new, per group.
+    /// The request has the blocks. Lists the new ones, per group; nothing under the block manager.
     Now(Vec<Vec<BlockId>>),
-    /// When copies have ended.
+    /// The request has the blocks once copies have ended.
     Later,
-    /// When another request has lost its blocks.
+    /// The request has the blocks once another request has lost its own.
     NoRoom,
 }
 
@@ -25,7 +25,7 @@ pub(super) enum Admitted {
     NotYet,
     /// Not enough blocks.
     NoRoom,
-    /// It has blocks and waits for its load.
+    /// The request has blocks and waits for its load.
     Loading,
     Running(Item),
 }
