@@ -29,7 +29,7 @@ pub struct AgentFabric {
     pub io_threads: Option<usize>,
     /// The secret of both agents.
     pub secret: Option<&'static str>,
-    /// How much work the scenarios do.
+    /// Amount of work that the scenarios do.
     pub effort: Effort,
 }
 

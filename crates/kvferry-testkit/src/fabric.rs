@@ -20,7 +20,7 @@ pub trait Fabric: Send + Sync {
     /// If the endpoints can't be made.
     fn pair(&self) -> Result<Pair, Failure>;
 
-    /// How much work the scenarios should do.
+    /// Amount of work that the scenarios should do.
     fn effort(&self) -> Effort {
         Effort::Full
     }
@@ -43,7 +43,7 @@ pub trait Fabric: Send + Sync {
     }
 }
 
-/// How much work the scenarios do. Each proves its promise with either.
+/// Amount of work that the scenarios do. Either amount proves each promise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effort {
     /// 70 000 descriptors, more than 64 MiB, many rounds.
@@ -130,14 +130,14 @@ pub trait Handle: Send + Sync {
 /// The direction of a transfer, seen from its initiator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// From the initiator's regions to the other side's.
+    /// Copies from the initiator's regions to the other side's.
     Write,
-    /// From the other side's regions to the initiator's.
+    /// Copies from the other side's regions to the initiator's.
     Read,
 }
 
 impl Way {
-    /// Both directions.
+    /// The two directions.
     pub const ALL: [Self; 2] = [Self::Write, Self::Read];
 }
 
@@ -155,11 +155,11 @@ impl fmt::Display for Way {
 pub struct Region {
     /// The memory that contains the region.
     pub memory: Memory,
-    /// Its first byte in the memory.
+    /// Offset of the region in the memory, in bytes.
     pub offset: usize,
     /// Bytes in the region.
     pub len: usize,
-    /// What the peer may do.
+    /// Access that the peer has.
     pub access: Access,
     /// The transport's own handle.
     pub inner: Arc<dyn Any + Send + Sync>,
@@ -178,18 +178,18 @@ impl fmt::Debug for Region {
     }
 }
 
-/// How a move names its remote bytes.
+/// Form in which a move names its remote bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Aim {
-    /// By the region as its owner described it: the initiator can check bounds and access.
+    /// Names the region as its owner described it: the initiator can check bounds and access.
     Honest,
-    /// By a description with forged bounds and access: only the target can check them.
+    /// Uses a description with forged bounds and access: only the target can check them.
     Forged,
-    /// By an address in the target's process: only the target can check it. Host memory only.
+    /// Uses an address in the target's process: only the target can check it. Host memory only.
     Address,
 }
 
-/// One descriptor.
+/// A descriptor.
 #[derive(Clone, Debug)]
 pub struct Move {
     /// The region of the initiator.
@@ -202,7 +202,7 @@ pub struct Move {
     pub remote_offset: u64,
     /// Bytes to move.
     pub len: u64,
-    /// How the remote bytes are named.
+    /// Form in which the remote bytes are named.
     pub aim: Aim,
 }
 
@@ -244,7 +244,7 @@ impl Move {
     }
 }
 
-/// What a finished transfer moved.
+/// Bytes and descriptors that a finished transfer moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TransferStats {
     /// Payload bytes.
@@ -253,10 +253,10 @@ pub struct TransferStats {
     pub descriptors: usize,
 }
 
-/// How a transfer ended.
+/// Outcome of a transfer.
 pub type Outcome = Result<TransferStats, Failure>;
 
-/// Why a transfer failed, with kinds that all transports share.
+/// Reason for a failed transfer, with kinds that all transports share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     /// The kind in snake case, as `kvferry::ErrorKind::as_str` gives it.

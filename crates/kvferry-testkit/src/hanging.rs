@@ -20,7 +20,7 @@ use std::time::Duration;
 
 /// Bytes of the longest write.
 const WRITE_MAX: usize = 256 << 10;
-/// How often the thread looks whether the device answers again.
+/// Interval at which the thread checks whether the device answers again.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 const ROOT: u64 = 1;
 const READ: u32 = 15;
@@ -101,13 +101,13 @@ impl HangingDisk {
         Ok(disk)
     }
 
-    /// From now on no operation is begun, until [`HangingDisk::release`].
+    /// Begins no operation until [`HangingDisk::release`].
     pub fn hold(&self) {
         self.shared.is_asked.store(false, SeqCst);
         self.shared.is_held.store(true, SeqCst);
     }
 
-    /// As [`HangingDisk::hold`], once a file is to be renamed after `renames` others were. That operation is lost.
+    /// Like [`HangingDisk::hold`], once a file is to be renamed after `renames` others were. That operation is lost.
     pub fn hold_at_rename(&self, renames: usize) {
         self.shared.renames.store(renames, SeqCst);
     }
@@ -118,7 +118,7 @@ impl HangingDisk {
         self.shared.to_lose.store(count, SeqCst);
     }
 
-    /// As [`HangingDisk::lose_reads`], of writes past the page cache. They are carried out when they are answered.
+    /// Like [`HangingDisk::lose_reads`], for writes past the page cache. They are carried out when they are answered.
     pub fn lose_direct_writes(&self, count: usize) {
         self.shared.writes_to_lose.store(count, SeqCst);
     }
@@ -452,7 +452,7 @@ impl Server {
         self.shared.renames.fetch_update(SeqCst, SeqCst, next) == Ok(0)
     }
 
-    /// How many operations of a kind are to be lost.
+    /// Number of operations of a kind to lose.
     fn to_lose(&self, opcode: u32) -> usize {
         match opcode {
             READ => self.shared.to_lose.load(SeqCst),

@@ -110,7 +110,7 @@ impl Memory {
         self.0.expected.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the memory holds now at `offset`.
+    /// Reads `len` bytes of the memory at `offset`.
     pub fn load(&self, offset: usize, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.span(offset, len).copy_to(&mut bytes);

@@ -25,7 +25,7 @@ use fastrand::Rng;
 const FRAME: usize = 66 * 1024;
 /// Frames that wait in one direction; more are lost, as in a router.
 const QUEUE: usize = 8192;
-/// How often the threads check whether they must end.
+/// Interval at which the threads check whether they must end.
 const CHECK_EVERY: Duration = Duration::from_millis(50);
 
 /// Delay, jitter and loss of both directions, which may change at any time, and counters of frames.
@@ -159,10 +159,10 @@ fn port(interface: &str) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// A frame that is on its way: when it arrives, and the how manyth it is.
+/// A frame in flight: its arrival time, its number and its bytes.
 type Held = Reverse<(Instant, u64, Vec<u8>)>;
 
-/// One direction.
+/// A direction of the network.
 struct Direction {
     from: Arc<OwnedFd>,
     to: Arc<OwnedFd>,

@@ -69,11 +69,11 @@ pub struct Refusal {
     pub kind: String,
     /// The error as it is displayed.
     pub text: String,
-    /// As `kvferry::Error::quiesced`.
+    /// Value of `kvferry::Error::quiesced`.
     pub quiesced: Option<bool>,
 }
 
-/// What a process uses of the machine.
+/// Resources that a process uses.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Resources {
     /// Resident memory in bytes.
@@ -95,7 +95,7 @@ pub fn memory_of(pid: u32, addr: u64, len: usize) -> Vec<u8> {
 }
 
 impl Resources {
-    /// What a process uses now.
+    /// Measures the resources that a process uses.
     pub fn of(pid: u32) -> Self {
         let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}"));
         let status = read("status").expect("the process exists");
@@ -285,17 +285,17 @@ impl Child {
         serde_json::from_value(report["errors"].clone()).expect("texts")
     }
 
-    /// What the child's memory holds. Works while the child is stopped.
+    /// Reads the child's memory. Works while the child is stopped.
     pub fn memory(&self, region: &ChildRegion) -> Vec<u8> {
         memory_of(self.pid(), region.addr, region.len)
     }
 
-    /// What the child uses now.
+    /// Measures the resources that the child uses.
     pub fn resources(&self) -> Resources {
         Resources::of(self.pid())
     }
 
-    /// What the child wrote to stderr so far.
+    /// Returns the child's output to stderr so far.
     pub fn stderr(&self) -> String {
         self.stderr.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -362,7 +362,7 @@ impl Drop for Child {
 pub struct ChildRegion {
     /// Names the region in commands.
     pub id: u64,
-    /// Its address in the child.
+    /// Address of the region in the child.
     pub addr: u64,
     /// Bytes.
     pub len: usize,

@@ -25,9 +25,9 @@ const PIECE_BYTES: usize = 96 * 1024;
 /// The direction of a copy, seen from the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// From the device to host memory.
+    /// Copies from the device to host memory.
     Out,
-    /// From host memory to the device.
+    /// Copies from host memory to the device.
     In,
 }
 

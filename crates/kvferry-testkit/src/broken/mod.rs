@@ -168,17 +168,17 @@ pub struct InMemory {
 }
 
 impl InMemory {
-    /// Without a fault.
+    /// A fabric without a fault.
     pub const fn correct() -> Self {
         Self { fault: None, effort: Effort::Full, patience: Duration::from_secs(20) }
     }
 
-    /// Without a fault; asks the suite for less work.
+    /// A fabric without a fault that asks the suite for less work.
     pub const fn brief() -> Self {
         Self { fault: None, effort: Effort::Brief, patience: Duration::from_secs(60) }
     }
 
-    /// With one fault; asks the suite for less work and a patience of 2.5 s.
+    /// A fabric with one fault. Asks the suite for less work and a patience of 2.5 s.
     pub const fn broken(fault: Fault) -> Self {
         Self { fault: Some(fault), effort: Effort::Brief, patience: Duration::from_millis(2500) }
     }

@@ -138,7 +138,7 @@ struct Resolved {
 }
 
 impl Resolved {
-    /// Where the bytes come from, and where they go.
+    /// Source and destination of the bytes.
     fn ends(&self, way: Way) -> [(&Arc<Registered>, u64); 2] {
         let (local, remote) = ((&self.local, self.local_at), (&self.remote, self.remote_at));
         match way {

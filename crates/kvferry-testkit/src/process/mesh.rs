@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 /// An agent of the mesh.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Member {
-    /// Its index among the members.
+    /// Index of the agent among the members.
     pub index: usize,
-    /// Where it listens.
+    /// Address where the agent listens.
     pub address: String,
     /// The description of its region: one slot per member, written by that member only.
     pub remote: Vec<u8>,
@@ -32,7 +32,7 @@ pub struct Member {
 pub struct Plan {
     /// The index of the agent that receives this plan.
     pub me: usize,
-    /// All members, this agent included.
+    /// The members of the mesh, this agent included.
     pub members: Vec<Member>,
     /// Bytes that one transfer writes to another member.
     pub slot: usize,
@@ -52,7 +52,7 @@ pub struct Fault {
     pub member: usize,
     /// The incarnation of the member that the transfer was for.
     pub life: String,
-    /// When the outcome was known, in nanoseconds of `CLOCK_BOOTTIME`.
+    /// Time when the outcome was known, in nanoseconds of `CLOCK_BOOTTIME`.
     pub at_ns: u64,
     /// The error's kind and text.
     pub error: String,
@@ -61,10 +61,10 @@ pub struct Fault {
     pub session: Option<String>,
 }
 
-/// What happened since the mesh started.
+/// Counters and faults since the mesh started.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Report {
-    /// When the report was made, in nanoseconds of `CLOCK_BOOTTIME`.
+    /// Time of the report, in nanoseconds of `CLOCK_BOOTTIME`.
     pub at_ns: u64,
     /// Bytes moved with each member, in both directions.
     pub bytes: Vec<u64>,
@@ -79,7 +79,7 @@ pub struct Report {
 enum Event {
     /// A transfer with that member may have ended.
     Woken(usize),
-    /// That member has started or restarted.
+    /// A member has started or restarted.
     Joined(Member),
     Stop,
 }
@@ -122,7 +122,7 @@ impl Wake for Ended {
     }
 }
 
-/// This agent's work with another member.
+/// State of this agent's transfers with another member.
 struct Pairing {
     peer: Peer,
     remote: RemoteRegion,
@@ -132,7 +132,7 @@ struct Pairing {
     began: Instant,
     /// The incarnation of the peer that the running transfer is for.
     life: Incarnation,
-    /// What is written, and how often it was written.
+    /// Pattern that is being written; `writes` counts its writes.
     pattern: Pattern,
     writes: u32,
 }

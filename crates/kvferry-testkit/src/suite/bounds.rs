@@ -2,12 +2,12 @@
 
 use super::*;
 
-/// As long as a transport may be expected to pause that pauses after a refusal.
+/// Duration from which the write after a refusal counts as held up.
 const PENALTY: Duration = Duration::from_millis(900);
 
 const REFUSED: [&str; 3] = ["out_of_bounds", "not_registered", "invalid_argument"];
 
-/// How a move can name memory of a kind.
+/// Forms in which a move can name memory of a kind.
 fn aims(kind: MemoryKind) -> &'static [Aim] {
     match kind {
         MemoryKind::Host => &[Aim::Honest, Aim::Forged, Aim::Address],

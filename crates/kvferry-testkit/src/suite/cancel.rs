@@ -1,4 +1,4 @@
-//! After a cancel or a deadline, nothing of the transfer happens.
+//! Nothing of a transfer happens after its cancel or its deadline.
 
 use super::*;
 

@@ -3,7 +3,7 @@
 use super::*;
 use std::collections::BTreeMap;
 
-/// How long to wait for what must not come.
+/// Time to wait for a notification that must not come.
 const NOTHING_COMES: Duration = Duration::from_millis(40);
 
 fn number(note: &Notification) -> Result<usize> {
