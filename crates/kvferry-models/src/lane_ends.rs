@@ -1,5 +1,5 @@
-//! Both ends of a lane without faults, memories or a network between them: what measures the protocol's own
-//! work runs requests on it.
+//! The ends of a lane without faults, memories or a network between them. Measurements of the
+//! protocol's own work run requests on it.
 
 use crate::pair::guards;
 use kvferry_proto::lane::{Begin, Initiator, Next, Receive, Target};

@@ -138,12 +138,11 @@ impl Opener {
     }
 }
 
-/// How long a connection keeps its place for certain after the listener has read it and found
-/// nothing.
+/// Time for which a connection's place is certain after the listener has read it and found nothing.
 pub const SILENT_GRACE: Duration = Duration::from_millis(50);
 
-/// How long a connection keeps its place for certain if the listener has not read it yet, or if it
-/// has sent a well-formed first message: time for the rest of the handshake between continents.
+/// Time for which a connection's place is certain if the listener has not read it yet, or if it has sent a well-formed
+/// first message: enough for the rest of the handshake between continents.
 pub const SPOKEN_GRACE: Duration = Duration::from_millis(500);
 
 /// Connections that have not proved themselves yet: a cap, and a deadline for each.
@@ -156,7 +155,7 @@ pub const SPOKEN_GRACE: Duration = Duration::from_millis(500);
 pub struct Handshakes<K> {
     capacity: usize,
     deadline: Duration,
-    /// In the order in which they were admitted, which is the order in which they expire.
+    /// Connections in the order of their admission, which is the order in which they expire.
     pending: VecDeque<Pending<K>>,
 }
 
@@ -187,8 +186,7 @@ impl<K: PartialEq> Handshakes<K> {
         Self { capacity: capacity.max(1), deadline, pending: VecDeque::new() }
     }
 
-    /// When a connection can be admitted without evicting one whose place is certain; `None` if a
-    /// place is free.
+    /// Time when a connection can be admitted without evicting one whose place is certain; `None` if a place is free.
     pub fn room_at(&self) -> Option<Timestamp> {
         self.next_evicted().map(|at| self.pending[at].certain_until())
     }

@@ -30,8 +30,8 @@ pub const NONCE_LEN: usize = 32;
 /// Length of a MAC, in bytes.
 pub const MAC_LEN: usize = 32;
 
-/// Shorter secrets can be guessed by trying: the initiator of a handshake sends a MAC to whatever
-/// answers at the address that it dials.
+/// Minimum length of a secret, in bytes. Shorter secrets can be guessed by trial: the initiator of
+/// a handshake sends a MAC to any process that answers at the address that it dials.
 pub const SECRET_LEN_MIN: usize = 16;
 
 /// A secret shared by the agents that may talk to each other: one byte or more.
@@ -170,7 +170,8 @@ pub fn macs_equal(ours: &[u8; MAC_LEN], theirs: &[u8; MAC_LEN]) -> bool {
 static NO_SECRET: LazyLock<SessionKey> =
     LazyLock::new(|| SessionKey(blake3::derive_key("kvferry v1 no secret", &[])));
 
-/// What [`blake3::Hasher::new_derive_key`] makes of the transcripts' context, which is the same in each handshake.
+/// Result of [`blake3::Hasher::new_derive_key`] for the transcripts' context, which is the same in
+/// each handshake.
 static TRANSCRIPTS: LazyLock<hazmat::ContextKey> =
     LazyLock::new(|| hazmat::hash_derive_key_context("kvferry v1 handshake transcript"));
 
@@ -181,7 +182,8 @@ pub(crate) struct HandshakeKeys {
 }
 
 impl HandshakeKeys {
-    /// From the secret, if there is one, and the frames exactly as they crossed the wire.
+    /// Derives the keys from the secret, if there is one, and the frames exactly as they crossed
+    /// the wire.
     pub(crate) fn new(secret: Option<&Secret>, hello: &[u8], challenge: &[u8]) -> Self {
         let mut transcript = blake3::Hasher::new_from_context_key(&TRANSCRIPTS);
         for part in [hello, challenge] {

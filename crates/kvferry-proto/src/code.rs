@@ -6,7 +6,7 @@ use std::fmt;
 /// One entry per code: the number, which never changes, and the sentence fragment.
 macro_rules! codes {
     ($($(#[$doc:meta])* $number:literal => $code:ident, $text:literal;)*) => {
-        /// How a request, a stream or a session ended, as a number on the wire.
+        /// Result of a request, a stream or a session, as a number on the wire.
         ///
         /// The mapping to `u16` is total: a code of a later version is kept as [`WireCode::Other`] and
         /// survives a round trip. It is a bijection over the values that [`WireCode::from_u16`] returns;

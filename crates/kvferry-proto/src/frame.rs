@@ -120,7 +120,7 @@ impl FrameError {
     }
 }
 
-/// What a request asks for. Exhaustive on purpose: a target must serve all of them.
+/// Operation of a request. Exhaustive on purpose: a target must serve all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Op {

@@ -159,7 +159,7 @@ pub struct Held {
     pub context: ContextShard,
 }
 
-/// What the ranks of a topology hold, rank by rank and layer by layer.
+/// Lists the parts of layers that the ranks of a topology hold, rank by rank and layer by layer.
 pub fn held(topology: &Topology) -> impl Iterator<Item = Held> {
     topology.held()
 }

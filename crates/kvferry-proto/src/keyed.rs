@@ -34,7 +34,8 @@ impl Seal {
         Self { key, next: 0 }
     }
 
-    /// Puts the tag of the next frame into `frame[at..at + TAG_LEN]`, whatever is there.
+    /// Writes the tag of the next frame to `frame[at..at + TAG_LEN]`. The bytes there before have
+    /// no effect on it.
     pub(crate) fn seal(&mut self, frame: &mut [u8], at: usize) {
         let tag = self.tag(frame, at);
         frame[at..at + TAG_LEN].copy_from_slice(&tag);

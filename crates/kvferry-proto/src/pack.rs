@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde::de::{DeserializeOwned, Error, IgnoredAny};
 use std::io::ErrorKind;
 
-/// How deep the values of unknown fields may be nested; ours are five deep at most.
+/// Deepest nesting of the values of unknown fields; ours are five deep at most.
 pub(crate) const DEPTH_MAX: usize = 16;
 
 /// Encodes a value with named fields. Earlier versions ignore the fields that later ones add.

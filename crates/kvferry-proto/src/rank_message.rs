@@ -25,7 +25,8 @@ impl fmt::Debug for ReaderKey {
 /// it each session is another reader, which can't go on in the next session.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reader {
-    /// The same in each session with one life of the producer rank at one of its addresses.
+    /// Key of the reader, the same in all sessions with one incarnation of the producer rank at one
+    /// of its addresses.
     pub key: ReaderKey,
 }
 

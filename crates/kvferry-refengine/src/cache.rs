@@ -17,7 +17,8 @@ struct Group {
 }
 
 impl Group {
-    /// How many leading blocks are no longer read once `next` is the first position to compute.
+    /// Number of leading blocks that are not read any more once `next` is the first position to
+    /// compute.
     fn left_behind(&self, next: usize) -> usize {
         match self.attention {
             Attention::Full => 0,
@@ -56,7 +57,7 @@ impl Group {
 /// The blocks of one request.
 #[derive(Debug, Default)]
 pub(crate) struct Tables {
-    /// Per group, one entry per `block_tokens` positions.
+    /// Blocks of each group, one entry per `block_tokens` positions.
     pub(crate) blocks: Vec<Vec<BlockId>>,
     /// Number of blocks that were offered to the prefix cache, per group.
     offered: Vec<usize>,
@@ -317,8 +318,8 @@ impl CacheManager {
         tables.has_scratch = false;
     }
 
-    /// For the scarcest pool: blocks that a request of `total` tokens may need at once, and its
-    /// capacity.
+    /// Blocks that a request of `total` tokens may need at once in the scarcest pool, and the
+    /// pool's capacity.
     pub(crate) fn worst(&self, total: usize, chunk: usize) -> (usize, usize) {
         let demand = self.demand(total, chunk);
         let pools = self.pools();

@@ -14,9 +14,8 @@ pub struct GroupCache {
     pub kernel_split: usize,
     /// Blocks including the null block, at least 2.
     pub blocks: usize,
-    /// Of a state: blocks of a request behind the block of its state, as speculative decoding has them
-    /// in vLLM ("align" mode). When the state moves on, they follow it, and the entries between are
-    /// null.
+    /// For a state: number of blocks of a request behind the block of its state, as speculative decoding has them in
+    /// vLLM ("align" mode). When the state moves on, they follow it, and the entries between are null.
     pub scratch: usize,
 }
 

@@ -15,7 +15,7 @@ pub(crate) const fn pair(a: u64, b: u64) -> u64 {
     scramble(a.wrapping_mul(GOLDEN) ^ scramble(b.wrapping_add(GOLDEN)))
 }
 
-/// One step of a running digest; a bijection of each argument while the other is fixed.
+/// A step of a running digest; a bijection of each argument while the other is fixed.
 const fn absorb(state: u64, word: u64) -> u64 {
     let product = (state ^ word).wrapping_mul(ODD);
     product ^ (product >> 29)
@@ -47,8 +47,8 @@ pub(crate) fn fill(seed: u64, out: &mut [u8]) {
     }
 }
 
-/// What one position adds to the attention of a query. A bijection of `digest` that differs at every
-/// position: a changed row changes the sum, and so do two exchanged rows.
+/// Contribution of one position to the attention of a query. A bijection of `digest` that differs at every position: a
+/// changed row changes the sum, and so do two exchanged rows.
 pub(crate) const fn term(query: u64, digest: u64, position: u64) -> u64 {
     // The factor is odd, so the multiplication is a bijection.
     let product = (digest ^ query).wrapping_mul(GOLDEN.wrapping_mul(2 * position + 1));

@@ -7,7 +7,7 @@ use crate::model::{Attention, ModelSpec};
 #[derive(Debug)]
 struct Dense<'a> {
     model: &'a ModelSpec,
-    /// Per layer and KV head: digests of the rows at each position, or the digest of the state.
+    /// Digests of the rows at each position, or the digest of the state, per layer and KV head.
     digests: Vec<Vec<Vec<u64>>>,
 }
 

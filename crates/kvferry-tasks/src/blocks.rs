@@ -1,4 +1,4 @@
-//! Which of the sender's bytes fill the receiver's blocks.
+//! Matches the sender's bytes with the receiver's blocks.
 //!
 //! The receiver's list is authoritative: what it does not ask for is not read, and what it asks for and
 //! the sender lacks is a mismatch that names the block.

@@ -15,7 +15,7 @@ mod sending;
 const COUNT_MAX: usize = 65_536;
 /// Bytes of memory that all offers without a task take, at most. Peers share them.
 const PARKED_BYTES_MAX: usize = 256 * 1024 * 1024;
-/// What an offer counts at least, so that there are no more than [`COUNT_MAX`].
+/// Minimum size that is counted for an offer, so that there are no more than [`COUNT_MAX`].
 const PARKED_MIN: usize = PARKED_BYTES_MAX / COUNT_MAX;
 /// Longest time that an offer waits for a task. The sender's budget can only shorten it.
 const PARKED_TIME_MAX: Duration = Duration::from_secs(3600);

@@ -233,7 +233,7 @@ impl Child {
         self.allocate_as(json!({"len": len, "access": access, "seed": seed}))
     }
 
-    /// As [`Child::allocate`], but the memory is only registered with the child's agent, not
+    /// Like [`Child::allocate`], but the memory is only registered with the child's agent, not
     /// allocated by it: other processes can't map it.
     pub fn allocate_private(&mut self, len: usize, access: &str, seed: u64) -> ChildRegion {
         self.allocate_as(json!({"len": len, "access": access, "seed": seed, "private": true}))

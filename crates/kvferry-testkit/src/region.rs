@@ -22,7 +22,7 @@ pub fn refill(region: &Region, seed: u64) {
     region.write_at(0, &Pattern::new(seed).bytes(region.len())).expect("owned memory");
 }
 
-/// What memory that an agent allocated holds.
+/// Returns the content of memory that an agent allocated.
 ///
 /// # Panics
 /// If the agent did not allocate it.

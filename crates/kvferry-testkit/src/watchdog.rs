@@ -5,8 +5,9 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a test waits for what has to come: no test needs this long on a machine that is ten times
-/// slower than the slowest we know. It says that something hangs, and nothing about speed.
+/// Longest time that a test waits for an expected event: no test needs this long on a machine that
+/// is ten times slower than the slowest we know. Its expiry shows that something hangs, and nothing
+/// about speed.
 pub const PATIENCE: Duration = Duration::from_secs(300);
 
 /// Waits until the condition holds. Fails with `what` after half of [`PATIENCE`], before a watchdog aborts the test.

@@ -1,5 +1,5 @@
-//! What to begin with for the decoders that are private to the agent; their oracles are in
-//! `kvferry::fuzzing`, beside what they look into.
+//! Seeds for the decoders that are private to the agent. Their oracles are in `kvferry::fuzzing`,
+//! beside the code that they test.
 
 use kvferry::{Access, Config, Incarnation, RegionId, RemoteRegion};
 

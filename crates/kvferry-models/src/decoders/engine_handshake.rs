@@ -63,7 +63,7 @@ fn asked(message: &EngineHandshakeMessage) {
     assert!(machine.gauges().iter().all(|(_, count)| *count == 0));
 }
 
-/// A handshake ends once, whatever the peer sends, and however often.
+/// Checks that a handshake ends once, for any message of the peer, even a repeated one.
 fn told(message: &EngineHandshakeMessage) {
     let mut machine = EngineHandshakes::new(Duration::ZERO, Duration::ZERO);
     let now = Timestamp::default();

@@ -1,5 +1,6 @@
-//! One entry per decoder. Each asks for more than not to panic: what was decoded and encoded again
-//! is what it was, limits hold, lengths add up, and how the bytes were chopped makes no difference.
+//! One entry per decoder. An entry asserts more than the absence of panics: a message that was
+//! decoded and encoded again is unchanged, limits hold, lengths add up, and the division of the
+//! bytes into chunks makes no difference.
 
 pub mod agent;
 pub mod engine_handshake;
@@ -11,13 +12,13 @@ pub mod rank_message;
 pub mod session;
 pub mod topologies;
 
-/// Between the parts of one input: the byte that begins no MessagePack value.
+/// Separator between the parts of one input: the byte that begins no MessagePack value.
 const BETWEEN: [u8; 4] = [0xc1; 4];
 
-/// Three parts of an input; those that are not there are empty.
+/// Splits an input into three parts; missing ones are empty.
 ///
-/// Parts are told apart by what is between them, and not by lengths that come first: a fuzzer
-/// changes one part and leaves the others what they are.
+/// Parts are separated by a marker and not by leading lengths, so that a fuzzer can change one part
+/// and leave the others as they are.
 fn parts(bytes: &[u8]) -> [&[u8]; 3] {
     let mut rest = Some(bytes);
     [(); 3].map(|()| {

@@ -36,8 +36,7 @@ pub fn topologies(bytes: &[u8]) {
     }
 }
 
-/// Engines with the same model, whatever their ranks hold: most bytes are no topology, but all are a
-/// script.
+/// Engines with the same model and arbitrary ranks. The input is a script, because most bytes are no topology.
 pub fn routings(bytes: &[u8]) {
     let mut script = Script::new(bytes);
     let model = Model::read(&mut script);
@@ -51,7 +50,7 @@ pub fn routings(bytes: &[u8]) {
 /// A topology, what it says, and ranks that it could be of.
 struct Engine {
     topology: Topology,
-    /// Per rank; `None` if that is too much to look at.
+    /// Shares of each rank; `None` if there are too many to examine.
     ranks: Option<Vec<Vec<Held>>>,
     /// Layouts of the ranks; `None` if they would be too large.
     layouts: Option<Vec<Layout>>,
@@ -270,8 +269,8 @@ fn mutual(routing: &Routing, producers: usize, consumers: usize) {
     assert!(sources.eq(pairs), "readers and sources are the same pairs");
 }
 
-/// Each consumer reads each head that it holds from one producer for each share of the tokens that
-/// both have, from producers that hold it, and nothing else.
+/// Checks that each consumer reads each head that it holds from one producer for each share of the tokens that both
+/// have, from producers that hold it, and nothing else.
 fn everything_once(routing: &Routing, from: &[Vec<Held>], to: &[Vec<Held>]) {
     let dealt: HashMap<&str, ContextShard> =
         from.iter().flatten().map(|held| (held.layer.name.as_str(), held.context)).collect();

@@ -90,11 +90,11 @@ const FAULTS: [&str; 16] = [
 struct Setting {
     configs: [SessionConfig; 2],
     expected: Option<Incarnation>,
-    /// Why they can establish no session, and the code of the side that refuses.
+    /// Reason for which they can establish no session, and the code of the side that refuses.
     fault: Option<(&'static str, WireCode)>,
 }
 
-/// One side's secret, versions and so on; agreeing ones most of the time.
+/// Draws the secrets, versions and other settings of both sides; most of the time they agree.
 fn setting(script: &mut Script<'_>) -> Setting {
     let mut configs = [config(A), config(B)];
     if script.flip() {
@@ -186,7 +186,7 @@ struct World<'a> {
     met: Met<'a>,
 }
 
-/// Each setting there is, in a quiet hundred milliseconds and in a busy one.
+/// Seeds with each setting, in a quiet hundred milliseconds and in a busy one.
 pub fn seeds() -> Vec<Vec<u8>> {
     let mut seeds = super::random_seeds();
     for setting in 0..9 {
@@ -399,7 +399,7 @@ impl World<'_> {
         assert_eq!(reborn, Some(Incarnation(0xfeed)));
     }
 
-    /// What the side a fault hits is doing just then; the first that applies.
+    /// Names the current activity of the side that a fault hits; the first that applies.
     fn doing(&mut self, at: usize) -> &'static str {
         let handshake = Self::awaited(at, self.pair.frames_sent(at));
         let session = self.pair.session(at);

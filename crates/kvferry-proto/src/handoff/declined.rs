@@ -11,7 +11,7 @@ use crate::time::Timestamp;
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-/// When a name is forgotten, and a number that tells names of one time apart.
+/// Time when a name is forgotten, and a number that distinguishes names of one time.
 type Age = (Timestamp, u64);
 
 /// Names with their outcomes, at most as many as there are tombstones.

@@ -102,8 +102,8 @@ pub struct Confirmed {
     pub generation: Generation,
 }
 
-/// From either side: the handoff has ended there, or is to end. A producer answers a consumer's
-/// `Stop` with a `Stop`; a producer's needs no answer.
+/// Sent by either side: the handoff has ended there, or is to end. A producer answers a consumer's `Stop` with a
+/// `Stop`; a producer's needs no answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stop {
     /// Id of the handoff.
@@ -171,8 +171,8 @@ impl HandoffMessage {
     }
 }
 
-/// At most [`GROUPS_MAX`] groups with at most [`BLOCKS_MAX`] blocks together: a few bytes can stand
-/// for a million blocks.
+/// Reads at most [`GROUPS_MAX`] groups with at most [`BLOCKS_MAX`] blocks together: a few bytes can stand for a million
+/// blocks.
 fn tables<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<PackedTable>, D::Error> {
     struct Tables;
 
@@ -202,7 +202,7 @@ fn tables<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<PackedTable>
     deserializer.deserialize_seq(Tables)
 }
 
-/// What was announced of a generation so far, as far as it is needed.
+/// Announcements of a generation so far, without the parts that are not needed.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Held {
     pub(super) count: u32,

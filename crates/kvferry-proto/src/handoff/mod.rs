@@ -182,7 +182,7 @@ impl fmt::Display for HandoffId {
     }
 }
 
-/// The driver's number for one life of another rank. A restarted rank is another peer.
+/// The driver's number for one incarnation of another rank. A restarted rank is another peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PeerId(pub u64);
 
@@ -192,15 +192,15 @@ impl fmt::Display for PeerId {
     }
 }
 
-/// Identifies the contents of a producer's blocks. Counts up over all handoffs of a producer's life
-/// and is never reused. Zero is no generation.
+/// Identifies the contents of a producer's blocks. Counts up over all handoffs of a producer's incarnation and is never
+/// reused. Zero is no generation.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 #[serde(transparent)]
 pub struct Generation(pub u64);
 
-/// How a handoff ended on one rank. Exactly one per handoff and rank.
+/// The end of a handoff on one rank. Exactly one per handoff and rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
     /// [`WireCode::Ok`] if the bytes are in place and were confirmed, [`WireCode::Cancelled`] or
@@ -295,21 +295,21 @@ pub struct Limits {
     pub tombstones: usize,
     /// Time for which ended handoffs are remembered.
     pub tomb_ttl: Duration,
-    /// How long a consumer waits until its producer offers or expects the handoff.
+    /// Time that a consumer waits until its producer offers or expects the handoff.
     pub rendezvous: Duration,
     /// Time that a complete offer waits until a consumer asks for it.
     pub offer_ttl: Duration,
-    /// How long anything waits at most: an expectation until it is offered, a claim until it is
-    /// fetched, a producer for a consumer that has asked.
+    /// Longest time that anything waits: an expectation until it is offered, a claim until it is fetched, a producer
+    /// for a consumer that has asked.
     pub cap: Duration,
-    /// How long after the loss of a connection the handoffs that need it fail, unless it comes
-    /// back. They fail at once if the peer is known to be gone, but see [`Limits::silence`].
+    /// Time after the loss of a connection at which the handoffs that need it fail, unless it comes back. They fail at
+    /// once if the peer is known to be gone, but see [`Limits::silence`].
     pub reconnect: Duration,
     /// The silence limit of the sessions. A handoff that began less than this before its session ended
     /// in silence waits for the rest of it, so that another session can take over.
     pub silence: Duration,
-    /// How long after the end of its budget a consumer waits for the answer to `Confirm`, and a
-    /// producer keeps what the consumer may still read.
+    /// Time after the end of its budget for which a consumer waits for the answer to `Confirm`, and a producer keeps
+    /// what the consumer may still read.
     pub grace: Duration,
     /// Memory that the announcements of all handoffs take at a consumer, in bytes; producers share it. A handoff
     /// that has to give its part up fails as `Busy`.

@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Bound;
 use std::time::Duration;
 
-/// How many handoffs of one transfer id are looked at to tell whether their prompts differ.
+/// Number of handoffs of one transfer id that are examined to find out whether their prompts differ.
 const PROMPTS_MAX: usize = 64;
 
 /// An action for the driver of a [`Producer`].
@@ -40,7 +40,7 @@ pub enum ProducerAction {
 pub struct Producer {
     limits: Limits,
     handoffs: HashMap<HandoffId, Entry>,
-    /// Those that are expected or offered, in order: those of one transfer id are beside each other.
+    /// Handoffs that are expected or offered, in order: those of one transfer id are adjacent.
     own: BTreeSet<HandoffId>,
     tombstones: Tombstones<Tombstone>,
     declined: Declined,
@@ -85,7 +85,7 @@ struct Offered {
 struct Reader {
     /// Time when the reader's budget and grace are over.
     until: Timestamp,
-    /// Its connection is lost: when the reader counts as failed, and the code of the loss.
+    /// Set while the reader's connection is lost: the time when the reader counts as failed, and the code of the loss.
     lost: Option<(Timestamp, WireCode)>,
     confirmed: bool,
 }
@@ -115,10 +115,9 @@ impl Producer {
         }
     }
 
-    /// A request has arrived at this engine and will be offered; it may wait in the engine's queue.
-    /// Consumers that ask are told, and wait for as long as it does. It ends with
-    /// [`Producer::withdraw`], or if it is not offered within [`Limits::cap`]. The driver is not told
-    /// of its end: [`Producer::offer`] is refused then.
+    /// A request has arrived at this engine and will be offered; it may wait in the engine's queue. Consumers that ask
+    /// get `Expected`, and wait for as long as it does. It ends with [`Producer::withdraw`], or if it is not offered
+    /// within [`Limits::cap`]. There is no action for this end: [`Producer::offer`] is refused then.
     ///
     /// # Errors
     /// As [`Producer::offer`].
@@ -286,7 +285,7 @@ impl Producer {
         self.expire(now);
     }
 
-    /// A connection to a peer is up: the first, or another one to the same life of the rank.
+    /// A connection to a peer is up: the first, or another one to the same incarnation of the rank.
     pub fn met(&mut self, peer: PeerId) {
         let mut touched = Vec::new();
         for (id, entry) in &mut self.handoffs {

@@ -62,8 +62,8 @@ impl Progress {
         if layer < self.layers { self.layer_tokens } else { self.tokens }
     }
 
-    /// What became ready between here and `later`, on a rank with `layers` layers: at most three
-    /// rectangles, none of them empty, none overlapping.
+    /// Returns the tokens and layers that became ready between this progress and `later`, on a rank
+    /// with `layers` layers: at most three rectangles, none of them empty, none overlapping.
     pub fn until(&self, later: &Self, layers: u32) -> impl Iterator<Item = Rectangle> + use<> {
         let (from, to) = (*self, *later);
         let (low, high) =

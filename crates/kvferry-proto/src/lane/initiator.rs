@@ -52,7 +52,7 @@ pub enum Receive<'a> {
     Flush,
 }
 
-/// How a request ended. Every request ends at most once, in the order in which they began.
+/// Result of a request. Every request ends at most once, in the order in which they began.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum Outcome<T> {
@@ -66,7 +66,7 @@ pub enum Outcome<T> {
     Damaged { request: T, piece: usize },
 }
 
-/// How the peer broke the protocol. The lane is of no further use.
+/// Violation of the protocol by the peer. The lane is of no further use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages name the fields")]
@@ -190,8 +190,8 @@ impl<T: Copy> Initiator<T> {
         self.sending.as_mut().map(Sending::transmit)
     }
 
-    /// So many bytes of what [`Initiator::transmit`] offered were sent. Returns the head's
-    /// allocation when the whole request has left.
+    /// Records that `bytes` of the bytes that [`Initiator::transmit`] offered were sent. Returns
+    /// the head's allocation when the whole request has left.
     ///
     /// # Panics
     /// If that is more than was offered.
@@ -229,8 +229,8 @@ impl<T: Copy> Initiator<T> {
         }
     }
 
-    /// So many bytes of what [`Initiator::receive`] asked for have arrived. Returns the outcome
-    /// of the oldest request, if that ended it.
+    /// Records that `bytes` of the bytes that [`Initiator::receive`] asked for have arrived.
+    /// Returns the outcome of the oldest request, if that ended it.
     ///
     /// # Errors
     /// The peer broke the protocol; the lane is of no further use.

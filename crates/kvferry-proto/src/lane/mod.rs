@@ -55,15 +55,15 @@ pub use target::{Malformed, Next, Placed, Request, Target};
 use crate::frame::{PieceDigest, trailer_len};
 use crate::keyed::{Forged, Guard, Seal, TAG_LEN};
 
-/// What is to be sent next: `bytes`, and behind them, in the same call if the driver can,
-/// `payload` bytes of the request's memory.
+/// The next data to send: `bytes`, and behind them, in the same call if the driver can, `payload`
+/// bytes of the request's memory.
 #[derive(Debug)]
 pub struct Transmit<'a> {
     /// The rest of a head or of a trailer. Empty while only payload is left.
     pub bytes: &'a [u8],
     /// Payload bytes not sent yet.
     pub payload: u64,
-    /// To be fed with the payload bytes that are sent, if there are checksums.
+    /// Digest to feed with the payload bytes that are sent, if there are checksums.
     pub digest: Option<&'a mut PieceDigest>,
 }
 

@@ -24,8 +24,8 @@ const HEAD_STEP: usize = 16 * 1024;
 /// descriptors.
 const HEAD_KEPT: usize = 24 * 1024;
 
-/// How long a request behind its head may go without a byte, whatever its initiator allows: the initiator's
-/// budget is a number that the peer chooses.
+/// Longest time that a request whose head is complete may go without a byte. The initiator's budget is capped by it,
+/// because the peer chooses that number.
 const BUDGET_MAX: Duration = Duration::from_secs(600);
 
 /// The next step of the driver of a [`Target`].
@@ -112,7 +112,7 @@ enum State {
     Rest(RequestHeader),
     Decide(RequestHeader),
     Payload(Receiving),
-    /// What is left of a refused request. `memory`: copies into its memory may be under way.
+    /// The rest of a refused request. `memory`: copies into its memory may be under way.
     Discard {
         left: u64,
         refusal: ResponseHeader,
@@ -177,7 +177,7 @@ impl Target {
         }
     }
 
-    /// What to do next.
+    /// Returns the next step.
     ///
     /// # Errors
     /// The peer broke the protocol; the lane is of no further use.
@@ -215,7 +215,7 @@ impl Target {
 
     // ---- what happened ----
 
-    /// So many bytes of what [`Target::poll`] asked for were received, or copied from the `early`
+    /// Records that `bytes` of the bytes that [`Target::poll`] asked for were received, or copied from the `early`
     /// ones.
     ///
     /// # Panics
@@ -242,7 +242,7 @@ impl Target {
         }
     }
 
-    /// So many bytes of what [`Target::poll`] offered were sent.
+    /// Records that `bytes` of the bytes that [`Target::poll`] offered were sent.
     ///
     /// # Panics
     /// If that is more than was offered.
@@ -391,10 +391,10 @@ impl Target {
 
     // ---- time ----
 
-    /// When the request at hand ends because no byte of it has moved for `silence`; behind its head,
-    /// which takes memory, for as long as the initiator waits for it if that is longer, at most ten minutes. `None` between
-    /// requests. The driver calls this
-    /// before it waits for the socket, and closes the stream if the time has come.
+    /// Time when the current request ends if no further byte of it moves; `None` between requests. While the head
+    /// arrives, which takes memory, the limit is `silence`. After that it is the time that the initiator waits, at most
+    /// ten minutes, or `silence` if that is longer. The driver calls this before it waits for the socket, and closes
+    /// the stream if the time has come.
     pub fn stalls_at(&mut self, silence: Duration, now: Timestamp) -> Option<Timestamp> {
         if self.is_between() {
             return None;

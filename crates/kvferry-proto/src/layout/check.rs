@@ -185,7 +185,7 @@ fn plane(plane: &Plane, group: &Group, layout: &Layout) -> Result<(), Fault> {
     geometry(plane, group.blocks, region.len)
 }
 
-/// That the plane ends within the region and no two of its elements share a byte.
+/// Checks that the plane ends within the region and no two of its elements share a byte.
 ///
 /// Each stride must be at least as long as all that the smaller strides reach. Arrays that
 /// interleave without being nested are refused as well: no engine has them.

@@ -1,4 +1,4 @@
-//! Why two engines, or two ranks of one engine, do not fit, in words and numbers.
+//! Differences for which two engines, or two ranks of one engine, do not fit, in words and numbers.
 
 use super::{Encoding, Fingerprint, Kind, RowDensity};
 use std::fmt;

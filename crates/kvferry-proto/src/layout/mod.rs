@@ -110,7 +110,7 @@ impl Layout {
         &self.layers
     }
 
-    /// What the bytes of a layer mean.
+    /// Returns a layer's name, kind and planes, without positions in memory.
     ///
     /// # Panics
     /// There is no layer of that index.
@@ -215,7 +215,7 @@ impl Kind {
     }
 }
 
-/// Which tokens of a request a context-parallel rank holds: every `size`-th run of `interleave`.
+/// Tokens of a request that a context-parallel rank holds: every `size`-th run of `interleave`.
 ///
 /// With a run of one block that is page round-robin: the rank's i-th block is the request's block
 /// `rank + i * size`.
@@ -270,8 +270,7 @@ pub struct Plane {
     pub role: String,
     /// Number format of an element.
     pub encoding: Encoding,
-    /// Which of the model's heads this rank holds. A plane without heads, such as a latent, has one
-    /// head in total.
+    /// Heads of the model that this rank holds. A plane without heads, such as a latent, has one head in total.
     pub heads: Heads,
     /// Rows of a logical block, over all its kernel blocks; of a state, rows of the state.
     pub rows: u32,
@@ -281,7 +280,7 @@ pub struct Plane {
     pub view: View,
 }
 
-/// What an element of a plane is. Must be equal at both ends.
+/// Number format of a plane's elements. Must be equal at both ends.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Encoding {
     /// Number format and quantisation, such as `bfloat16` or `fp8_e4m3`; at most
@@ -298,7 +297,7 @@ impl Encoding {
     }
 }
 
-/// Which of the model's heads a rank holds.
+/// Heads of the model that a rank holds.
 ///
 /// A head is the unit that tensor parallelism distributes: a KV head for attention, a head or a
 /// channel for parts of a state.
@@ -344,7 +343,7 @@ impl Heads {
     }
 }
 
-/// Where a plane lies. Strides are in bytes; those of an axis with one element do not matter.
+/// Position of a plane in its region. Strides are in bytes; those of an axis with one element do not matter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct View {
     /// An index into [`Layout::regions`].

@@ -1,4 +1,4 @@
-//! What the bytes mean: the part of a layout that must be equal at both ends.
+//! The meaning of a layout's bytes: the part that must be equal at both ends.
 
 use super::{Between, Difference, Encoding, Group, Kind, Layer, Layout, Mismatch, Plane, gcd};
 use serde::{Deserialize, Serialize};

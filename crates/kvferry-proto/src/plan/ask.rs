@@ -1,4 +1,4 @@
-//! What a consumer asks for, as block tables, and the units that it consists of.
+//! A consumer's request as block tables, and the units that it consists of.
 
 use super::copies::{Run, Table};
 use super::map::{Map, Pair, Section};
@@ -15,7 +15,7 @@ const UNITS_MAX: u64 = 1 << 24;
 /// Some blocks of a request that one rank has in one group, in the order of their tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Blocks<'a> {
-    /// Which of the rank's blocks of this request the first one is, counted from 0.
+    /// Index of the first of these blocks among the rank's blocks of this request, from 0.
     pub first: u32,
     /// Ids of logical blocks, [`NO_BLOCK`] for holes.
     pub ids: &'a [u32],
@@ -46,7 +46,7 @@ impl<'a> Blocks<'a> {
     }
 }
 
-/// What a consumer rank reads of one request, and the block tables of both ranks.
+/// A consumer rank's request for KV, and the block tables of both ranks.
 #[derive(Clone, Debug)]
 pub struct Ask<'a> {
     /// The tokens that the consumer wants the KV of: from the first it does not have to the end of
@@ -61,9 +61,11 @@ pub struct Ask<'a> {
     /// later one takes as long as it has tokens, whatever the request has, and relies on the
     /// consumer's tables being the same.
     pub part: Range<u64>,
-    /// Per group of the producer's layout. Blocks that are not asked for may be listed or missing.
+    /// Block tables, per group of the producer's layout. Blocks that are not asked for may be
+    /// listed or missing.
     pub producer: &'a [Blocks<'a>],
-    /// Per group of the consumer's layout. Blocks outside of the tokens asked for may be listed.
+    /// Block tables, per group of the consumer's layout. Blocks outside of the tokens asked for may
+    /// be listed.
     pub consumer: &'a [Blocks<'a>],
 }
 
@@ -283,7 +285,7 @@ impl Units<'_> {
         }
     }
 
-    /// With the first part: that there are blocks for all that is wanted, none of them twice.
+    /// Checks with the first part that there are blocks for all wanted tokens, none of them twice.
     fn check(&self, window: &Window) -> Result<(), PlanError> {
         if !window.first {
             return Ok(());

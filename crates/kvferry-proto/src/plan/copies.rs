@@ -182,8 +182,8 @@ impl Plan {
         }
     }
 
-    /// How many copies there are, exactly; the largest number for beyond 2⁶⁴. Takes time in
-    /// proportion to the blocks, not the copies.
+    /// Exact number of copies; the largest number for beyond 2⁶⁴. Takes time in proportion to the
+    /// blocks, not the copies.
     pub fn len(&self) -> u64 {
         let mut count: u128 = 0;
         let mut last: Option<CopyOp> = None;
@@ -198,8 +198,8 @@ impl Plan {
         u64::try_from(count).unwrap_or(u64::MAX)
     }
 
-    /// How many bytes are copied, exactly; the largest number for beyond 2⁶⁴. Takes time in
-    /// proportion to the blocks.
+    /// Exact number of bytes to copy; the largest number for beyond 2⁶⁴. Takes time in proportion
+    /// to the blocks.
     pub fn bytes(&self) -> u64 {
         self.kernels()
             .map(|(batch, kernel)| {
@@ -429,7 +429,7 @@ impl Walk {
     }
 }
 
-/// One step of a kernel's loops: all other steps are the same, somewhere else.
+/// A step of a kernel's loops. All other steps are the same at other offsets.
 struct Sweep {
     loops: [Axis; 2],
     first: CopyOp,

@@ -8,7 +8,7 @@ use crate::id::RegionId;
 use crate::layout::RowDensity;
 use std::ops::Range;
 
-/// How an axis advances: in how many steps, and how far at each end.
+/// Steps of an axis: their number, and the distance from a step to the next at each end.
 ///
 /// Offsets are computed modulo 2⁶⁴: layers may lie in any order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -104,7 +104,7 @@ pub(super) struct Kernel {
     pub(super) made_of: (usize, usize),
 }
 
-/// How a kernel deals with a unit of which not all rows are wanted.
+/// Treatment of a unit of which not all rows are wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rows {
     /// Rows are not apart from each other: all or none.
@@ -186,7 +186,7 @@ impl Template {
 }
 
 impl Kernel {
-    /// Makes one copy of whatever is contiguous at both ends.
+    /// Joins the copies that are contiguous at both ends.
     fn fold(&mut self) {
         loop {
             if let Rows::Each(rows) = self.rows

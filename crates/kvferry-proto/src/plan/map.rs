@@ -17,7 +17,7 @@ use std::sync::Arc;
 /// thousand where tokens are dealt out one by one.
 const PIECES_MAX: u64 = 1 << 22;
 
-/// What turns blocks of one producer rank into blocks of one consumer rank.
+/// Turns blocks of one producer rank into blocks of one consumer rank.
 ///
 /// It depends on the two layouts and what they share, so it is made once for a pair of peers and
 /// kept; [`Map::plan`] applies it to the block tables of a request.
@@ -29,7 +29,7 @@ pub struct Map {
     layers: u32,
 }
 
-/// What goes from one group of the producer to one of the consumer.
+/// The copies from one group of the producer to one of the consumer.
 #[derive(Debug)]
 pub(super) struct Pair {
     pub(super) from: usize,

@@ -1,4 +1,4 @@
-//! All ranks of an engine, and which consumer rank reads what from which producer rank.
+//! The ranks of an engine, and the share that each consumer rank reads from each producer rank.
 
 mod wire;
 
@@ -23,7 +23,7 @@ const WORK_MAX: u64 = 1 << 24;
 /// The most runs of layers that the shares of one routing may be made of; real ones need thousands.
 const PARTS_MAX: u64 = 1 << 21;
 
-/// What each rank of an engine holds of the model, without where it lies.
+/// The share of the model that each rank of an engine holds, without positions in memory.
 ///
 /// The other engine needs it of all ranks; it needs a [`Layout`] only of the ranks that it reads
 /// from. Every topology is complete: every head of every layer is on some rank.
@@ -135,7 +135,7 @@ impl Topology {
         })
     }
 
-    /// That each head of each layer is on some rank, for each share of the tokens.
+    /// Checks that each head of each layer is on some rank, for each share of the tokens.
     fn check_whole(&self) -> Result<(), Mismatch> {
         let mut work = Work::default();
         for layers in segments(&[self]) {
@@ -286,7 +286,7 @@ fn mismatch(layer: &str, plane: &str, difference: Difference) -> Mismatch {
     Mismatch::new(Between::Ends, layer, plane, difference)
 }
 
-/// Which consumer rank reads what from which producer rank.
+/// The share that each consumer rank reads from each producer rank.
 ///
 /// A function of the two topologies and nothing else: both ends compute the same. Every head, layer
 /// and token that a consumer rank holds comes from exactly one producer rank. Where several hold
@@ -315,7 +315,7 @@ struct Part {
     heads: (u32, u32),
 }
 
-/// What one consumer rank reads from one producer rank: heads of planes of layers.
+/// The share that one consumer rank reads from one producer rank: heads of planes of layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Share {
     names: Arc<[Names]>,

@@ -40,7 +40,8 @@ impl Heartbeat {
         self.last_receive = self.last_receive.max(now);
     }
 
-    /// This side does not read what the peer sends, so the peer is not taken for silent.
+    /// Records that this side does not read what the peer sends, so the peer is not taken for
+    /// silent.
     pub(super) const fn fall_behind(&mut self) {
         self.behind = true;
     }

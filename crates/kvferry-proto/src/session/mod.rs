@@ -85,7 +85,7 @@ pub const KEYED_VERSION: u16 = 2;
 /// Capability bit: takes part in transfers within one host.
 pub const CAPABILITY_LOCAL: u64 = 1;
 
-/// How a hello proves the session's key: for a data stream, or for the local socket.
+/// Computes a hello's proof of the session's key: for a data stream, or for the local socket.
 type HelloMac = fn(&SessionKey, SessionId, StreamId) -> [u8; MAC_LEN];
 
 /// Requests outstanding in one direction of a session.
@@ -99,8 +99,9 @@ pub const REVOKES_MAX: usize = 1024;
 /// Longest time that a close waits for the peer's answer.
 pub const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The slowest link that a frame is waited for on, in bytes a second. While this side waits for the peer, a frame must be
-/// complete within two silence windows, too: a part of one is a sign of life for the first of them.
+/// Rate of the slowest link on which a frame is waited for, in bytes a second. While this side waits for the peer, a
+/// frame must be complete within two silence windows, too: for the first of them, the bytes of an incomplete frame
+/// count as a sign of life.
 pub const FRAME_RATE_MIN: usize = 64 * 1024;
 
 /// The shortest heartbeat interval; a configured zero would spin.
@@ -127,11 +128,11 @@ pub struct SessionConfig {
     /// Identifies the layout of the KV blocks. Sessions between different fingerprints are
     /// refused; a side without one fits every peer.
     pub fingerprint: Option<Vec<u8>>,
-    /// Where this agent listens, `host:port`, or empty. Left out if longer than 1024 bytes.
+    /// Address where this agent listens, `host:port`, or empty. Left out if longer than 1024 bytes.
     pub advertised: String,
     /// The handshake fails if it takes longer.
     pub handshake_timeout: Duration,
-    /// With something in flight, the session ends when no byte has arrived for so long.
+    /// Longest time without a byte from the peer while something is in flight. The session ends after it.
     pub silence: Duration,
     /// Time between pings while something is in flight. Clamped between 1 ms and a third of
     /// `silence`; a sixth of it is a good value.
@@ -252,7 +253,7 @@ pub struct Session {
     active: bool,
     /// The last ping said that something is in progress on this side.
     is_active_told: bool,
-    /// When the peer last said that something is in progress on its side.
+    /// Time when the peer last said that something is in progress on its side.
     peer_active_at: Option<Timestamp>,
     peer: Option<PeerInfo>,
     /// Set when the session has ended.
@@ -451,8 +452,8 @@ impl Session {
         !self.inbox.is_long() && !self.outbox.is_long()
     }
 
-    /// Sets whether anything is in flight or granted. The heartbeat runs only then. If it has told the peer that there is,
-    /// a last ping takes that back.
+    /// Sets whether anything is in flight or granted. The heartbeat runs only then. If a ping has announced it to the
+    /// peer, a last ping withdraws that.
     pub fn set_active(&mut self, active: bool, now: Timestamp) {
         if self.wake(now) {
             self.active = active;
@@ -637,9 +638,8 @@ impl Session {
         Some((stream, [&MAGIC[..], &hello].concat()))
     }
 
-    /// How the heads of a stream of this session are protected, for the lane at this end. Once for
-    /// each stream: a second guard would count the frames from the start again. `None` unless
-    /// established.
+    /// Returns the protection of the heads of a stream of this session, for the lane at this end. To be called once for
+    /// each stream: a second guard would count the frames from the start again. `None` unless established.
     pub fn stream_guard(&self, stream: StreamId) -> Option<Guard> {
         let (State::Established, Some(key), Some(peer)) = (&self.state, &self.key, &self.peer)
         else {
@@ -709,9 +709,9 @@ impl Session {
         self.heartbeat.last_receive()
     }
 
-    /// When the peer last sent something, if nothing is in progress at `now`: no request or revoke of
-    /// either side is open, no frame or event waits, and no heartbeat of the last silence window said that
-    /// the peer waits for something.
+    /// Time when the peer last sent something, if nothing is in progress at `now`: no request or revoke of either side
+    /// is open, no frame or event waits, and no heartbeat of the last silence window said that the peer waits for
+    /// something.
     pub fn idle_since(&self, now: Timestamp) -> Option<Timestamp> {
         let is_open = self.active
             || !self.requests.is_empty()
@@ -740,7 +740,7 @@ impl Session {
         matches!(self.state, State::Closed)
     }
 
-    /// Why the session is ending or has ended. Known before its last events are polled.
+    /// Reason for which the session is ending or has ended. Known before its last events are polled.
     pub fn close_reason(&self) -> Option<CloseReason> {
         match &self.state {
             State::Closing { code, detail, .. } => Some(self.reason(*code, false, detail)),
@@ -890,7 +890,7 @@ impl Session {
         }
     }
 
-    /// This side has sent its close: only answers to earlier requests and revokes still count.
+    /// Handles a message after this side has sent its close: only answers to earlier requests and revokes still count.
     fn on_message_closing(&mut self, message: Message) {
         match message {
             Message::Response(response) => drop(self.on_response(response)),

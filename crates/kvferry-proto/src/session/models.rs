@@ -23,7 +23,7 @@ fn length(script: &mut Script<'_>) -> usize {
     }
 }
 
-/// How often an operation is done in one go, so that the longest queues are reached.
+/// Number of times that an operation is done in a row, so that the longest queues are reached.
 fn times(script: &mut Script<'_>) -> usize {
     match script.byte() {
         0..2 => 5000,

@@ -198,7 +198,8 @@ impl Inbox {
         Ok(())
     }
 
-    /// For events whose number is bounded otherwise: answers to outstanding requests, and the end.
+    /// Enqueues an event whose number is bounded otherwise: an answer to an outstanding request, or
+    /// the end.
     pub(super) fn push_unbounded(&mut self, event: SessionEvent) {
         self.bytes += weight(&event);
         self.events.push_back(event);

@@ -73,7 +73,7 @@ pub struct RequestData {
     pub request_id: u64,
     /// Tokens since the last time; the first time, all.
     pub new_tokens: Vec<u32>,
-    /// Per layer group, pages since the last time; the first time, all.
+    /// Pages since the last time, per layer group; the first time, all.
     pub new_block_ids: Vec<Vec<i32>>,
     /// Tokens in the cache before the iteration; the first time, without those that the connector
     /// loads in it.
@@ -101,8 +101,8 @@ pub struct WorkerFault {
 
 /// The scheduler half: at rank 0 only.
 pub trait SchedulerConnector: Send {
-    /// How many tokens beyond `num_computed_tokens` it can load, fewer than the whole prompt, and
-    /// whether asynchronously, which must be false without tokens. Exactly once per request.
+    /// Returns the number of tokens beyond `num_computed_tokens` that it can load, fewer than the whole prompt, and
+    /// whether it loads asynchronously, which must be false without tokens. Called exactly once per request.
     fn get_num_new_matched_tokens(
         &mut self,
         request: &RequestView<'_>,

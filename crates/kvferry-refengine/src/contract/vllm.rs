@@ -144,8 +144,8 @@ pub trait SchedulerConnector: Send {
     /// Lets the connector keep blocks.
     fn bind_block_pools(&mut self, _pools: BlockPins) {}
 
-    /// How many ranks must report a request before it counts; all of them if `None`. Asked again
-    /// before each step's reports are counted.
+    /// Number of ranks that must report a request before it counts; all of them if `None`. Asked again before each
+    /// step's reports are counted.
     fn get_finished_count(&mut self) -> Option<usize> {
         None
     }
@@ -156,18 +156,16 @@ pub trait SchedulerConnector: Send {
     /// A request has arrived.
     fn on_new_request(&mut self, _request: &RequestView<'_>) {}
 
-    /// How much of the prompt to prefill; asked once, after `on_new_request`. The consumer of a
-    /// prompt computes its last token again. A state cannot be taken back by one token, and a window
-    /// moves on with the last token, so a producer of these leaves out the last: vLLM's connectors cut
-    /// the request's prompt in place.
+    /// Number of the prompt's tokens to prefill; asked once, after `on_new_request`. The consumer of a prompt computes
+    /// its last token again. A state cannot be taken back by one token, and a window moves on with the last token, so a
+    /// producer of these leaves out the last: vLLM's connectors cut the request's prompt in place.
     fn prompt_tokens_to_prefill(&mut self, request: &RequestView<'_>) -> usize {
         request.prompt.len()
     }
 
-    /// How many tokens beyond `num_computed_tokens` it can load. May be asked several times before
-    /// a request is admitted, again after a preemption and again after a failed load; must have no
-    /// side effects. A synchronous load leaves at least the last token; so does any load of a model
-    /// that keeps a state.
+    /// Number of tokens beyond `num_computed_tokens` that it can load. May be asked several times before a request is
+    /// admitted, again after a preemption and again after a failed load; must have no side effects. A synchronous load
+    /// leaves at least the last token; so does any load of a model that keeps a state.
     fn get_num_new_matched_tokens(
         &mut self,
         request: &RequestView<'_>,
@@ -234,7 +232,7 @@ pub trait WorkerConnector: Send {
     /// Receives this rank's caches. Called once, before everything else but `allocate_kv_memory`.
     fn register_kv_caches(&mut self, caches: &Arc<KvCaches>);
 
-    /// What the scheduler half, or a peer, needs in order to reach this rank.
+    /// Returns the data that the scheduler half, or a peer, needs in order to reach this rank.
     fn get_handshake_metadata(&mut self) -> Vec<u8> {
         vec![]
     }
@@ -263,9 +261,9 @@ pub trait WorkerConnector: Send {
     /// owns them.
     fn wait_for_save(&mut self) {}
 
-    /// What ended on this rank since the last step. Each id once per channel, and only ids whose
-    /// `request_finished` returned true, or whose load is asynchronous. `finished_req_ids` are the
-    /// requests that ended since the last step.
+    /// Returns the transfers that ended on this rank since the last step. Each id once per channel, and only ids whose
+    /// `request_finished` returned true, or whose load is asynchronous. `finished_req_ids` are the requests that ended
+    /// since the last step.
     fn get_transfer_results(&mut self, finished_req_ids: &[RequestId]) -> TransferResults;
 
     /// Blocks that could not be loaded; only with a single group.

@@ -33,7 +33,8 @@ impl Engine {
         })
     }
 
-    /// As [`Engine::submit`], with what the request's blocks are worth and how they are offloaded.
+    /// Like [`Engine::submit`], with settings for the retention and offload of the request's
+    /// blocks.
     ///
     /// # Errors
     /// As [`Engine::submit`].

@@ -14,7 +14,7 @@ use kvferry_connector::{Match, NULL_BLOCK, Notes, Reports, Scheduled};
 use rustc_hash::FxHashMap;
 use std::sync::{Arc, Mutex};
 
-/// What the ranks send the scheduler half at rank 0, in place of an all-gather.
+/// Reports of the ranks to the scheduler half at rank 0, in place of an all-gather.
 #[derive(Clone)]
 pub(super) struct Exchange(Arc<Mutex<Gathered>>);
 

@@ -35,7 +35,8 @@ pub(super) struct Entry {
     pub(super) hashes: Vec<Vec<BlockHash>>,
     pub(super) load: Option<Load>,
     pub(super) preempted: bool,
-    /// After the end: the connector still holds its blocks, to send them or because it still loads.
+    /// True after the end while the connector still holds the blocks, to send them (`sending`) or
+    /// because it still loads (`receiving`).
     pub(super) sending: bool,
     pub(super) receiving: bool,
     /// TensorRT-LLM: an abort that waits for the load.

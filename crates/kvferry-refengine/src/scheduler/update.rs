@@ -9,7 +9,8 @@ use crate::contract::{Channel, Violation};
 use crate::layout::BlockId;
 use crate::request::{FinishReason, Finished, Output, RequestId, RequestStatus};
 
-/// How many ended requests are remembered, to tell a late report from one of an unknown request.
+/// Number of ended requests that are remembered, to distinguish a late report from one of an
+/// unknown request.
 const RETIRED_MAX: usize = 4096;
 
 impl Scheduler {
@@ -173,7 +174,7 @@ impl Scheduler {
         }
     }
 
-    /// Why a rank may not report `id` on `channel`; `None` if it may.
+    /// Breach by a rank that reports `id` on `channel`; `None` if it may.
     pub(crate) fn breach(&self, rank: Rank, channel: Channel, id: &RequestId) -> Option<Violation> {
         let entry = self.numbers.get(id).map(|number| self.entry(*number));
         let id = id.clone();

@@ -32,7 +32,7 @@ pub(super) fn memory_of(key: &str, regions: &[ByteBuf], blocks: &[Offered]) -> u
 #[derive(Debug)]
 enum State {
     Pending,
-    /// A read is in progress. `stop` is how the task ends, whatever the read reports.
+    /// A read is in progress. `stop`, if set, is the outcome of the task, for any result of the read.
     Reading {
         from: Conn,
         id: u64,

@@ -81,7 +81,8 @@ impl Tasks {
         self.end_send(id, Outcome::new(Code::Busy, text));
     }
 
-    /// Ends a send. The receiver is told to stop; it does not use what it has read.
+    /// Ends a send and sends `Withdraw`: the receiver stops, and does not use the bytes that it has
+    /// read.
     pub fn cancel_send(&mut self, id: SendId) {
         self.withdraw(id, Outcome::new(Code::Cancelled, "the send was cancelled"));
     }

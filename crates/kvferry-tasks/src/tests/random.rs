@@ -27,7 +27,8 @@ struct Process {
     sends: BTreeMap<SendId, Option<Outcome>>,
     recvs: BTreeMap<RecvId, Option<Outcome>>,
     reading: Vec<RecvId>,
-    /// Which of the other side's sends a task reads. The offset in an offer is the number of the send.
+    /// Number of the other side's send that a task reads, by task. The offset in an offer is the
+    /// number of the send.
     sources: BTreeMap<RecvId, u64>,
     numbers: Vec<SendId>,
     forgotten: HashSet<RecvId>,

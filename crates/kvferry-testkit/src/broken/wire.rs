@@ -27,7 +27,7 @@ const SLICE_BYTES: usize = 1024 * 1024;
 const SLICE_MOVES: usize = 512;
 const WORKERS: usize = 4;
 
-/// How long after a deadline a worker may take to notice it before the timer does.
+/// Time after a deadline in which a worker may notice it before the timer does.
 const GRACE: Duration = Duration::from_millis(30);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -172,7 +172,7 @@ struct Progress {
 enum Step {
     Again,
     End(Outcome),
-    /// Only faults forget a job.
+    /// The job has no outcome; only faults do this.
     Forget,
 }
 

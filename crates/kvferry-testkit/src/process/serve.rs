@@ -28,7 +28,8 @@ use std::io::{BufRead, Write};
 use std::sync::Arc;
 use transfers::Writer;
 
-/// In a child: serves commands until the parent closes its end, and exits. Elsewhere: returns.
+/// Serves commands until the parent closes its end, and exits, in a child. Returns at once
+/// elsewhere.
 pub fn serve_if_child() {
     if std::env::var_os(CHILD).is_none() {
         return;

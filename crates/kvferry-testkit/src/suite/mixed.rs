@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// How long a call that should wait for a device is watched for returning early.
+/// Time for which a call that should wait for a device is watched for an early return.
 const WATCHED: Duration = Duration::from_millis(60);
 
 /// New memory of a kind, registered as a whole.

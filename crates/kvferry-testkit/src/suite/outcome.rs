@@ -4,8 +4,8 @@ use super::*;
 use crate::slow::SlowMemory;
 use kvferry_sys::poll::{Interest, wait_one};
 
-/// How late a deadline may be. A transfer waits for a live peer's confirmation until the silence window
-/// has passed.
+/// Allowed delay of a deadline. A transfer waits for a live peer's confirmation until the silence
+/// window has passed.
 fn slack(rig: &Rig<'_>) -> Duration {
     rig.patience()
 }

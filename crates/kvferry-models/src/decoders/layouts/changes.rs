@@ -6,7 +6,8 @@ use kvferry_proto::layout::{Group, Kind, Layer, Layout, LayoutError, Region};
 /// The most changes to a pair of layouts.
 const CHANGES_MAX: usize = 8;
 
-/// Both layouts after the last change that left them sound, of those that a script says.
+/// Applies a script's changes to a pair of layouts. Returns each layout after the last change that
+/// left it sound.
 pub(super) fn changed(pair: &[Layout; 2], script: &mut Script<'_>) -> [Layout; 2] {
     let mut sound = pair.clone();
     let mut parts = pair.each_ref().map(Parts::of);

@@ -190,7 +190,8 @@ impl Pair<'_> {
         Some(moves.merged())
     }
 
-    /// What these copies move, each of which lies in its regions and is not the next one's part.
+    /// Moves of these copies. Asserts that each copy lies in its regions and can't be joined with
+    /// the next one.
     fn moves(&self, copies: &[CopyOp]) -> Moves {
         let mut moves = Moves::default();
         for op in copies {
@@ -210,7 +211,8 @@ impl Pair<'_> {
         moves
     }
 
-    /// That a plan moves all that was asked for, to where it belongs, and little else.
+    /// Asserts that a plan moves all that was asked for to its place, and nothing beyond the rows
+    /// that may be sent.
     fn compare(&self, moved: &Moves, unfilled: &[Unfilled], request: &Request) {
         let rows: u128 = self.common().map(|plane| plane.listed_rows(request)).sum();
         if rows > ROWS_MAX {

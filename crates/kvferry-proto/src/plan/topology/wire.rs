@@ -57,7 +57,7 @@ struct Rank {
 struct SliceFields {
     first: u32,
     count: u32,
-    /// Per plane, in order of the roles: the first and how many.
+    /// First head and number of heads of each plane, in order of the roles.
     #[serde(deserialize_with = "at_most::<_, _, PLANES_MAX>")]
     heads: Vec<(u32, u32)>,
     context_rank: u32,

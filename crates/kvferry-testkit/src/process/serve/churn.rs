@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::thread;
 use std::time::Duration;
 
-/// What this process uses, once the kernel has reaped the threads that ended.
+/// Measures the resources of this process, once the kernel has reaped the threads that ended.
 fn resources() -> Value {
     thread::sleep(Duration::from_millis(100));
     let now = Resources::of(std::process::id());

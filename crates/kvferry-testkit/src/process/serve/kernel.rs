@@ -1,4 +1,5 @@
-//! What a child asks its kernel to do to it: signals, limits, refused system calls, another user.
+//! A child's requests to its kernel about itself: signals, limits, refused system calls, another
+//! user.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
