@@ -16,8 +16,8 @@
 //! # Who moves the bytes
 //!
 //! The receiver reads. Nothing but its own reads writes to its memory, and a task ends only after the
-//! driver has said that its read has ended. So no byte arrives after the end of a task, whatever the
-//! sender does.
+//! driver has said that its read has ended. So no byte arrives after the end of a task, even from a faulty
+//! sender.
 //!
 //! ```text
 //! sender                          receiver

@@ -4,7 +4,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 
-/// A port of 127.0.0.1 that refuses connections while the value lives. An open connection uses it, so the kernel gives
+/// A port of 127.0.0.1 that refuses connections while the value exists. An open connection uses it, so the kernel gives
 /// it to no other socket.
 #[derive(Debug)]
 pub struct ClosedPort {
@@ -30,7 +30,7 @@ impl ClosedPort {
 }
 
 /// A port of 127.0.0.1 at which agents listen, one after another. The kernel gives it to no other socket while the value
-/// lives, also between two agents.
+/// exists, also between two agents.
 #[derive(Debug)]
 pub struct KeptPort {
     address: String,

@@ -107,7 +107,7 @@ fn one_keyed_request(
     assert!(RequestHeader::decode(raw, limits).is_err(), "no head is of both versions");
     let len = RequestHeader::LEN + header.table_len() + header.notify_len as usize;
     let (head, rest) = stream.split_at_mut_checked(len)?;
-    // The tag of this place, whatever was there; all else is what it was.
+    // Only the tag changes, and it does not depend on the bytes that were in its place.
     let (before, mut again) = (head.to_vec(), head.to_vec());
     keyed.seal_request(&header, &mut again);
     let tag = KeyedHeads::REQUEST_TAG;

@@ -74,7 +74,7 @@ fn story(kind: u8, busy: bool, bytes: &[u8], chunk: usize) -> Story {
     }
     drain(&mut session, &mut story);
     story.deadline = session.next_timeout();
-    // Answers whatever was asked, while the session lasts.
+    // Answers all requests and revokes, while the session lasts.
     for event in story.events.clone() {
         match event {
             SessionEvent::Request { id, .. } if id % 2 == 0 => session.acknowledge(id, now),

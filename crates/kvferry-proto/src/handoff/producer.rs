@@ -64,10 +64,10 @@ struct Entry {
 
 #[derive(Debug)]
 enum Stage {
-    /// A consumer has asked, and the request has not arrived at this engine. Until when the consumer
-    /// waits for that, and where the one is that asked first.
+    /// A consumer has asked, and the request has not arrived at this engine. The time until which the
+    /// consumer waits for that, and the origin of the consumer that asked first.
     Awaited(Timestamp, Origin),
-    /// The request has arrived. Until when it must be offered.
+    /// The request has arrived. The time by which it must be offered.
     Expected(Timestamp),
     Offered(Offered),
 }
@@ -428,7 +428,7 @@ impl Producer {
             return self.send(from, stop);
         }
         if !self.handoffs.contains_key(id) {
-            // Whatever peers ask for, this side can offer what it has; whatever one network asks for, others can ask.
+            // Requests of peers leave room for this side's own offers, and those of one network leave room for others.
             self.awaited.add(id, origin, from.0, 1);
             if let Some(excess) = self.awaited.excess(id) {
                 let limit = self.limits.handoffs;

@@ -16,7 +16,7 @@
 //!
 //! The machines hold heads and checksum trailers, at most one of each, and *count* payload: they
 //! say how many payload bytes come next and in which direction, the driver moves them between the
-//! socket and memory by whatever means it has, and says how many it moved. With checksums the
+//! socket and memory by its own means, and reports how many it moved. With checksums the
 //! driver also feeds the [`PieceDigest`] it is lent with exactly the bytes it moved, in order.
 //!
 //! # How a driver runs them

@@ -57,9 +57,9 @@ pub struct Ask<'a> {
     /// rest of the last block, with the part that reaches the end. Parts that follow each other
     /// send everything once.
     ///
-    /// With the part that begins where `tokens` do, all of the consumer's blocks are looked at. A
-    /// later one takes as long as it has tokens, whatever the request has, and relies on the
-    /// consumer's tables being the same.
+    /// With the part that begins where `tokens` do, all of the consumer's blocks are checked. The
+    /// time that a later part takes depends on its own tokens and not on the request's; it relies on
+    /// unchanged tables of the consumer.
     pub part: Range<u64>,
     /// Block tables, per group of the producer's layout. Blocks that are not asked for may be
     /// listed or missing.

@@ -1,8 +1,8 @@
 //! Strided copies of one unit: the part of a block that both ends have in one piece.
 //!
 //! A *template* is a plane of some layers before it is known which of its axes lie in a row. For
-//! the layers that are asked for it is folded into a *kernel*: whatever is contiguous at both ends
-//! becomes one copy, the rest becomes loops. Kernels that continue each other are joined.
+//! the layers that are asked for it is folded into a *kernel*: bytes that are contiguous at both ends
+//! become one copy, the rest becomes loops. Kernels that continue each other are joined.
 
 use crate::id::RegionId;
 use crate::layout::RowDensity;

@@ -109,9 +109,9 @@ pub type ConnectorMeta = Arc<[u8]>;
 /// A rank's report after a step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TransferResults {
-    /// Requests whose blocks this rank no longer reads.
+    /// Requests whose blocks this rank has finished reading.
     pub finished_sending: Vec<RequestId>,
-    /// Requests whose blocks this rank no longer writes.
+    /// Requests whose blocks this rank has finished writing.
     pub finished_recving: Vec<RequestId>,
     /// Requests of `finished_recving` that did not get all their bytes.
     pub failed_recving: Vec<RequestId>,
