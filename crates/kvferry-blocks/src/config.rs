@@ -1,4 +1,4 @@
-//! What a manager is made of, and what can go wrong for its caller.
+//! Configuration of a manager, and the errors of its calls.
 
 use crate::retention::PRIORITY_MAX;
 use std::fmt;
@@ -12,10 +12,10 @@ pub struct GroupConfig {
     pub secondary_blocks: u32,
 }
 
-/// What a [`BlockManager`](crate::BlockManager) is made of.
+/// Configuration of a [`BlockManager`](crate::BlockManager).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Of all groups.
+    /// Tokens of a block, the same in all groups.
     pub tokens_per_block: u32,
     /// A sequence has as many blocks in each group.
     pub groups: Vec<GroupConfig>,
@@ -34,7 +34,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// With TensorRT-LLM's defaults.
+    /// Sets all other fields to TensorRT-LLM's defaults.
     pub fn new(tokens_per_block: u32, groups: impl Into<Vec<GroupConfig>>) -> Self {
         Self {
             tokens_per_block,
@@ -87,17 +87,17 @@ pub enum Error {
     Request(String),
     /// Too few blocks are free or evictable. Try again when sequences or transfers have ended.
     OutOfBlocks {
-        /// Where.
+        /// Index of the group.
         group: u16,
-        /// How many primary blocks are needed.
+        /// Primary blocks that the call needs.
         needed: u32,
-        /// How many are free or can be evicted.
+        /// Primary blocks that are free or can be evicted.
         available: u32,
     },
     /// Blocks can be evicted when transfers of blocks behind them have ended. Other blocks have been evicted. Try again
     /// after the next [`BlockManager::finished`](crate::BlockManager::finished).
     AwaitTransfers {
-        /// Where.
+        /// Index of the group.
         group: u16,
     },
     /// The sequence was freed, or is of another manager.
@@ -108,7 +108,7 @@ pub enum Error {
     UnknownTransfer,
     /// The sequence waits for transfers.
     NotReady {
-        /// How many.
+        /// Transfers that the sequence waits for.
         transfers: u32,
     },
     /// Stored blocks can't be forgotten while they are used.
@@ -120,7 +120,7 @@ pub enum Error {
     },
     /// A key differs from that of the sequence's stored block.
     KeyMismatch {
-        /// Which block.
+        /// Index of the block in the sequence.
         block: u32,
     },
 }

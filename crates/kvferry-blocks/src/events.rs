@@ -3,7 +3,7 @@
 use crate::key::Key;
 use std::collections::VecDeque;
 
-/// Where a block is.
+/// A tier of the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Tier {
     /// The engine's pages. TensorRT-LLM's cache level 0.
@@ -12,7 +12,7 @@ pub enum Tier {
     Secondary,
 }
 
-/// What happened.
+/// A change of the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EventKind {
@@ -65,9 +65,9 @@ impl EventKind {
 /// A value that has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Diff<T> {
-    /// Before.
+    /// The old value.
     pub old: T,
-    /// Now.
+    /// The new value.
     pub new: T,
 }
 
@@ -78,7 +78,7 @@ pub struct Event {
     pub id: u64,
     /// The group whose blocks are concerned.
     pub group: u16,
-    /// What happened.
+    /// The change.
     pub kind: EventKind,
 }
 

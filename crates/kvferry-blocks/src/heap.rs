@@ -14,12 +14,12 @@ struct Entry {
 #[derive(Debug)]
 pub(crate) struct IndexedHeap {
     entries: Vec<Entry>,
-    /// Where the entry of each item is, or `NONE`.
+    /// Position of each item in `entries`, or `NONE`.
     at: Vec<u32>,
 }
 
 impl IndexedHeap {
-    /// For items `0..items`. It allocates nothing later.
+    /// Makes an empty heap for items `0..items`. Later calls allocate nothing.
     pub(crate) fn new(items: usize) -> Self {
         Self { entries: Vec::with_capacity(items), at: vec![NONE; items] }
     }

@@ -16,7 +16,7 @@ pub(crate) struct Row {
     pub(crate) nodes: Vec<u32>,
 }
 
-/// What a request says of its blocks.
+/// Parts of a request that its sequence keeps.
 #[derive(Debug, Default)]
 pub(crate) struct Wish {
     pub(crate) retention: RetentionConfig,
@@ -34,7 +34,7 @@ pub(crate) struct Sequence {
     pub(crate) reused_tokens: u32,
     /// Transfers that it waits for.
     pub(crate) pending: u32,
-    /// One for each group.
+    /// Rows, indexed by group.
     pub(crate) rows: Vec<Row>,
 }
 
@@ -86,7 +86,7 @@ impl Sequences {
         at
     }
 
-    /// Its rows must be empty.
+    /// Closes a sequence, whose rows must be empty.
     pub(crate) fn close(&mut self, at: u32) {
         let slot = &mut self.slots[at as usize];
         debug_assert!(slot.rows.iter().all(|row| row.pages.is_empty() && row.nodes.is_empty()));

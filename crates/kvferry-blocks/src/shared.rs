@@ -1,4 +1,4 @@
-//! What the groups of a manager have in common.
+//! State that the groups of a manager share.
 
 use crate::config::Config;
 use crate::events::EventRing;
@@ -14,7 +14,7 @@ pub(crate) struct Shared {
     pub(crate) now_ms: u64,
     /// Resets of the manager.
     pub(crate) resets: u32,
-    /// Releases of nodes: their order is their age.
+    /// Release counter; lower is older.
     tick: u64,
     pub(crate) offload_priority_min: u8,
     pub(crate) tokens_per_block: u32,

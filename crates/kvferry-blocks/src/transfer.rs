@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub struct Block {
     /// The pool.
     pub tier: Tier,
-    /// Its number in the pool, from 0.
+    /// Index of the block in the pool, from 0.
     pub index: u32,
 }
 
@@ -27,21 +27,21 @@ pub struct TransferId(pub(crate) u64);
 /// A copy to make. Until [`BlockManager::finished`](crate::BlockManager::finished), neither block is used otherwise.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Transfer {
-    /// For [`BlockManager::finished`](crate::BlockManager::finished).
+    /// Identifies the transfer for [`BlockManager::finished`](crate::BlockManager::finished).
     pub id: TransferId,
     /// The group of both blocks.
     pub group: u16,
-    /// Where the bytes are. In a file mode, a secondary block stands for the file.
+    /// Source of the copy. In a file mode, a secondary block stands for the file.
     pub from: Block,
-    /// Where they are to be.
+    /// Destination of the copy.
     pub to: Block,
     /// How many tokens of the block are to be copied, from its start.
     pub tokens: u32,
     /// The name of what is copied.
     pub key: Key,
-    /// How it is copied. Between two primary blocks: [`TransferMode::Dram`].
+    /// Way in which the block is copied. Between two primary blocks: [`TransferMode::Dram`].
     pub mode: TransferMode,
-    /// In a file mode, where the file is.
+    /// Directory of the file, in a file mode.
     pub directory: Option<Arc<str>>,
     /// Resets of the manager before the block was stored. With the key and the group it names the content: a block of the
     /// same key that was stored before a reset has other bytes.
@@ -58,9 +58,9 @@ impl Transfer {
 /// The file of a block is no longer needed. A later copy may write it again: files of one name are in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Discard {
-    /// Where the file is.
+    /// Directory of the file.
     pub directory: Arc<str>,
-    /// How the block was offloaded.
+    /// Mode by which the block was offloaded.
     pub mode: TransferMode,
     /// The group of the block.
     pub group: u16,
@@ -71,7 +71,7 @@ pub struct Discard {
 }
 
 impl Discard {
-    /// As [`Transfer::file_name`].
+    /// Name of the file; see [`Transfer::file_name`].
     pub fn file_name(&self) -> String {
         file_name(self.key, self.group, self.resets)
     }
@@ -81,7 +81,7 @@ fn file_name(key: Key, group: u16, resets: u32) -> String {
     format!("{key}-{group}-{resets}.kv")
 }
 
-/// How a transfer ended.
+/// Outcome of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// The target has the bytes. A caller that keeps checksums has verified them.
@@ -90,7 +90,7 @@ pub enum Outcome {
     Failed,
 }
 
-/// What the caller is to do, in this order.
+/// An operation for the caller, which takes operations in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Action {
@@ -102,7 +102,7 @@ pub enum Action {
     Ready {
         /// The sequence.
         sequence: SequenceId,
-        /// What is in its blocks.
+        /// Tokens at the start of the blocks whose KV is present.
         reused_tokens: u32,
     },
     /// A copy for a sequence has failed: fewer tokens are reused. The sequence has its first `blocks` blocks only,
@@ -110,14 +110,14 @@ pub enum Action {
     Cut {
         /// The sequence.
         sequence: SequenceId,
-        /// What is in its blocks when it is ready.
+        /// Tokens at the start of the blocks whose KV is present once the sequence is ready.
         reused_tokens: u32,
-        /// How many blocks it has left, in each group.
+        /// Blocks that the sequence has left, in each group.
         blocks: u32,
     },
 }
 
-/// What a transfer is for.
+/// Purpose of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// A node leaves its page, which already belongs to a sequence or to another node.
@@ -128,7 +128,7 @@ pub(crate) enum Kind {
     Partial,
 }
 
-/// What is known of a transfer besides what it waits for.
+/// Description of a transfer, without its dependencies.
 #[derive(Clone, Debug)]
 pub(crate) struct Job {
     pub(crate) kind: Kind,
@@ -158,7 +158,7 @@ pub(crate) struct Entry {
     pub(crate) dependents: SmallVec<[u32; 2]>,
 }
 
-/// All transfers that have not ended.
+/// The transfers that have not ended.
 #[derive(Debug, Default)]
 pub(crate) struct Transfers {
     entries: Vec<Entry>,
@@ -196,7 +196,7 @@ impl Transfers {
         id
     }
 
-    /// What the caller gets.
+    /// Marks the transfer as issued, and returns it for the caller.
     pub(crate) fn issue(&mut self, id: u32) -> Transfer {
         let entry = &mut self.entries[id as usize];
         entry.is_issued = true;

@@ -11,12 +11,12 @@ use crate::retention::{FilePlace, PRIORITY_DEFAULT, Retention};
 /// Children that are compared with a prompt's tokens when a block is to be reused in part: the newest ones.
 pub(crate) const PARTIAL_CANDIDATES: usize = 32;
 
-/// Where a node's content is.
+/// Place of a node's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// In `page`.
+    /// The content is in `page`.
     Primary,
-    /// In `slot`.
+    /// The content is in `slot`.
     Secondary,
     /// A transfer copies it to `slot`. The page is no longer the node's.
     Offloading,
@@ -56,13 +56,13 @@ pub(crate) struct Node {
     has_tokens: bool,
     /// It is dead, and its children are yet to die: its number is not used again before.
     pub(crate) is_reaped: bool,
-    /// Of the request that stored it.
+    /// Salt of the request that stored the block.
     salt: u64,
     pub(crate) place: Place,
     pub(crate) retention: Retention,
-    /// On the manager's count of releases.
+    /// The manager's release counter when the last holder let the node go.
     pub(crate) last_use: u64,
-    /// Where it was stored, and is offloaded to.
+    /// File mode, directory and reset count under which the block was stored. It is offloaded there.
     pub(crate) file: FilePlace,
 }
 

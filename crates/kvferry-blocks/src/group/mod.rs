@@ -38,7 +38,7 @@ pub(crate) struct Group {
     pub(crate) busy: Vec<u32>,
     pub(crate) primary_queue: IndexedHeap,
     pub(crate) secondary_queue: IndexedHeap,
-    /// When the retention of nodes without a holder ends.
+    /// Times, in milliseconds, at which the retentions of nodes without a holder end.
     pub(crate) expiring: IndexedHeap,
     /// Nodes in primary without a holder.
     pub(crate) idle: u32,
@@ -89,7 +89,7 @@ impl Group {
         }
     }
 
-    /// One more sequence, pin or copy needs the node.
+    /// Adds a holder: a sequence, pin or copy that needs the node.
     pub(crate) fn hold(&mut self, at: u32) {
         let node = self.tree.node_mut(at);
         node.holders += 1;
@@ -101,7 +101,7 @@ impl Group {
         }
     }
 
-    /// One less. The last one begins the time of its retention.
+    /// Removes a holder. When the last one goes, the duration of the node's retention begins.
     pub(crate) fn unhold(&mut self, at: u32, shared: &mut Shared) {
         let node = self.tree.node_mut(at);
         node.holders -= 1;

@@ -11,7 +11,7 @@ use crate::shared::Shared;
 use crate::tree::Place;
 use smallvec::SmallVec;
 
-/// What a sequence needs at its start.
+/// A request for the blocks of a new sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
     /// Tokens of the prompt; at least one.
@@ -20,17 +20,17 @@ pub struct Request<'a> {
     pub keys: &'a [Key],
     /// The prompt, for the reuse of a part of a block; or empty.
     pub tokens: &'a [u32],
-    /// Of what the KV depends on besides the tokens: model, adapter, tenant. Parts of first blocks are reused under the
-    /// same salt only.
+    /// Identifies what the KV depends on besides the tokens: model, adapter, tenant. Parts of first blocks are reused
+    /// under the same salt only.
     pub salt: u64,
-    /// What the sequence's blocks are worth, and how they are offloaded.
+    /// Retention of the sequence's blocks, and how they are offloaded.
     pub retention: &'a RetentionConfig,
 }
 
-/// What a sequence has at its start.
+/// The blocks of a new sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Allocation {
-    /// For all later calls.
+    /// Identifies the sequence in all later calls.
     pub sequence: SequenceId,
     /// Tokens of the prompt that need not be computed, if the copies succeed. At least one token is left to compute.
     pub reused_tokens: u32,
@@ -40,7 +40,7 @@ pub struct Allocation {
     pub warning: Option<Warning>,
 }
 
-/// How a group reuses a part of a block.
+/// Partial reuse of a node by one group.
 #[derive(Clone, Copy, Debug)]
 struct Partial {
     node: u32,
@@ -48,7 +48,7 @@ struct Partial {
     takes_over: bool,
 }
 
-/// Of each group, or empty.
+/// Partial reuse in each group; empty if there is none.
 type Partials = SmallVec<[Partial; 8]>;
 
 impl BlockManager {
@@ -229,7 +229,7 @@ impl BlockManager {
         Ok(())
     }
 
-    /// What was matched is used now, and worth what the request says.
+    /// Holds the nodes of the matched prefix, and applies the request's retention to them.
     fn hold_prefix(&mut self, at: u32, number: usize) {
         let sequence = self.sequences.at(at);
         let (group, shared) = (&mut self.groups[number], &mut self.shared);

@@ -1,4 +1,4 @@
-//! What must always hold, for tests.
+//! Checks of the manager's invariants, for tests.
 
 use super::BlockManager;
 use crate::NONE;
@@ -7,7 +7,7 @@ use crate::group::Group;
 use crate::transfer::Kind;
 use crate::tree::Place;
 
-/// Who has each block of a pool.
+/// Owner of each block of a pool.
 struct Owners {
     group: u16,
     pool: &'static str,

@@ -8,10 +8,10 @@ use crate::transfer::{Action, Job, Kind, Outcome, TransferId};
 use crate::tree::Place;
 use smallvec::SmallVec;
 
-/// What a sequence loses by a transfer that has failed.
+/// Blocks that a sequence loses by a failed transfer.
 #[derive(Clone, Copy, Debug)]
 struct Cut {
-    /// Blocks that are reused still.
+    /// Blocks that are still reused.
     blocks: u32,
     /// The others are the sequence's own, to compute.
     keeps_blocks: bool,

@@ -29,12 +29,12 @@ struct Pinned {
     nodes: Vec<Vec<u32>>,
 }
 
-/// What a prompt would find.
+/// Result of a lookup of a prompt's prefix.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Match {
     /// Blocks that all groups have.
     pub blocks: u32,
-    /// Of these, how many at least one group would have to onboard.
+    /// Blocks among these that at least one group would have to onboard.
     pub secondary_blocks: u32,
 }
 
@@ -61,9 +61,9 @@ pub struct BlockManager {
     copy_on_partial_reuse: bool,
 }
 
-/// What happens goes in here, and in `allocate`, `append`, `store`, `free` and `finished`.
+/// Input: these methods, and `allocate`, `append`, `store`, `free` and `finished`, change the manager's state.
 impl BlockManager {
-    /// With empty pools.
+    /// Makes a manager with empty pools.
     pub fn new(config: &Config) -> Result<Self, Error> {
         config.check()?;
         let mut shared = Shared::new(config);
@@ -164,7 +164,7 @@ impl BlockManager {
     }
 }
 
-/// What to do comes out here.
+/// Output: actions and events.
 impl BlockManager {
     /// The next thing to do, in order. The caller takes them until there is none, after each call that changes
     /// something.
@@ -214,7 +214,7 @@ impl BlockManager {
         found
     }
 
-    /// How the pools of a group are used. None: no such group.
+    /// Usage of a group's pools. None: no such group.
     pub fn usage(&self, group: u16) -> Option<Usage> {
         let group = self.groups.get(usize::from(group))?;
         Some(Usage {

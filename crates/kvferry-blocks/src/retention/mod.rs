@@ -18,19 +18,19 @@ pub const RANGES_MAX: usize = 1024;
 /// Bytes of a directory's path, at most.
 pub const DIRECTORY_MAX: usize = 4096;
 
-/// How a block is copied between the pools.
+/// Way in which a block is copied between the pools.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum TransferMode {
-    /// To and from host memory.
+    /// Copies to and from host memory.
     #[default]
     Dram,
-    /// To and from a file, by GPUDirect Storage.
+    /// Copies to and from a file by GPUDirect Storage.
     Gds,
-    /// To and from a file, by `read` and `write`.
+    /// Copies to and from a file by `read` and `write`.
     PosixDebugFallback,
 }
 
-/// What one block is worth.
+/// Retention of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Retention {
     /// 0 to [`PRIORITY_MAX`]. Blocks of a lower priority leave first.
@@ -58,7 +58,7 @@ pub struct TokenRange {
     pub start: u32,
     /// The token after the last one. None: the range goes to the end of the prompt.
     pub end: Option<u32>,
-    /// What these tokens are worth.
+    /// Retention of the blocks whose first token is in the range.
     pub retention: Retention,
 }
 
@@ -117,7 +117,7 @@ impl RetentionConfig {
         })
     }
 
-    /// What blocks are worth whose first token is behind the prompt.
+    /// Sets the retention of decoded blocks, whose first token is behind the prompt.
     pub fn decode(self, retention: Retention) -> Result<Self, RetentionError> {
         check(retention)?;
         Ok(Self { decode: retention, ..self })
@@ -142,22 +142,22 @@ impl RetentionConfig {
         Ok(Self { mode, directory: directory.map(Arc::from), ..self })
     }
 
-    /// In the order of their tokens.
+    /// Token ranges in the order of their tokens.
     pub fn ranges(&self) -> &[TokenRange] {
         &self.ranges
     }
 
-    /// What blocks are worth whose first token is behind the prompt.
+    /// Retention of decoded blocks, whose first token is behind the prompt.
     pub fn decode_retention(&self) -> Retention {
         self.decode
     }
 
-    /// As the request wishes.
+    /// Requested transfer mode.
     pub fn mode(&self) -> TransferMode {
         self.mode
     }
 
-    /// As the request wishes.
+    /// Requested directory.
     pub fn directory(&self) -> Option<&str> {
         self.directory.as_deref()
     }
@@ -210,7 +210,7 @@ fn check(retention: Retention) -> Result<(), RetentionError> {
 pub enum Warning {
     /// The mode needs a directory, and the request has none. Its blocks are offloaded to host memory.
     DirectoryMissing {
-        /// As the request wished.
+        /// Requested transfer mode.
         mode: TransferMode,
     },
 }
@@ -232,7 +232,7 @@ impl fmt::Display for Warning {
 pub enum RetentionError {
     /// A priority above [`PRIORITY_MAX`].
     Priority {
-        /// As it was given.
+        /// The priority that was given.
         priority: u8,
     },
     /// A range ends at or before its start.
@@ -256,7 +256,7 @@ pub enum RetentionError {
     },
     /// More than [`RANGES_MAX`].
     TooManyRanges {
-        /// How many were given.
+        /// Number of ranges that were given.
         count: usize,
     },
     /// More than [`DIRECTORY_MAX`].

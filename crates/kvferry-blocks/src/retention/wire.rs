@@ -33,17 +33,17 @@ pub enum WireError {
     },
     /// The bytes end too early.
     Truncated {
-        /// How many bytes there are.
+        /// Number of bytes that were given.
         len_bytes: usize,
     },
     /// Bytes follow that have no meaning.
     Trailing {
-        /// How many.
+        /// Number of bytes that follow.
         len_bytes: usize,
     },
     /// A field has a value without a meaning.
     Malformed {
-        /// Which.
+        /// Name of the field.
         field: &'static str,
     },
     /// The fields contradict each other.
@@ -112,7 +112,7 @@ impl RetentionConfig {
         bytes
     }
 
-    /// Of what [`RetentionConfig::to_bytes`] gives; other bytes are refused.
+    /// Decodes the output of [`RetentionConfig::to_bytes`]; other bytes are refused.
     pub fn decode_bytes(bytes: &[u8]) -> Result<Self, WireError> {
         let mut reader = Reader { bytes, at: 0 };
         if reader.array().ok() != Some(MAGIC) {
