@@ -512,7 +512,7 @@ pub(crate) enum Seam {
     TensorrtLlm,
 }
 
-/// Which transport the engines of a demo use.
+/// Transport that the engines of a demo use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum DemoTransport {
@@ -522,7 +522,7 @@ pub(crate) enum DemoTransport {
     Tcp,
 }
 
-/// When a router gives a request to the decode engine.
+/// Time at which a router gives a request to the decode engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Flow {
@@ -532,7 +532,7 @@ pub(crate) enum Flow {
     Sequential,
 }
 
-/// When a prefill engine announces blocks.
+/// Time at which a prefill engine announces blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum AnnounceWhen {
@@ -800,7 +800,7 @@ pub(crate) struct BenchStoreArgs {
     pub(crate) quiet: bool,
 }
 
-/// What is measured of the store.
+/// Rows that the bench of the store measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum StoreRows {
     /// Puts and gets, the index, opening
@@ -923,7 +923,7 @@ pub(crate) struct BenchFileArgs {
     pub(crate) quiet: bool,
 }
 
-/// How files are read and written.
+/// Engine for reads and writes of files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Engine {
     /// io_uring if the system permits it, else threads

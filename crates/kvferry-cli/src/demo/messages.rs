@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cli::AnnounceWhen;
 
-/// To an engine.
+/// Commands to an engine.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Command {
     /// Starts the engine. Sent once, first. Answered by [`Event::Ready`].
@@ -24,7 +24,7 @@ pub(super) enum Command {
 pub(super) struct Setup {
     pub(super) name: String,
     pub(super) config: EngineConfig,
-    /// As in `KVFERRY_TRANSPORTS`.
+    /// Transports, written as in `KVFERRY_TRANSPORTS`.
     pub(super) transports: String,
     pub(super) announce: AnnounceWhen,
     /// Budget of a fetch.
@@ -62,7 +62,7 @@ pub(super) enum Event {
     Read { id: String, part: Part },
     /// A rank has received all of a request, or its fetch has failed.
     Received { id: String, at_ns: u64, failure: Option<String> },
-    /// All requests have ended; what is still held.
+    /// Answers [`Command::Finish`], when all requests have ended or the time for that is over: what is still held.
     Left { held: Vec<String> },
 }
 
@@ -71,13 +71,13 @@ pub(super) struct Said {
     pub(super) id: String,
     pub(super) tokens: Vec<u32>,
     pub(super) ended: Option<Ended>,
-    /// When the last layer of the step was computed.
+    /// Time at which the last layer of the step was computed.
     pub(super) computed_ns: u64,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Ended {
-    /// Why the request failed, if it did.
+    /// Reason of the request's failure, if it failed.
     pub(super) failure: Option<String>,
     /// `kv_transfer_params` of the response.
     pub(super) params: Option<Params>,

@@ -62,7 +62,7 @@ fn measure(plan: &Plan, args: &DemoArgs, bar: &ProgressBar) -> Result<Report, Fa
     Ok(Report::new(plan, &limits, router.run(asked, args.inject_fault)?))
 }
 
-/// All requests with their right tokens, computed on all cores.
+/// Computes all requests with their right tokens, on all cores.
 fn all_asked(plan: &Plan) -> Vec<Asked> {
     let threads = machine::cpus().min(plan.options.requests as usize);
     let requests = plan.options.requests as usize;

@@ -28,7 +28,7 @@ const IDLE_STEPS: u32 = 2;
 /// The longest sleep of an engine with live requests. It bounds the cost of a wake-up that is missing.
 const NAP: Duration = Duration::from_millis(100);
 
-/// How long an engine may take at the end to release everything.
+/// Time limit of an engine at the end, to release everything.
 pub(super) const LEAVING: Duration = Duration::from_secs(8);
 
 /// `kvferry demo-engine`.
@@ -66,11 +66,11 @@ fn hear(wake: &Sender<Wake>) {
     }
 }
 
-/// What wakes an engine.
+/// Event that wakes an engine.
 enum Wake {
     Command(Command),
     Closed,
-    /// For the router; does not concern the engine.
+    /// An event for the router; does not concern the engine.
     Event(Event),
     /// A worker half has something to report.
     Reported,
@@ -235,7 +235,7 @@ impl Node {
         caches.set_row(layer, 0, block, 0, 0, &row);
     }
 
-    /// What is still held, once all requests have ended or [`LEAVING`] is over.
+    /// Returns what is still held, once all requests have ended or [`LEAVING`] is over.
     fn left(&mut self) -> Option<Vec<String>> {
         let until = self.leaving?;
         let held = self.held();

@@ -105,7 +105,7 @@ impl Plan {
         config
     }
 
-    /// As in `KVFERRY_TRANSPORTS`. `local` sessions begin over `tcp`.
+    /// Transports, written as in `KVFERRY_TRANSPORTS`. `local` sessions begin over `tcp`.
     pub(super) fn transports(&self) -> &'static str {
         match self.options.transport {
             DemoTransport::Local => "local,tcp",

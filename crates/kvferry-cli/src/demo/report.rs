@@ -40,7 +40,7 @@ pub(super) struct Report {
     failed: Vec<Failed>,
     /// Engines that ended too early, and how.
     lost: Vec<String>,
-    /// What engines still hold at the end.
+    /// Resources that engines still hold at the end.
     held: Vec<String>,
 }
 
@@ -65,11 +65,11 @@ pub(super) struct Figures {
     /// The part of the latency before the first read, if that began later: the decode engine computes a
     /// step of other requests, and fetches begin with the next one.
     pub(super) waiting_ms: f64,
-    /// From the first read to the same end.
+    /// Time from the first read to the same end.
     pub(super) transfer_ms: f64,
     /// The rest of the latency.
     pub(super) exposed_ms: f64,
-    /// That as a part of the transfer.
+    /// Exposed time as a part of the transfer time.
     exposed: f64,
     /// Bytes by the time in which any byte of the request was being read.
     pub(super) gb_per_s: f64,
@@ -83,12 +83,12 @@ struct Failed {
     reason: String,
 }
 
-/// One handoff, in seconds.
+/// Times of one handoff, in seconds.
 struct Handoff {
     latency: f64,
     waiting: f64,
     transfer: f64,
-    /// What of the transfer adds to the request's time.
+    /// The part of the transfer that adds to the request's time.
     exposed: f64,
     reading: f64,
     bytes: u64,
@@ -214,7 +214,7 @@ impl Report {
         )
     }
 
-    /// What was run, and where.
+    /// Configuration of the run, and the machine.
     pub(super) fn facts(&self) -> [String; 2] {
         [
             format!(

@@ -22,19 +22,19 @@ use super::messages::{Command, Event, Part, Said, Setup, Submit};
 use super::node::LEAVING;
 use super::plan::{Asked, Plan, SAYS};
 
-/// From a request's start to its last token. Fetches time out sooner, with a reason.
+/// Time limit from a request's start to its last token. Fetches time out sooner, with a reason.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// How long a fetch may take.
+/// Time limit of a fetch.
 const FETCH: Duration = Duration::from_secs(20);
 
-/// How long an engine may take to be set up.
+/// Time limit for the set-up of an engine.
 const SET_UP: Duration = Duration::from_secs(20);
 
-/// How long an engine may take to report what it holds: longer than it waits to release everything.
+/// Time limit of an engine's report on what it holds: longer than the engine waits to release everything.
 const LEAVE: Duration = LEAVING.saturating_add(Duration::from_secs(4));
 
-/// How often the bar is updated.
+/// Time between updates of the progress bar.
 const TELL_EVERY: Duration = Duration::from_millis(100);
 
 /// The time over which the bar's rate is taken.
@@ -50,7 +50,7 @@ type Heard = (Number, Option<Answer<Event>>);
 struct Engine {
     name: String,
     is_prefill: bool,
-    /// `None` once the engine has ended.
+    /// Pipe to the engine. `None` once the engine has ended.
     commands: Option<Commands>,
     child: Child,
     /// The address of the agent of its first rank.
@@ -66,14 +66,14 @@ struct Engine {
 #[derive(Debug, Default)]
 pub(super) struct Outcome {
     pub(super) tokens: u32,
-    /// When prefill had computed the last layer of the last chunk.
+    /// Time at which prefill had computed the last layer of the last chunk.
     pub(super) computed_ns: Option<u64>,
     pub(super) parts: Vec<Part>,
-    /// When each decode rank had received everything.
+    /// Times at which the decode ranks had received everything.
     pub(super) received_ns: Vec<u64>,
     /// Tokens that were compared.
     pub(super) verified: u32,
-    /// Why the request failed, if it did.
+    /// Reason of the request's failure, if it failed.
     pub(super) failure: Option<String>,
 }
 
@@ -96,11 +96,11 @@ struct Flight {
 /// The outcome of a demo.
 #[derive(Debug)]
 pub(super) struct Finished {
-    /// In the order of the requests.
+    /// Outcomes in the order of the requests.
     pub(super) outcomes: Vec<Outcome>,
     /// Engines that ended too early, and how.
     pub(super) lost: Vec<String>,
-    /// What each engine still holds at the end.
+    /// Resources that engines still hold at the end.
     pub(super) held: Vec<String>,
     pub(super) seconds: f64,
 }
@@ -416,7 +416,7 @@ impl<'a> Router<'a> {
         }
     }
 
-    /// What engines still hold after the last request.
+    /// Lets the engines release everything. Returns what they still hold.
     fn leave(&mut self) -> Result<Vec<String>, Failure> {
         self.meter.bar.set_message("waiting until engines have released everything");
         let mut held = Vec::new();

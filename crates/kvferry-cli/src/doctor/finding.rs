@@ -17,13 +17,13 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use serde_json::Value;
 
-/// How good a finding is; worse ones are greater.
+/// Severity of a finding; worse ones are greater.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Mark {
-    /// As it should be.
+    /// The subject is as it should be.
     Ok,
-    /// It works; it could be better, or is worth knowing.
+    /// The subject works, but could be better or is worth knowing.
     Note,
     /// Something optional is not there.
     Missing,
@@ -44,7 +44,7 @@ impl Mark {
     }
 }
 
-/// One line of the report.
+/// A line of the report.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Finding {
     pub(super) id: &'static str,
@@ -90,7 +90,7 @@ impl Finding {
         if is_worse { Finding::note(self.id, words).fix(fix) } else { self }
     }
 
-    /// What to do about the finding.
+    /// Adds advice on the finding.
     pub(super) fn fix(mut self, fix: impl Into<String>) -> Finding {
         self.fix = Some(fix.into());
         self

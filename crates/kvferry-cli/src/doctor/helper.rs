@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// Start of the line with the answer: a library may write to standard output, too.
 const ANSWER: &str = "@kvferry ";
 
-/// What a helper process tries.
+/// Task of a helper process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Probe {
     Memory,
@@ -116,7 +116,7 @@ pub(super) struct Libraries {
     cufile: Option<Process>,
 }
 
-/// All at once: the slowest is a GPU's driver.
+/// Starts the helpers of all libraries at once: the slowest library is a GPU's driver.
 pub(super) fn start_libraries() -> Libraries {
     let start = |name: &str| {
         Command::new("/proc/self/exe")

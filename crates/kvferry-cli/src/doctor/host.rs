@@ -1,5 +1,4 @@
-//! What is looked at: files of the kernel under a root that tests replace, and what only trying
-//! tells.
+//! Input of the doctor: files of the kernel, under a root that tests replace, and results of live checks.
 
 use std::fs;
 use std::path::PathBuf;
@@ -42,7 +41,7 @@ impl Host {
         names
     }
 
-    /// What a link points to.
+    /// Target of a link.
     pub(super) fn link(&self, path: &str) -> Option<String> {
         let target = fs::read_link(self.root.join(path)).ok()?;
         Some(target.to_string_lossy().into_owned())
@@ -65,7 +64,7 @@ impl Host {
 
 pub(super) type Tried = Result<(), Errno>;
 
-/// What the kernel and the libraries said when they were asked.
+/// Answers of the kernel and of the libraries.
 #[derive(Debug, Clone)]
 pub(super) struct Tries {
     pub(super) kernel: String,

@@ -16,11 +16,11 @@ const WINDOW: u64 = 12 << 20;
 /// The backlog that an agent asks for.
 const BACKLOG: u64 = 4096;
 const PORTS: u64 = 10_000;
-/// From here on, ordinary frames cost more than the network.
+/// Link speed from which ordinary frames cost more than the network.
 const FAST_MBIT: u64 = 25_000;
 const JUMBO: u64 = 9_000;
 
-/// What an agent with these settings would do.
+/// Settings that an agent on this host would have.
 #[derive(Debug)]
 pub(super) struct Settings {
     pub(super) addresses: Result<(SocketAddr, String, AdvertisedBy), String>,

@@ -24,7 +24,7 @@ use kvferry_bench::units;
 
 /// Most of a peer's memory that is read at a time.
 const READ_MAX: usize = 64 << 20;
-/// How long reads are measured; at least [`READS_LEAST`] of them.
+/// Time in which reads are measured; at least [`READS_LEAST`] of them.
 const READ_FOR: Duration = Duration::from_secs(1);
 const READS_LEAST: usize = 3;
 /// Blocks of a read.
@@ -38,7 +38,7 @@ const PING_FOR: Duration = Duration::from_secs(2);
 /// How long a silent peer is waited for before it is tried as a bench.
 const QUIET: Duration = Duration::from_millis(700);
 
-/// All findings about one peer.
+/// Makes all findings about one peer.
 pub(super) fn look(target: &str, args: &DoctorArgs) -> Result<Report, Failure> {
     let timeout = Duration::from_secs(args.timeout.into());
     let mut network = Vec::new();
@@ -249,7 +249,7 @@ fn served(met: Result<(Peer, PeerSummary), Error>, target: &str) -> Met {
     }
 }
 
-/// Why there is no session, in words, and what to do.
+/// Explains why there is no session, and what to do.
 fn turned_away(error: &Error) -> Finding {
     let (why, fix) = match error.kind() {
         ErrorKind::AuthRequired => (

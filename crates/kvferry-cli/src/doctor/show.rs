@@ -7,7 +7,7 @@ use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width};
 
 use super::finding::{Group, Mark, Report};
 
-/// On narrower terminals, the terminal breaks the lines.
+/// Width of the narrowest text. The terminal breaks the lines if it is narrower.
 const NARROWEST: usize = 60;
 /// The widest text; also the width for a pipe.
 const WIDEST: usize = 120;
@@ -20,7 +20,7 @@ pub(super) struct Style {
 }
 
 impl Style {
-    /// For standard output.
+    /// Style for standard output.
     pub(super) fn here() -> Style {
         let out = std::io::stdout();
         let terminal = out.is_terminal();

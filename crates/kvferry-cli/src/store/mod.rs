@@ -40,7 +40,7 @@ fn failure(error: Error) -> Failure {
     }
 }
 
-/// What a segment is, in a word.
+/// Kind of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Kind {

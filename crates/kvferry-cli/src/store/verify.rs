@@ -18,7 +18,7 @@ use crate::output;
 
 /// Blocks that are read between two looks at the clock.
 const BLOCKS_AT_ONCE: usize = 32;
-/// After this long, blocks that a process was writing are written.
+/// Time after which the blocks that a process was writing are written.
 const SETTLE: Duration = Duration::from_secs(1);
 
 /// `kvferry store verify --json`.

@@ -22,12 +22,12 @@ use serde::{Deserialize, Serialize};
 
 type Hash = [u8; 32];
 
-/// What both halves count, for the report.
+/// Counters of both halves, for the report.
 #[derive(Debug, Default)]
 pub(super) struct Counts {
     /// Tokens of each prompt that the engine did not compute.
     pub(super) reused: BTreeMap<RequestId, Reused>,
-    /// What became of all blocks that were put.
+    /// Sum of the results of all puts.
     pub(super) put: Put,
     /// The first call to the store that failed.
     pub(super) failure: Option<String>,
@@ -35,9 +35,9 @@ pub(super) struct Counts {
 
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Reused {
-    /// The engine had them in its own cache.
+    /// Tokens that the engine had in its own cache.
     pub(super) cached_tokens: usize,
-    /// They were read from the store.
+    /// Tokens that were read from the store.
     pub(super) loaded_tokens: usize,
 }
 
@@ -61,7 +61,7 @@ pub(super) enum Fault {
     Flip,
 }
 
-/// Both halves.
+/// Makes both halves and their counters.
 pub(super) fn connector(
     agent: &Agent,
     space: &Space,
@@ -92,7 +92,7 @@ pub(super) fn connector(
     (connector, shared)
 }
 
-/// What the worker half does in a step.
+/// Reads and puts of the worker half in one step.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Step {
     loads: Vec<Blocks>,
@@ -246,7 +246,7 @@ struct Worker {
 }
 
 impl Worker {
-    /// Where the bytes of each block are: a piece for each plane of each layer.
+    /// Memory of each block: a piece for each plane of each layer.
     fn memory(&self, blocks: &[BlockId]) -> Vec<BlockMemory> {
         let layout = self.layout.as_ref().expect("caches are registered before the first step");
         let planes = || layout.layers.iter().flat_map(|layer| &layer.planes);

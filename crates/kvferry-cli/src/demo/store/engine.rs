@@ -12,11 +12,11 @@ use serde::{Deserialize, Serialize};
 
 use super::connector::{self, Fault, Shared};
 
-/// What one process is asked to do.
+/// Task of one engine process.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Start {
     pub(super) config: EngineConfig,
-    /// Without a store, the engine computes everything.
+    /// The store. Without one, the engine computes everything.
     pub(super) store: Option<StoreAt>,
     pub(super) prompts: Vec<Vec<u32>>,
     /// Tokens that each request produces.
@@ -30,12 +30,12 @@ pub(super) struct StoreAt {
     pub(super) capacity: u64,
 }
 
-/// What one process answers.
+/// Answer of one engine process.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Served {
-    /// Until the store was open.
+    /// Time until the store was open.
     pub(super) opened: Duration,
-    /// In the order of the prompts.
+    /// Results in the order of the prompts.
     pub(super) requests: Vec<Answered>,
     /// Blocks that the store stored now.
     pub(super) stored: usize,

@@ -115,7 +115,7 @@ impl Drop for Place {
 struct Plan {
     prefix_tokens: usize,
     model: ModelSpec,
-    /// All begin with the same prefix.
+    /// Prompts with a common prefix.
     prompts: Vec<Vec<u32>>,
     /// The first prompt and more.
     longer: Vec<u32>,

@@ -9,17 +9,17 @@ use super::engine::{Answered, Served};
 use super::{BLOCK_TOKENS, Plan, SAYS, TOKEN_BYTES};
 use crate::output;
 
-/// What the processes answered.
+/// Answers of the engine processes.
 #[derive(Debug)]
 pub(super) struct Runs {
-    /// Without a store: the shared prompts and the longer one.
+    /// Engine without a store: the shared prompts and the longer one.
     pub(super) without: Served,
     pub(super) first: Served,
     /// The same and the longer prompt.
     pub(super) second: Served,
-    /// Without a store: the prompt of the killed engine.
+    /// Engine without a store: the prompt of the killed engine.
     pub(super) right: Served,
-    /// As `second`, and the prompt of the killed engine.
+    /// The prompts of `second`, and that of the killed engine.
     pub(super) after: Served,
     pub(super) killed: Killed,
 }
@@ -57,7 +57,7 @@ pub(super) struct Report {
     prefix_tokens: usize,
     block_tokens: usize,
     token_bytes: usize,
-    /// Where the engine's time comes from.
+    /// Origin of the engine's times.
     cost: &'static str,
     /// An engine without a store.
     without: StartReport,
@@ -67,13 +67,13 @@ pub(super) struct Report {
     first_token_ratio: f64,
     tokens_verified: usize,
     wrong_tokens: usize,
-    /// What was not as it must be.
+    /// Promises that were not kept.
     complaints: Vec<String>,
 }
 
 const COST: &str = "measured: what the engine takes to compute its integers; no time is added";
 
-/// One start. Times in milliseconds.
+/// Figures of one start. Times are in milliseconds.
 #[derive(Debug, Serialize)]
 struct StartReport {
     name: &'static str,
@@ -86,7 +86,7 @@ struct StartReport {
     stored_blocks: usize,
     corrupt_blocks: u64,
     store_opened_ms: f64,
-    /// Of the first request, from its submission.
+    /// Time to the first token of the first request, from its submission.
     first_token_ms: f64,
     all_ms: f64,
     wrong_tokens: usize,
@@ -209,7 +209,7 @@ impl Report {
     }
 }
 
-/// What a run with a store promises. Times are shown, not judged.
+/// Returns the promises of a store that the runs did not keep. Times are shown, not judged.
 fn complaints(runs: &Runs, prompts: &[&[u32]], wrong_tokens: usize) -> Vec<String> {
     let mut all = Vec::new();
     let mut must = |holds: bool, what: &str| {
