@@ -16,7 +16,7 @@ static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 static ALLOCATED: AtomicU64 = AtomicU64::new(0);
 static COPIED: AtomicU64 = AtomicU64::new(0);
 static PAYLOAD_COPIED: AtomicU64 = AtomicU64::new(0);
-/// Where payload is.
+/// Address at which the payload begins.
 static PAYLOAD_AT: AtomicUsize = AtomicUsize::new(0);
 static PAYLOAD_END: AtomicUsize = AtomicUsize::new(0);
 static COUNTING: AtomicBool = AtomicBool::new(true);
@@ -43,13 +43,13 @@ fn counts() -> bool {
 /// Everything that was counted so far in this process.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Counts {
-    /// By the name of the call.
+    /// Number of calls by name.
     pub(crate) calls: BTreeMap<String, u64>,
     pub(crate) allocations: u64,
     pub(crate) allocated: u64,
-    /// By `memcpy` and `memmove`.
+    /// Bytes copied by `memcpy` and `memmove`.
     pub(crate) copied: u64,
-    /// Of those, from or to the memory that is watched.
+    /// Bytes of these from or to the memory that is watched.
     pub(crate) payload_copied: u64,
 }
 

@@ -50,7 +50,7 @@ const ROUNDS: usize = 51;
 const SETTLED: Duration = Duration::from_millis(5);
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// One rank of an engine that computes nothing.
+/// An engine of one rank that computes nothing.
 struct Half {
     _agent: Agent,
     _memory: Region,
@@ -132,7 +132,7 @@ impl Half {
     }
 }
 
-/// How often each thread of this process has gone to sleep.
+/// Number of times that each thread of this process has gone to sleep.
 type Sleeps = BTreeMap<String, u64>;
 
 fn sleeps() -> Result<Sleeps, Failure> {
@@ -195,7 +195,7 @@ pub(crate) fn count() -> Result<Figures, Failure> {
     Ok(figures)
 }
 
-/// Each side's wake-ups of each round.
+/// Wake-ups of each round, of the consumer and of the producer.
 fn over(transport: &str) -> Result<[Vec<Sleeps>; 2], Failure> {
     let mut child = Command::new(std::env::current_exe()?)
         .args(["producer", transport])

@@ -24,7 +24,7 @@ const DESCRIPTORS: u32 = 1024;
 const FEW: u64 = 5;
 const MANY: u64 = 25;
 
-/// One line per work.
+/// Workloads: the name of the figure, and the function.
 const WORKS: &[(&str, fn())] = &[
     ("encode a request of 1024 descriptors", encode_request),
     ("decode a request of 1024 descriptors", decode_request),
@@ -102,7 +102,7 @@ fn encode_request() {
     black_box(header.seal(black_box(&table), &[]));
 }
 
-/// With the encoding, which has a line of its own.
+/// Decodes a request. Includes the encoding, which has a figure of its own.
 #[inline(never)]
 fn decode_request() {
     let (header, table) = request();
@@ -137,7 +137,7 @@ fn handshake() {
     black_box(sessions());
 }
 
-/// Both sides of a session that was just established.
+/// Makes the two sides of a session that was just established.
 fn sessions() -> [Session; 2] {
     let now = Timestamp::from_nanos(1_000_000_000);
     let config = |id, name: &str| SessionConfig::new(Incarnation(id), name);
@@ -153,7 +153,7 @@ fn sessions() -> [Session; 2] {
 }
 
 const PREFILLS: u32 = 64;
-/// Of each prefill in each step: two blocks.
+/// Tokens of each prefill in each step: two blocks.
 const CHUNK_TOKENS: u32 = 32;
 const BLOCK_TOKENS: u32 = 16;
 

@@ -50,7 +50,7 @@ impl Figures {
         Ok(Self(map.into_iter().collect()))
     }
 
-    /// One figure per line.
+    /// Writes one figure per line.
     pub(crate) fn write(&self, file: &str) -> Result<(), Failure> {
         if let Some(dir) = Path::new(file).parent() {
             std::fs::create_dir_all(dir)?;

@@ -8,7 +8,7 @@ use kvferry::{Access, Batch, Options, Peer, Region};
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::{Command, Stdio};
 
-/// One line per transport.
+/// Transports that are measured.
 const TRANSPORTS: &[&str] = &["tcp", "local"];
 
 /// Blocks of so many bytes, and how many of them.
@@ -19,7 +19,7 @@ const BATCHES: &[(&str, usize, usize)] = &[
     ("1 MiB x 16", 1 << 20, 16),
 ];
 
-/// Before anything is counted.
+/// Rounds before anything is counted.
 const WARM_UP: usize = 30;
 pub(crate) const ROUNDS: usize = 101;
 /// Enough to tell what belongs to a batch from what happens once.
@@ -59,7 +59,7 @@ pub(crate) fn count(rounds: usize) -> Result<Figures, Failure> {
     Ok(figures)
 }
 
-/// Each side's counts of each round.
+/// Counts of each round, of the initiator and of the target.
 fn one(
     transport: &str,
     block: usize,

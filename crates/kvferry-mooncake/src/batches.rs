@@ -28,10 +28,10 @@ const BATCHES_MAX: usize = 16_384;
 /// The most tasks of a batch. Mooncake's limit is what the caller gave to `allocateBatchID`.
 const TASKS_MAX: usize = 1 << 20;
 
-/// One task: bytes between local memory and a segment.
+/// A task, which copies bytes between local memory and a segment.
 #[derive(Clone, Copy, Debug)]
 pub struct Request {
-    /// To the segment's memory, rather than from it.
+    /// True: to the segment's memory; false: from it.
     pub write: bool,
     /// The address in this process.
     pub local: u64,
@@ -43,12 +43,12 @@ pub struct Request {
     pub len: u64,
 }
 
-/// How far a task is.
+/// Progress of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TaskState {
     /// Bytes move, or wait to be moved.
     Running,
-    /// All bytes arrived. The count is the task's length.
+    /// The bytes have arrived. The count is the task's length.
     Completed(u64),
     /// The transfer failed, and kvferry does not touch the task's local memory any more.
     Failed,
@@ -176,7 +176,7 @@ struct Part {
     group: Arc<Group>,
 }
 
-/// What happens when all transfers of a call are complete.
+/// The message that is sent when all transfers of a call are complete.
 struct Farewell {
     /// Transfers that have not ended.
     left: AtomicUsize,

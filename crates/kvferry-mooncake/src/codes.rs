@@ -19,7 +19,7 @@ pub const SOCKET: i32 = -102;
 /// The metadata server does not know the peer, or does not answer.
 pub const METADATA: i32 = -200;
 
-/// What `transfer_check_status` returns.
+/// Return values of `transfer_check_status`.
 pub(crate) mod status {
     pub(crate) const RUNNING: i32 = 0;
     pub(crate) const DONE: i32 = 1;

@@ -15,14 +15,14 @@ use kvferry::{Access, Batch, ErrorKind, Notification};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// What a transfer moves, and which way.
+/// The pieces that a transfer moves, and the direction.
 #[derive(Debug)]
 pub struct Moves {
-    /// To the peer's memory, rather than from it.
+    /// True: to the peer's memory; false: from it.
     pub write: bool,
     /// The peer's name.
     pub target: String,
-    /// The pieces, or why the caller's lists are no batch.
+    /// The pieces, or the error for malformed lists.
     pub batch: Result<Batch, String>,
 }
 
@@ -134,7 +134,7 @@ impl MooncakeEngine {
         self.register_with(addrs, lengths, Access::READ_WRITE)
     }
 
-    /// As [`Self::register`]; `access` is what peers may do with the memory.
+    /// Registers memory like [`Self::register`]; `access` is what peers may do with it.
     pub fn register_with(&self, addrs: &[u64], lengths: &[u64], access: Access) -> i32 {
         self.code(self.running().and_then(|running| {
             if lengths.len() < addrs.len() {

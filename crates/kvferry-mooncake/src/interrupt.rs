@@ -9,7 +9,7 @@ pub type Interrupt<'a> = &'a (dyn Fn() -> bool + Sync);
 /// The longest time between two checks of the interrupt, and so the longest delay of Ctrl-C.
 pub const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Why a call has no result.
+/// Reason why a call has no result.
 #[derive(Debug)]
 pub enum NoAnswer {
     /// The interrupt asked for the end. The call runs on to its own time limit; its result is lost.

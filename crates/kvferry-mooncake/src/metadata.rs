@@ -21,7 +21,7 @@ const METADATA_REQUEST: u8 = 1;
 /// The port of a peer whose name has none, as with Mooncake.
 const DEFAULT_PORT: u16 = 12_001;
 
-/// Where peers are looked up.
+/// Source of the peers' addresses.
 #[derive(Clone, Debug)]
 pub(crate) enum Directory {
     /// A peer's name is its address.

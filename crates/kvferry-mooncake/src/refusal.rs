@@ -1,14 +1,14 @@
-//! Why a call fails, and the code that it returns.
+//! Reasons of failed calls, and the codes that these return.
 
 use crate::codes;
 use crate::interrupt::NoAnswer;
 use kvferry::{Error, ErrorKind};
 use std::fmt::Display;
 
-/// Why a call fails.
+/// Reason of a failed call.
 #[derive(Debug)]
 pub(crate) struct Refusal {
-    /// What the call returns.
+    /// Return value of the call.
     pub(crate) code: i32,
     pub(crate) why: String,
     pub(crate) kind: Option<ErrorKind>,

@@ -1,4 +1,4 @@
-//! Carries out what concerns a directory.
+//! Runs the queued operations of one directory.
 
 use crate::files::Files;
 use crate::host::Host;
@@ -13,7 +13,7 @@ use kvferry_blocks::{Outcome, Tier, Transfer, TransferId, TransferMode};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// What all threads of a driver need.
+/// State that all threads of a driver share.
 #[derive(Debug)]
 pub(crate) struct Carrier {
     pub(crate) agent: Agent,

@@ -87,7 +87,7 @@ impl Driver {
         self.queue.under_way()
     }
 
-    /// What has been done.
+    /// Counters since the driver was started.
     pub fn stats(&self) -> Stats {
         self.counters.read()
     }

@@ -25,7 +25,7 @@ use std::path::PathBuf;
 const MAGIC: [u8; 8] = *b"KVFBLK02";
 const HEADER_LEN: usize = 64;
 
-/// What a file has.
+/// Identity of the block in a file.
 #[derive(Clone, Copy, Debug)]
 struct Content {
     namespace: [u8; 16],

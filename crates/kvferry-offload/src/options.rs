@@ -1,4 +1,4 @@
-//! How a driver is started, and what can go wrong then.
+//! Options of a driver, and errors of its start.
 
 use kvferry_blocks::Transfer;
 use kvferry_store::Namespace;
@@ -6,7 +6,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-/// How a driver is started.
+/// Options of a driver.
 #[derive(Clone, Debug)]
 pub struct Options {
     pub(crate) namespace: Namespace,
@@ -38,7 +38,7 @@ impl Options {
         Self { store_bytes: bytes, ..self }
     }
 
-    /// As [`kvferry_store::StoreOptions::segment_bytes`].
+    /// Segment size of block stores; see [`kvferry_store::StoreOptions::segment_bytes`].
     #[must_use]
     pub fn segment_bytes(self, bytes: u64) -> Self {
         Self { segment_bytes: Some(bytes), ..self }
@@ -58,7 +58,7 @@ impl Options {
         Self { shares_names: true, ..self }
     }
 
-    /// A function that is called before each copy, on the thread that makes it: tests hold copies back, or have them
+    /// Sets a function that is called before each copy, on the thread that makes it: tests delay copies, or make them
     /// fail.
     #[must_use]
     pub fn intercept(self, intercept: Intercept) -> Self {
@@ -66,12 +66,12 @@ impl Options {
     }
 }
 
-/// What is to become of a copy.
+/// Decision of [`Options::intercept`] on a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// It is made.
+    /// The copy is made.
     None,
-    /// It fails, and nothing is copied.
+    /// The copy fails; nothing is copied.
     Fail,
 }
 
@@ -103,9 +103,9 @@ pub enum Error {
     /// There must be secondary blocks, or 0, for each group.
     #[error("{given} numbers of secondary blocks for {groups} groups of pages")]
     Groups {
-        /// How many were given.
+        /// Length of the list of secondary blocks.
         given: usize,
-        /// How many groups the pages have.
+        /// Number of groups of the pages.
         groups: usize,
     },
     /// Memory for secondary blocks, or for what is read, can't be allocated.

@@ -1,4 +1,4 @@
-//! Where the engine's pages are.
+//! Location of the engine's pages.
 
 use kvferry::Region;
 use kvferry_store::BlockMemory;
@@ -48,7 +48,7 @@ impl Pages {
         Self { groups: merged.collect() }
     }
 
-    /// How many groups there are.
+    /// Number of groups.
     pub fn groups(&self) -> usize {
         self.groups.len()
     }

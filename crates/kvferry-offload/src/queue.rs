@@ -1,4 +1,4 @@
-//! What is to be carried out, and what has been.
+//! Queues of copies to make, and of outcomes.
 //!
 //! One lock, which is held for a few moves of values and never while anything is copied: the engine's scheduler takes
 //! it, too.
@@ -17,23 +17,23 @@ pub(crate) const RUN_MAX: usize = 256;
 /// Bytes of these, at most.
 pub(crate) const RUN_BYTES: u64 = 32 << 20;
 
-/// What is to be done in a directory.
+/// An operation on a directory.
 #[derive(Clone, Debug)]
 pub(crate) enum Task {
     Copy(Transfer),
     Remove(Discard),
 }
 
-/// What concerns one directory, in order.
+/// Queue of one directory's operations, in order.
 #[derive(Debug, Default)]
 struct Line {
     tasks: VecDeque<Task>,
     is_taken: bool,
     /// Blocks of it were files of their own.
     has_files: bool,
-    /// What a thread needs for it, kept between runs.
+    /// State of the directory, kept between runs.
     directory: Option<Box<Directory>>,
-    /// Of another line, to be closed by the thread that takes this one.
+    /// State of another directory, to be closed by the thread that takes this line.
     leaves: Option<Box<Directory>>,
 }
 
@@ -153,7 +153,7 @@ impl Queue {
         }
     }
 
-    /// A run has been carried out.
+    /// Returns a directory's state after a run.
     pub(crate) fn put_back(&self, path: Arc<str>, directory: Box<Directory>) {
         let mut state = self.lock();
         let line = state.lines.get_mut(&path).expect("a taken line stays");
@@ -220,7 +220,7 @@ impl Queue {
         self.ended.notify_all();
     }
 
-    /// What lines have kept, to be closed.
+    /// Takes the states that lines have kept, to be closed.
     pub(crate) fn take_directories(&self) -> Vec<Directory> {
         let mut state = self.lock();
         let lines = state.lines.values_mut();
@@ -233,7 +233,7 @@ impl Queue {
 }
 
 impl State {
-    /// Whether a thread is to be woken for it.
+    /// Appends a task. Returns whether a thread must be woken for it.
     fn add(&mut self, path: &Arc<str>, task: Task) -> bool {
         if self.is_closed {
             self.refuse(&task);
@@ -262,7 +262,7 @@ impl State {
         is_ready
     }
 
-    /// All directories are busy, or the driver ends.
+    /// Fails a task for which no line is free, or which came after the driver's end.
     fn refuse(&mut self, task: &Task) {
         if let Task::Copy(transfer) = task {
             self.under_way -= 1;

@@ -1,8 +1,8 @@
-//! What a driver has done.
+//! Counters of a driver.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// What a driver has done since it was started.
+/// Counters of a driver since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Blocks that were copied from the engine's pages to secondary.

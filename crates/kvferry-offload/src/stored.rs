@@ -12,7 +12,7 @@ pub(crate) struct Stored {
     store: Store,
     /// Resets of the manager before the blocks were stored to which `spaces` belong.
     resets: u32,
-    /// Of each group.
+    /// Spaces of the store, indexed by group.
     spaces: Vec<Space>,
 }
 
@@ -36,7 +36,8 @@ impl Stored {
         self.resets = resets;
     }
 
-    /// Copies of one direction, each of another block, all stored after the same number of resets. A call for each group that they concern.
+    /// Carries out copies of one direction, with one call to the store for each group. All blocks were stored after the
+    /// same number of resets, and each copy has another block.
     pub(crate) fn carry(
         &mut self,
         carrier: &Carrier,
@@ -90,7 +91,7 @@ fn hash(transfer: &Transfer) -> Hash {
     (u128::from(high) << 64 | u128::from(low)).to_be_bytes()
 }
 
-/// Which blocks are in the store then.
+/// Puts blocks. Returns for each whether the store has it.
 fn put(
     carrier: &Carrier,
     space: &Space,
@@ -105,7 +106,7 @@ fn put(
     hashes.iter().map(|hash| Ok(space.lookup(&[hash])? == 1)).collect()
 }
 
-/// Which blocks were read.
+/// Reads blocks. Returns for each whether it was read.
 fn get(space: &Space, hashes: &[Hash], memory: &[BlockMemory]) -> kvferry_store::Result<Vec<bool>> {
     let mut done = Vec::with_capacity(hashes.len());
     while done.len() < hashes.len() {

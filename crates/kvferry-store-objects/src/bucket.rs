@@ -26,7 +26,7 @@ const HELLO: &str = "v1/hello";
 const READABLE_FOR: Duration = Duration::from_secs(60);
 /// For so long it is known that they may not: until then, a refusal costs one request and not two.
 const UNREADABLE_FOR: Duration = Duration::from_secs(5);
-/// How long dropping a bucket waits for its threads.
+/// Longest wait for the bucket's threads when it is dropped.
 const SHUTDOWN: Duration = Duration::from_secs(1);
 
 /// Objects below a prefix, and the threads that read and write them. Requests that are under way when it is dropped
@@ -34,7 +34,7 @@ const SHUTDOWN: Duration = Duration::from_secs(1);
 pub struct Bucket {
     requests: Arc<Requests>,
     location: String,
-    /// `None` while it is dropped.
+    /// Runtime of the requests. `None` while the bucket is dropped.
     runtime: Option<Runtime>,
     forks: u32,
 }
@@ -58,7 +58,7 @@ struct Remote {
     must_replace: AtomicBool,
     /// When an object was last read, or was last found out to be unreadable.
     asked: Mutex<Option<(Instant, MayRead)>>,
-    /// This process has written [`HELLO`].
+    /// Set before this process writes [`HELLO`], once.
     has_greeted: AtomicBool,
 }
 

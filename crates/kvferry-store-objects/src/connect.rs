@@ -1,4 +1,4 @@
-//! From a URL to an object store.
+//! Opens the object store that a URL names.
 
 use crate::bucket::{Bucket, runtime};
 use crate::directory::Directory;

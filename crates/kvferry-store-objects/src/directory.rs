@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 /// Letters of a key that are its folder.
 const FOLDER_LEN: usize = 2;
-/// How often a folder is made again that another process has removed.
+/// Attempts to make a file whose folder another process removes.
 const ATTEMPTS: usize = 8;
 
 #[derive(Clone, Debug)]
@@ -83,7 +83,7 @@ impl Directory {
         File::open(folder)?.sync_all()
     }
 
-    /// Where an object is, and where earlier releases had it.
+    /// Path of an object, and its path in earlier releases.
     fn paths(&self, name: &str) -> [PathBuf; 2] {
         let earlier = self.root.join(name);
         let now = match name.rsplit_once('/') {

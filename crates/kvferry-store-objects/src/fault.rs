@@ -1,4 +1,4 @@
-//! What a log line says of an error of an object store.
+//! Log texts for errors of an object store.
 
 use kvferry_store::objects::Fault;
 

@@ -15,10 +15,10 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// What becomes of a request.
+/// A fault that is injected into a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// It takes longer.
+    /// The request takes longer.
     Late(Duration),
     /// The server says no.
     Error,

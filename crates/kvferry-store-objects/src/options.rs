@@ -49,11 +49,11 @@ pub(crate) struct Options {
     away_after: u32,
     away_min: Duration,
     away_max: Duration,
-    /// Those of the object store, their keys in small letters.
+    /// Options of the object store; keys are in lower case.
     pub(crate) others: Others,
 }
 
-/// Their values may be secrets.
+/// Options of the object store. Values may be secrets: `Debug` shows keys only.
 #[derive(Clone, Default)]
 pub(crate) struct Others(pub(crate) Vec<(String, String)>);
 
