@@ -126,10 +126,10 @@
 // Past the page cache where ranges and memory are aligned.
 #define KVFERRY_DIRECT_AUTO 0
 
-// Through the page cache.
+// I/O goes through the page cache.
 #define KVFERRY_DIRECT_OFF 1
 
-// As auto; opening fails where the file system does not have it.
+// Same as auto, but opening fails where the file system does not have it.
 #define KVFERRY_DIRECT_REQUIRE 2
 
 // One kvferry endpoint in a process. A handle, not an address.

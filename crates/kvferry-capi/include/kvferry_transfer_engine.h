@@ -9,10 +9,10 @@
 // The engine's own segment.
 #define LOCAL_SEGMENT 0
 
-// From the segment to local memory.
+// Copies from the segment to local memory.
 #define OPCODE_READ 0
 
-// From local memory to the segment.
+// Copies from local memory to the segment.
 #define OPCODE_WRITE 1
 
 // Not returned.
@@ -27,7 +27,7 @@
 // Not returned.
 #define STATUS_CANCELED 3
 
-// All bytes arrived.
+// The task's bytes have arrived.
 #define STATUS_COMPLETED 4
 
 // Not returned: a task that ran out of time has failed.

@@ -21,9 +21,9 @@ pub struct kvferry_file(());
 
 /// Past the page cache where ranges and memory are aligned.
 pub const KVFERRY_DIRECT_AUTO: u32 = 0;
-/// Through the page cache.
+/// I/O goes through the page cache.
 pub const KVFERRY_DIRECT_OFF: u32 = 1;
-/// As auto; opening fails where the file system does not have it.
+/// Same as auto, but opening fails where the file system does not have it.
 pub const KVFERRY_DIRECT_REQUIRE: u32 = 2;
 
 /// How a file is opened. Set `size` to `sizeof(kvferry_file_options)`, and the rest to zero: the whole of

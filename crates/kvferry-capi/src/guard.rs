@@ -5,7 +5,7 @@ use kvferry::ErrorKind;
 use std::ffi::{CStr, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Why a function fails.
+/// Reason why a function fails.
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) code: c_int,
@@ -78,10 +78,10 @@ pub(crate) unsafe fn text<'a>(text: *const c_char, what: &str) -> Result<&'a str
     found.ok_or_else(|| Failure::invalid(format!("{what} is NULL")))
 }
 
-/// As [`text`]; null is none.
+/// Reads a text like [`text`]; null is none.
 ///
 /// # Safety
-/// As [`text`].
+/// The same as for [`text`].
 pub(crate) unsafe fn optional_text<'a>(
     text: *const c_char,
     what: &str,

@@ -147,7 +147,7 @@ pub(crate) fn take<T: Object, H>(handle: *const H) -> Result<T, Failure> {
     found.ok_or_else(|| unknown::<T>(table, handle))
 }
 
-/// How many handles of this process are in use.
+/// Number of handles that are in use in this process.
 pub(crate) fn count() -> usize {
     table().len()
 }

@@ -17,9 +17,9 @@ pub type batch_id_t = u64;
 pub const LOCAL_SEGMENT: c_int = 0;
 /// No batch.
 pub const INVALID_BATCH: batch_id_t = u64::MAX;
-/// From the segment to local memory.
+/// Copies from the segment to local memory.
 pub const OPCODE_READ: c_int = 0;
-/// From local memory to the segment.
+/// Copies from local memory to the segment.
 pub const OPCODE_WRITE: c_int = 1;
 /// Not returned.
 pub const STATUS_WAITING: c_int = 0;
@@ -29,7 +29,7 @@ pub const STATUS_PENDING: c_int = 1;
 pub const STATUS_INVALID: c_int = 2;
 /// Not returned.
 pub const STATUS_CANCELED: c_int = 3;
-/// All bytes arrived.
+/// The task's bytes have arrived.
 pub const STATUS_COMPLETED: c_int = 4;
 /// Not returned: a task that ran out of time has failed.
 pub const STATUS_TIMEOUT: c_int = 5;

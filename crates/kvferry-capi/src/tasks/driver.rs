@@ -41,7 +41,7 @@ fn now() -> Timestamp {
 /// Called once with a task's outcome, by the endpoint's thread.
 pub(crate) type Done = Box<dyn FnOnce(&Outcome) + Send>;
 
-/// How a task ended, once it has.
+/// Outcome of a task, once the task has ended.
 #[derive(Debug, Default)]
 pub(crate) struct End {
     outcome: Mutex<Option<Outcome>>,
@@ -198,7 +198,7 @@ impl std::fmt::Debug for Endpoint {
     }
 }
 
-/// What peers say goes into the inbox.
+/// Puts the peers' messages into the inbox.
 struct Handler(Weak<Queue>);
 
 impl MessageHandler for Handler {
