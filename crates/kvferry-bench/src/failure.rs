@@ -1,4 +1,4 @@
-//! Why a command failed, and its exit code.
+//! Failures of a command, and its exit codes.
 
 use std::fmt;
 use std::io;

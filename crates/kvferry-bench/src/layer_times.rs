@@ -1,4 +1,4 @@
-//! When an engine computes the layers of a step.
+//! Times at which an engine computes the layers of a step.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,12 +28,12 @@ impl LayerTimes {
         times
     }
 
-    /// When the step's first layer began.
+    /// Time at which the step's first layer began.
     pub fn began(&self) -> u64 {
         self.began.load(Ordering::Relaxed)
     }
 
-    /// When the step's last layer had been computed, before the worker half learns of it.
+    /// Time at which the step's last layer had been computed, before the worker half learns of it.
     pub fn ended(&self) -> u64 {
         self.ended.load(Ordering::Relaxed)
     }

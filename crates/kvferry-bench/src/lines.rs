@@ -34,7 +34,7 @@ impl TryFrom<Vec<u8>> for Described {
 /// The longest line that is read. Block tables to be checked are the longest, a few MiB.
 const LINE_LIMIT: u64 = 64 << 20;
 
-/// Both directions of a control connection.
+/// A control connection, with both directions.
 #[derive(Debug)]
 pub struct Lines<R, W> {
     reader: BufReader<R>,

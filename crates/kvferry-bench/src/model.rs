@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// What a layer caches per token.
+/// Content that a layer caches per token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Attention {
     /// Keys and values for each KV head (multi-head when there are as many as query heads).
@@ -28,8 +28,8 @@ const fn latent(name: &'static str, layers: u32) -> Model {
     Model { name, layers, attention: Attention::Latent { latent: 512, rotary: 64 } }
 }
 
-/// From the models' published configurations (`num_hidden_layers`, `num_key_value_heads`,
-/// `head_dim`, `kv_lora_rank`, `qk_rope_head_dim`).
+/// Known models, from their published configurations (`num_hidden_layers`, `num_key_value_heads`, `head_dim`,
+/// `kv_lora_rank`, `qk_rope_head_dim`).
 const MODELS: &[Model] = &[
     grouped("opt-125m", 12, 12, 64),
     grouped("llama-3.2-1b", 16, 8, 64),
@@ -105,7 +105,7 @@ impl Dtype {
 mod tests {
     use super::*;
 
-    /// One token in all layers.
+    /// Bytes of one token in all layers.
     fn token_bytes(name: &str) -> u64 {
         let model = Model::find(name).expect(name);
         model.page_bytes(1, Dtype::Bf16) * u64::from(model.layers)

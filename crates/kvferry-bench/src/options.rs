@@ -1,4 +1,4 @@
-//! What a measurement is asked to do.
+//! Options of the measurements.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::model::{Dtype, Model};
 use crate::units::parse_bytes;
 
-/// What [`crate::transfers`] measures. An empty list, or `None`, is the default.
+/// Options of [`crate::transfers`]. An empty list, or `None`, is the default.
 #[derive(Debug, Clone)]
 pub struct TransferOptions {
     /// `HOST:PORT` of a target on another host; `None`: a second process of this host.
@@ -48,7 +48,7 @@ pub struct TransferOptions {
     pub quick: bool,
 }
 
-/// What [`crate::handoffs`] measures.
+/// Options of [`crate::handoffs`].
 #[derive(Debug, Clone)]
 pub struct HandoffOptions {
     /// Empty: everything.
@@ -63,16 +63,16 @@ pub struct HandoffOptions {
     pub quick: bool,
 }
 
-/// What [`crate::files`] measures.
+/// Options of [`crate::files`].
 #[derive(Debug, Clone)]
 pub struct FileBench {
-    /// Where the file is made. `None`: the folder of temporary files.
+    /// Folder of the file. `None`: the folder of temporary files.
     pub folder: Option<PathBuf>,
     /// Bytes of the file, rounded up to 64 MiB.
     pub bytes: u64,
     /// Block sizes, at most 64 MiB; one at least.
     pub sizes: Vec<u64>,
-    /// How kvferry reads and writes.
+    /// Engine by which kvferry reads and writes.
     pub engine: kvferry::FileEngine,
     /// A Python interpreter with NIXL and `kvferry_peers`. `None`: NIXL is not measured.
     pub peers: Option<PathBuf>,
@@ -82,10 +82,10 @@ pub struct FileBench {
     pub quick: bool,
 }
 
-/// What [`crate::store::speed`] moves.
+/// Options of [`crate::store::speed`].
 #[derive(Debug, Clone)]
 pub struct StoreSpeed {
-    /// Where the store is made. `None`: the folder of temporary files.
+    /// Folder of the store. `None`: the folder of temporary files.
     pub folder: Option<PathBuf>,
     /// Bytes of the blocks of one round.
     pub bytes: u64,
@@ -97,10 +97,10 @@ pub struct StoreSpeed {
     pub quick: bool,
 }
 
-/// What [`crate::offload`] moves.
+/// Options of [`crate::offload`].
 #[derive(Debug, Clone)]
 pub struct OffloadBench {
-    /// Where the stores are made. `None`: the folder of temporary files.
+    /// Folder of the stores. `None`: the folder of temporary files.
     pub folder: Option<PathBuf>,
     /// Bytes of the blocks of one round.
     pub bytes: u64,
@@ -110,7 +110,7 @@ pub struct OffloadBench {
     pub quick: bool,
 }
 
-/// What [`crate::store`] replays.
+/// Options of [`crate::store`].
 #[derive(Debug, Clone)]
 pub struct StoreBench {
     /// A request per line.
@@ -119,7 +119,7 @@ pub struct StoreBench {
     pub blocks: Vec<usize>,
 }
 
-/// What is measured of handoffs.
+/// A measure of handoffs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Measure {
     /// What is left of a transfer when prefill has been computed
@@ -177,7 +177,7 @@ impl Op {
     }
 }
 
-/// Which cores two processes run on.
+/// Placement of two processes on cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Placement {
     /// One core each

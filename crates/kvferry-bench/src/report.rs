@@ -7,7 +7,7 @@ use crate::stats::Spread;
 use crate::transfers::report::Bound;
 use crate::{table, units};
 
-/// One figure.
+/// A row, with one figure.
 #[derive(Debug, Serialize)]
 pub(crate) struct Row {
     /// The measure.
@@ -72,7 +72,7 @@ pub struct Report {
     /// Whether bytes or tokens were compared. A wrong one ends a bench without a report.
     verified: bool,
     ok: bool,
-    /// What was not done as asked for.
+    /// Parts of the options that were not carried out, and other remarks.
     remarks: Vec<String>,
     rows: Vec<Row>,
 }

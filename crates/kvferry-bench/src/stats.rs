@@ -2,19 +2,19 @@
 
 use serde::{Deserialize, Serialize};
 
-/// One figure over several rounds.
+/// Distribution of a figure over several rounds.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Spread {
     pub(crate) median: f64,
     /// First and third quartile: half of the rounds lie between them.
     pub(crate) q1: f64,
     pub(crate) q3: f64,
-    /// In the order in which they were measured.
+    /// Figures in the order in which they were measured.
     pub(crate) rounds: Vec<f64>,
 }
 
 impl Spread {
-    /// Of one round at least.
+    /// Distribution of the figures of at least one round.
     pub(crate) fn of(rounds: Vec<f64>) -> Spread {
         let mut sorted = rounds.clone();
         sorted.sort_by(f64::total_cmp);

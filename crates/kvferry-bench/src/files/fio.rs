@@ -14,7 +14,7 @@ pub(super) struct Fio {
     version: String,
 }
 
-/// `None` if there is no fio on the search path.
+/// Finds fio on the search path. `None` if it is not there.
 pub(super) fn find() -> Option<Fio> {
     let asked = Command::new("fio").arg("--version").output().ok()?;
     let version = String::from_utf8_lossy(&asked.stdout).trim().to_owned();

@@ -44,17 +44,17 @@ const IN_FLIGHT: u64 = 32 << 20;
 const CACHED_BYTES: u64 = 2 << 30;
 const BYTES: u64 = 1 << 30;
 const QUICK_SHARE: u64 = 8;
-/// What is moved of blocks below 32 KiB, which take longer.
+/// Bytes that are moved in blocks below 32 KiB, which take longer.
 const SMALL_BYTES: u64 = 128 << 20;
-/// Of fio's figure: from 32 KiB on, and below.
+/// Required share of fio's rate: from 32 KiB on, and below.
 const SHARE: f64 = 0.95;
 const SHARE_SMALL: f64 = 0.8;
 
-/// How the file is read or written.
+/// Way in which the file is read or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
     Buffered,
-    /// As `Buffered`, and nothing of the file is in the page cache before.
+    /// Like `Buffered`, with nothing of the file in the page cache before.
     Cold,
     Direct,
 }

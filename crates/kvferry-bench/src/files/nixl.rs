@@ -24,7 +24,7 @@ pub(super) struct Nixl {
     child: Child,
 }
 
-/// One process for each queue, or why there is none.
+/// Starts one process for each queue. The error says why there is none.
 pub(super) fn start(
     python: Option<&Path>,
     threads: usize,

@@ -221,7 +221,7 @@ impl Pair {
         self.decode.submit(request, offered.to_params())
     }
 
-    /// One handoff, in milliseconds.
+    /// Runs one handoff. Returns its time in milliseconds.
     fn one(&mut self) -> Result<f64, Failure> {
         let request = self.requests;
         self.requests += 1;

@@ -96,7 +96,7 @@ pub(super) struct Pair {
     handoffs: u32,
 }
 
-/// One round's times.
+/// Times of one round.
 struct Times {
     whole: Duration,
     exposed: Duration,
@@ -164,7 +164,7 @@ impl Pair {
         format!("handoff-{}", self.handoffs)
     }
 
-    /// How long a handoff takes whose blocks were computed before.
+    /// Time of a handoff whose blocks were computed before.
     pub(super) fn ready_beforehand(&mut self) -> Result<Duration, Failure> {
         let name = self.next_name();
         let [there, here] = self.tables.clone();

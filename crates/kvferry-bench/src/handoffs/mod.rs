@@ -38,7 +38,7 @@ struct Settings {
     options: HandoffOptions,
     rounds: usize,
     bar: ProgressBar,
-    /// What was not done as asked for.
+    /// Parts of the options that were not carried out.
     remarks: Vec<String>,
 }
 

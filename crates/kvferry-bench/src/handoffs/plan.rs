@@ -114,7 +114,7 @@ impl Bench {
         map.plan(&Ask::whole(0..TOKENS.into(), &from, &to)).expect("the tables are whole")
     }
 
-    /// With topology, routing and map, which are the same for all requests.
+    /// Builds topology, routing and map, which are the same for all requests, and plans.
     fn plan_without_cache(&self, at: usize) -> Plan {
         let topology = |layouts: &Vec<Layout>| Topology::new(layouts).expect("it was built before");
         let routing = Routing::new(&topology(&self.producers), &topology(&self.consumers));

@@ -40,13 +40,13 @@ impl Geometry {
         u64::from(self.layers) * u64::from(self.blocks) * self.block_bytes()
     }
 
-    /// Of one layer.
+    /// Bytes of a block in one layer.
     fn block_bytes(&self) -> u64 {
         u64::from(self.block_tokens) * u64::from(self.heads) * u64::from(self.content)
     }
 }
 
-/// When a producer announces blocks: [`Announce`], as the pipe carries it.
+/// Times at which a producer announces blocks: [`Announce`], as the pipe carries it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Ready {
     Layers { least_bytes: u64 },

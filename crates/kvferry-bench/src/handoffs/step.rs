@@ -68,12 +68,12 @@ pub(super) fn run(settings: &Settings) -> Result<Vec<Row>, Failure> {
     Ok(rows)
 }
 
-/// How a step learns that its layers have been computed.
+/// Signal by which a step learns that its layers have been computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Moving {
-    /// By events, long after they were launched.
+    /// Events, long after the layers were launched.
     Device,
-    /// From the engine's thread, at once.
+    /// Calls on the engine's thread, at once.
     Host,
 }
 
@@ -125,7 +125,7 @@ fn whole(tokens: u32) -> Vec<u32> {
 }
 
 impl Engine {
-    /// With all requests live, and pools for this many steps.
+    /// Starts an engine with all requests live, and pools for this many steps.
     fn start(steps: u32) -> Result<Engine, Failure> {
         let geometry = Geometry {
             layers: LAYERS,

@@ -1,4 +1,4 @@
-//! How long the scheduler's thread is held by each call, and how often it waits in one.
+//! Times for which calls hold the scheduler's thread, and how often it waits in one.
 
 use std::time::Instant;
 
@@ -7,31 +7,31 @@ use rustix::time::{ClockId, clock_gettime};
 use crate::report::Row;
 use crate::stats::{Spread, quantile_of};
 
-/// Of one call.
+/// Bound of one call's CPU time.
 const HELD_MAX_US: f64 = 100.0;
 
-/// What calls took, by kind.
+/// Times of calls, by kind.
 #[derive(Debug, Default)]
 pub(super) struct Calls {
     kinds: Vec<(&'static str, Kind)>,
     round: usize,
 }
 
-/// Of each round.
+/// Times of one kind of call, indexed by round.
 #[derive(Debug, Default)]
 struct Kind(Vec<Times>);
 
-/// Of one round, in microseconds.
+/// Times of one round, in microseconds.
 #[derive(Debug, Default, Clone)]
 struct Times {
     cpu: Vec<f64>,
     wall: Vec<f64>,
-    /// How often the thread left its processor to wait for something.
+    /// Number of times that the thread left its processor to wait for something.
     waits: u64,
 }
 
 impl Calls {
-    /// What follows belongs to this round, the first one is 0.
+    /// Begins a round, to which later calls belong. The first one is 0.
     pub(super) fn begin(&mut self, round: usize) {
         self.round = round;
     }
@@ -90,7 +90,7 @@ fn thread_waits() -> u64 {
     line.and_then(|count| count.trim().parse().ok()).expect("the kernel counts them")
 }
 
-/// Of the calling thread.
+/// CPU time of the calling thread.
 pub(super) fn thread_cpu_us() -> f64 {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     time.tv_sec as f64 * 1e6 + time.tv_nsec as f64 / 1e3

@@ -28,7 +28,7 @@ const TOKENS: usize = 16;
 const MARK: u64 = 0x9e37_79b9_7f4a_7c15;
 /// Copies that the scheduler takes in one call.
 const TAKEN_MAX: usize = 64;
-/// Until a copy has ended.
+/// Time limit of a copy.
 const LONG: Duration = Duration::from_secs(60);
 
 /// The pages of a model.
@@ -36,7 +36,7 @@ const LONG: Duration = Duration::from_secs(60);
 pub(super) struct Case {
     config: EngineConfig,
     page_bytes: u64,
-    /// Of one prompt.
+    /// Pages of one prompt.
     pages: usize,
 }
 
@@ -227,7 +227,7 @@ impl Place {
     }
 }
 
-/// As an engine's scheduler calls the manager and the driver.
+/// Calls the manager and the driver as an engine's scheduler does.
 struct Scheduler<'a> {
     case: &'a Case,
     manager: BlockManager,
@@ -311,7 +311,7 @@ fn actions(manager: &mut BlockManager) -> impl Iterator<Item = Action> {
     std::iter::from_fn(|| manager.poll_action())
 }
 
-/// In the first and the last layer of a page.
+/// Indices of the layers of a page that are marked: the first and the last.
 fn marks(caches: &KvCaches) -> [usize; 2] {
     [0, caches.layout.layers.len() - 1]
 }

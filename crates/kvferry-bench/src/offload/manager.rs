@@ -32,7 +32,7 @@ const RUNS_QUICK: usize = 2;
 const P50_MAX_US: f64 = 2.0;
 const P99_MAX_US: f64 = 20.0;
 
-/// With a million blocks; few runs if `quick`.
+/// Measures a manager of a million blocks; few runs if `quick`.
 pub(super) fn rows(quick: bool) -> Result<Vec<Row>, Failure> {
     let (blocks, runs) = (ALL_BLOCKS, if quick { RUNS_QUICK } else { RUNS });
     let pool = u32::try_from(blocks / GROUPS / 2).expect("blocks in a group");
@@ -213,7 +213,7 @@ impl Engine {
         Ok(())
     }
 
-    /// All copies end.
+    /// Ends all copies.
     fn finish(&mut self, mut figures: Figures<'_>) {
         loop {
             while let Some(action) = self.manager.poll_action() {
@@ -236,13 +236,13 @@ impl Engine {
     }
 }
 
-/// When a call began.
+/// Clocks at the start of a call.
 struct Clocks {
     cpu_us: f64,
     wall: Instant,
 }
 
-/// What a call took, in microseconds.
+/// Times that a call took, in microseconds.
 #[derive(Clone, Copy)]
 struct Took {
     cpu: f64,

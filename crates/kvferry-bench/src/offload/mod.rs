@@ -22,7 +22,7 @@ const SCHEMA: &str = "kvferry.bench-offload/1";
 /// Seven or more to judge by.
 const ROUNDS: usize = 7;
 const QUICK_ROUNDS: usize = 2;
-/// Of the block store's rate.
+/// Required share of the block store's rate.
 const SHARE: f64 = 0.9;
 
 /// Measures what `options` ask for; `bar` shows the progress.

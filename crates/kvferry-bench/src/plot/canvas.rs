@@ -11,7 +11,7 @@ pub struct Canvas {
     body: String,
 }
 
-/// Which point of a text is placed.
+/// The point of a text that its position names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Anchor {
     Start,
@@ -20,7 +20,7 @@ pub(crate) enum Anchor {
 }
 
 impl Canvas {
-    /// With its heading; the title is also what a screen reader says.
+    /// Makes a picture with its heading. Screen readers say the title, too.
     pub(crate) fn new(width: f64, height: f64, title: &str, subtitle: &str) -> Canvas {
         let mut canvas = Canvas { width, height, title: escape(title), body: String::new() };
         canvas.text("heading", (20.0, 32.0), Anchor::Start, title);
@@ -103,12 +103,12 @@ impl Canvas {
         self.push(format_args!("{shape}"));
     }
 
-    /// For a page that has the style sheet.
+    /// SVG for a page that has the style sheet.
     pub(crate) fn inline(&self) -> String {
         self.wrapped("")
     }
 
-    /// A file of its own, with the style sheet.
+    /// SVG for a file of its own, with the style sheet.
     pub(crate) fn file(&self) -> String {
         let head = r#"<?xml version="1.0" encoding="UTF-8"?>"#;
         format!("{head}\n{}", self.wrapped(&format!("<style>{}</style>\n", super::style::SVG)))

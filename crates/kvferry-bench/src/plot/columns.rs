@@ -14,11 +14,11 @@ pub type Column = (String, [f64; 2]);
 pub struct Words<'a> {
     pub title: &'a str,
     pub subtitle: &'a str,
-    /// Of the values.
+    /// Unit of the values.
     pub unit: &'a str,
-    /// What the two values are.
+    /// Names of the two values.
     pub legend: [&'a str; 2],
-    /// What the columns are.
+    /// Title of the axis below the columns.
     pub axis: &'a str,
 }
 
@@ -28,14 +28,14 @@ const LEFT: f64 = 64.0;
 const RIGHT: f64 = 24.0;
 const TOP: f64 = 92.0;
 const BOTTOM: f64 = 64.0;
-/// Where the legend is.
+/// Vertical position of the legend.
 const LEGEND: f64 = TOP - 20.0;
 /// Width of a character of the legend, about.
 const CHARACTER: f64 = 6.6;
 /// The shapes of marks.
 const CIRCLE: usize = 0;
 const SQUARE: usize = 3;
-/// Between a mark and the figure beside it.
+/// Distance between a mark and the figure beside it.
 const BESIDE: f64 = 11.0;
 const BAR: f64 = 34.0;
 
@@ -106,7 +106,7 @@ fn legend_text(canvas: &mut Canvas, x: f64, text: &str) -> f64 {
     x + 26.0 + CHARACTER * text.chars().count() as f64
 }
 
-/// Where a column is drawn.
+/// Draws a column's name. Returns the column's horizontal position.
 fn column(canvas: &mut Canvas, number: usize, of: usize, name: &str) -> f64 {
     let x = LEFT + (WIDTH - LEFT - RIGHT) * (number as f64 + 0.5) / of as f64;
     canvas.text("tick", (x, HEIGHT - BOTTOM + 22.0), Anchor::Middle, name);

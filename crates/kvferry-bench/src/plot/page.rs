@@ -3,7 +3,7 @@
 use super::canvas::{Canvas, escape};
 use super::style::{PAGE, SVG};
 
-/// What is on a page, from top to bottom.
+/// Content of a page, from top to bottom.
 #[derive(Debug)]
 #[allow(missing_docs, reason = "the fields are the parts of the page")]
 pub struct Page<'a> {
@@ -17,7 +17,7 @@ pub struct Page<'a> {
     pub pictures: Vec<&'a Canvas>,
     /// HTML after the pictures.
     pub details: &'a str,
-    /// How it was measured, as text.
+    /// Method of the measurement, as text.
     pub method: &'a str,
 }
 

@@ -8,12 +8,12 @@ pub(super) struct Scale {
 }
 
 impl Scale {
-    /// From zero to above `top`.
+    /// Linear scale from zero to above `top`.
     pub(super) fn from_zero(top: f64) -> Scale {
         Scale { ticks: linear_ticks(top), is_logarithmic: false }
     }
 
-    /// Around all values, which are above zero.
+    /// Logarithmic scale around all values, which are above zero.
     pub(super) fn logarithmic(values: impl Iterator<Item = f64>) -> Scale {
         let (low, high) =
             values.fold((f64::INFINITY, 0.0f64), |(low, high), it| (low.min(it), high.max(it)));
@@ -39,7 +39,6 @@ impl Scale {
         ticks.filter(move |&(at, tick)| has_room(at, tick)).map(|(_, tick)| (tick, short(tick)))
     }
 
-    /// All ticks.
     pub(super) fn ticks(&self) -> &[f64] {
         &self.ticks
     }

@@ -1,12 +1,12 @@
 //! The look of each subject. Colours are of Okabe and Ito's set, which most colour-blind people tell
 //! apart; each line has its own mark, too. The machine's limits are grey.
 
-/// How a subject is drawn.
+/// Look of a subject in pictures.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Look {
     /// The title of its column.
     pub(crate) who: &'static str,
-    /// Its name in a legend.
+    /// Name of the subject in a legend.
     pub(crate) name: &'static str,
     pub(crate) class: &'static str,
     pub(crate) shape: usize,

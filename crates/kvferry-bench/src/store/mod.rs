@@ -23,7 +23,7 @@ use trace::{Request, Trace};
 
 /// The form of the report's JSON.
 const SCHEMA: &str = "kvferry.bench-store/1";
-/// Of the gap between least recently used and the optimum.
+/// Required share of the gap between least recently used and the optimum.
 const GAP_CLOSED: f64 = 0.25;
 /// Points by which a store of segments has fewer hits than its policy, at most.
 const LOST_IN_SEGMENTS: f64 = 2.0;
@@ -117,7 +117,7 @@ fn in_segments(
     ])
 }
 
-/// Of least recently used, kvferry and the optimum.
+/// Rows for one capacity. The hits are those of least recently used, kvferry and the optimum.
 fn rows_of(trace: &Trace, blocks: usize, hits: [&Vec<usize>; 3]) -> Vec<Row> {
     let half = trace.half();
     let mut rows = Vec::new();

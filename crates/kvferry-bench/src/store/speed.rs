@@ -33,7 +33,7 @@ const QUICK_ROUNDS: usize = 2;
 const CALL_BYTES: u64 = 32 << 20;
 /// Bytes of a segment of the store, and of a file beside it.
 pub(super) const SEGMENT: u64 = 64 << 20;
-/// Of the file transport's rate.
+/// Required share of the file transport's rate.
 const SHARE: f64 = 0.85;
 /// Blocks of the index, and of the store that is opened.
 const INDEXED: u32 = 10_000_000;
@@ -47,7 +47,7 @@ const PREFIX: usize = 1000;
 /// Until what was put is written, and how long an idle store is looked at.
 const SETTLED: Duration = Duration::from_millis(500);
 const IDLE: Duration = Duration::from_secs(1);
-/// What the kernel's bookkeeping of a process that sleeps may be.
+/// Longest CPU time of an idle store: the kernel's bookkeeping of a process that sleeps.
 const IDLE_CPU_US: f64 = 100.0;
 /// A fiftieth of what an engine's scheduler alone spends on a request of as many blocks: 1 µs for a block.
 const MISS_CPU_US: f64 = PREFIX as f64 / 50.0;
@@ -168,7 +168,7 @@ impl Place {
         blocks.map(|at| BlockMemory::new(&self.memory, at * case.block, case.block)).collect()
     }
 
-    /// What the blocks of a call begin with.
+    /// Writes a mark at the start of each block of a call.
     pub(super) fn mark(&self, case: Case, call: u64) -> Result<(), Failure> {
         for at in 0..case.in_call() as u64 {
             let number = call * case.in_call() as u64 + at;

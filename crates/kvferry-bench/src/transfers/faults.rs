@@ -159,7 +159,7 @@ impl Fault {
         Ok(Fault { peer, batch, target: Target::Kvferry(Box::new(link)) })
     }
 
-    /// With a target that has served a batch already.
+    /// Starts a target, which then has served a batch.
     fn begin(agent: &Agent, ours: &Region, kind: Kind<'_>) -> Result<Fault, Failure> {
         let fault = Fault::start(agent, ours, kind)?;
         transfer(&fault.peer, Op::Write, &fault.batch, &Options::default())?;

@@ -32,7 +32,7 @@ pub(super) const BUFFERS: [Option<usize>; 3] = [None, Some(1 << 20), Some(4 << 2
 const READ: u32 = 1 << 31;
 const DESCRIPTORS_MAX: u32 = 1 << 20;
 const DESCRIPTOR_BYTES: usize = 12;
-/// What the kernel takes in one call.
+/// Slices that the kernel takes in one call.
 const SLICES_MAX: usize = 1024;
 
 /// Numbers of streams that are tried.
@@ -51,7 +51,7 @@ pub(super) struct Floor {
     pub(super) streams: usize,
 }
 
-/// One stream.
+/// A stream.
 #[derive(Debug)]
 struct Lane {
     stream: TcpStream,
@@ -238,7 +238,7 @@ fn wait(stream: &TcpStream, flags: PollFlags) -> io::Result<()> {
     }
 }
 
-/// How far a list of slices has been worked through.
+/// Position in a list of slices.
 #[derive(Default)]
 struct Progress {
     part: usize,

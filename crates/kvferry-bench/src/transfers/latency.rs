@@ -21,7 +21,7 @@ const TURNS: usize = 10;
 /// Quantiles that are judged, with the ratio to the floor that is allowed.
 const JUDGED: [(&str, f64, f64); 2] = [("p50", 0.5, 1.1), ("p99", 0.99, 1.3)];
 
-/// Of a raw write within a host.
+/// Bound of a raw write within a host.
 const LOCAL_WRITE_US: Bound = Bound::AtMost(2.0);
 
 pub(super) fn run(bench: &mut Bench<'_>, all: &mut Subjects) -> Result<Vec<Row>, Failure> {

@@ -125,7 +125,7 @@ impl Link {
         self.ask(&Ask::Check { program, seed, span, pairs: pairs.to_vec() })
     }
 
-    /// What the target's process has used so far.
+    /// Resources that the target's process has used so far.
     pub(super) fn usage(&mut self) -> Result<Usage, Failure> {
         match &self.child {
             Some(child) => Ok(Usage::of(child.id())?),

@@ -30,7 +30,7 @@ pub(super) struct Challenge {
 /// Notifications of this name carry the nonce of a challenge.
 pub(super) const PROOF: &str = "bench";
 
-/// Which memory at either side.
+/// A memory of either side, by the program that uses it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(super) enum Program {
     /// Private memory registered with the agent.
@@ -85,7 +85,7 @@ pub(super) struct Opened {
     pub(super) floor_address: u64,
 }
 
-/// One more agent, and memory of it.
+/// Address of an additional agent, and memory of it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Reach {
     pub(super) agent: String,

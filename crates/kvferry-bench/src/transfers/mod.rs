@@ -84,12 +84,12 @@ pub fn measure(options: &TransferOptions, bar: &ProgressBar) -> Result<Report, F
     Ok(Report::new(&settings, measured))
 }
 
-/// What was measured so far.
+/// Results of the measurements so far.
 #[derive(Debug, Default)]
 pub(super) struct Measured {
     sessions: Vec<Session>,
     rows: Vec<Row>,
-    /// What could not be measured here, and why.
+    /// Measurements that are not possible here, with the reason.
     skipped: Vec<String>,
 }
 
@@ -160,7 +160,7 @@ fn over(
     Ok(None)
 }
 
-/// What is measured in turn over a transport.
+/// Subjects that are measured in turn over a transport.
 pub(super) struct Subjects {
     kvferry: Ours,
     /// Other ways to use kvferry.
@@ -220,7 +220,7 @@ impl Subjects {
         Ok(subjects)
     }
 
-    /// All of them. Those that a verdict compares are neighbours.
+    /// Returns all subjects. Those that a verdict compares are neighbours.
     fn all(&mut self) -> Vec<&mut dyn Subject> {
         let mut all: Vec<&mut dyn Subject> = vec![&mut self.kvferry];
         all.extend(self.floor.iter_mut().map(|floor| floor as &mut dyn Subject));
@@ -384,16 +384,16 @@ pub(super) struct Bench<'a> {
     arena: Region,
     peer: Peer,
     floor_memory: Pages,
-    /// One per entry of [`BUFFERS`].
+    /// Floor connections, one per entry of [`BUFFERS`].
     floors: Vec<Floor>,
     link: Link,
     agent: Agent,
-    /// What could not be measured, and why.
+    /// Measurements that were not possible, with the reason.
     skipped: Vec<String>,
 }
 
 impl<'a> Bench<'a> {
-    /// With memory for every part.
+    /// Opens a bench with memory for every part.
     fn open(
         settings: &'a Settings,
         transport: Transport,
@@ -412,7 +412,7 @@ impl<'a> Bench<'a> {
         Bench::with(link, agent, settings, transport, bar, sizes.floor_streams)
     }
 
-    /// With little memory, and the target's process on one core.
+    /// Opens a bench with little memory, and with the target's process on one core.
     fn open_on(core: usize, other: &Bench<'a>) -> Result<Bench<'a>, Failure> {
         let (settings, transport) = (other.settings, other.transport);
         let agent = start_agent(settings, transport)?;
@@ -447,7 +447,7 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// Between this arena and the target's.
+    /// Builds a batch between this arena and the target's.
     fn batch(&self, op: Op, table: &Table) -> Result<Batch, Failure> {
         batch_between(&self.arena, self.link.region(), op, table)
     }

@@ -89,7 +89,7 @@ const START_PATIENCE: Duration = Duration::from_secs(60);
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Time for threads that were stopped to be scheduled again.
 const SETTLE: Duration = Duration::from_millis(30);
-/// After this many failures an engine is not started again.
+/// Number of failures after which an engine is not started again.
 const FAILURES_MAX: usize = 4;
 
 pub(super) struct PeerEngine {
@@ -126,7 +126,7 @@ impl PeerEngine {
         Ok(Processes { initiator, target, stopped: false })
     }
 
-    /// Both processes, running.
+    /// Returns both processes, started and running.
     fn running(&mut self) -> Result<&mut Processes, Failure> {
         if self.failures >= FAILURES_MAX {
             return Err(Failure::Failed(format!(
@@ -174,7 +174,7 @@ impl Subject for PeerEngine {
         Ok(())
     }
 
-    /// Its settings are fixed.
+    /// Prepares the cell only: the engine's settings are fixed.
     fn tune(&mut self, bench: &mut Bench<'_>, cell: &Cell) -> Result<(), Failure> {
         self.prepare(bench, cell)?;
         self.pause();
@@ -192,7 +192,7 @@ impl Subject for PeerEngine {
         self.initiator("call", json!([batches, calls, limit.as_secs_f64()]))
     }
 
-    /// Its own processes fill and compare; only the destination's knows the poison.
+    /// Lets the engine's own processes fill and compare; only the destination's knows the poison.
     fn verify(&mut self, _: &mut Bench<'_>, cell: &Cell) -> Result<Option<String>, Failure> {
         for (number, table) in cell.load.batches.iter().enumerate() {
             let name = format!("{}, batch {number}", cell.name());

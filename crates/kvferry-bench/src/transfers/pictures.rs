@@ -9,7 +9,7 @@ use crate::plot::style::looks;
 use super::page;
 use super::report::{Report, Row};
 
-/// One picture, by the name of its file.
+/// A picture, and the name of its file.
 pub(super) struct Picture {
     name: String,
     pub(super) canvas: Canvas,
@@ -90,7 +90,7 @@ fn select<'a>(report: &'a Report, part: &str, transport: &str, op: Op) -> Vec<&'
     report.rows.iter().filter(of).collect()
 }
 
-/// `None` if no row has a size.
+/// Draws the figures over the sizes. `None` if no row has a size.
 fn over_sizes(
     name: String,
     words: [&str; 2],

@@ -1,4 +1,4 @@
-//! Which cores the two processes run on.
+//! Placement of the two processes on cores.
 //!
 //! A block of 4 KiB takes about as long as waking the process that waits for it. That depends on whether
 //! it sleeps on the caller's core or on another, by a factor of ten in a virtual machine, and the kernel
@@ -44,7 +44,7 @@ pub(super) fn pin(core: usize) -> Result<(), Failure> {
     Ok(sched_setaffinity(None, &only).map_err(std::io::Error::from)?)
 }
 
-/// How many cores this process may use.
+/// Number of cores that this process may use.
 pub(super) fn usable_cores() -> usize {
     sched_getaffinity(None).map_or(1, |set| cores(&set).len())
 }

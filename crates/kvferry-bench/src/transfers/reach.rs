@@ -1,5 +1,4 @@
-//! For other commands: whether an address is a `bench --serve`, and how fast its memory can be written
-//! and read.
+//! Tells other commands whether an address is a `bench --serve`, and how fast its memory can be written and read.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -17,14 +16,14 @@ use super::messages::{Challenge, Hello, Sizes};
 /// Rounds at least.
 const ROUNDS_MIN: usize = 3;
 
-/// What an address answers to the first message of a bench.
+/// Answer of an address to the first message of a bench.
 #[derive(Debug)]
 pub enum Answered {
-    /// It is a `bench --serve`; the address of its agent.
+    /// Answer of a `bench --serve`, with the address of its agent.
     Bench(String),
-    /// It speaks another protocol; which one, in words.
+    /// Answer in another protocol, with its name in words.
     Other(&'static str),
-    /// It has not answered in time.
+    /// No answer in time.
     Nothing,
 }
 

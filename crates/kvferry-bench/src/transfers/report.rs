@@ -15,7 +15,7 @@ use super::{Measured, Settings};
 /// A name that this program knows, or that was read from a report.
 pub(super) type Text = Cow<'static, str>;
 
-/// One line of the report.
+/// A line of the report.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Row {
     pub(super) part: Text,
@@ -42,7 +42,7 @@ pub(super) struct Figure {
     pub(super) spread: Option<Spread>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) failed: Option<String>,
-    /// Of the caller's process, and of the target's.
+    /// Figures of the caller's process and of the target's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) sides: Option<[Spread; 2]>,
 }
@@ -67,7 +67,7 @@ pub(super) struct Choice {
     pub(super) streams: usize,
 }
 
-/// What the floor of older reports used.
+/// Number of the floor's streams in older reports.
 fn one_stream() -> usize {
     1
 }
@@ -100,7 +100,7 @@ impl Bound {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Judged {
     pub(super) what: String,
-    /// What a ratio is to; `null` when the figure itself is judged.
+    /// Denominator of a ratio; `null` when the figure itself is judged.
     pub(super) of: Option<Text>,
     pub(super) unit: Text,
     pub(super) required: Bound,
@@ -117,7 +117,7 @@ impl Judged {
         }
     }
 
-    /// How its numbers are written.
+    /// Format of the numbers.
     pub(super) fn show(&self) -> fn(f64) -> String {
         if self.of.is_some() { units::ratio } else { units::figure }
     }
@@ -221,7 +221,7 @@ impl Session {
     }
 }
 
-/// What transfers reach; its JSON is `kvferry.bench/2`.
+/// Results of transfers; the JSON is `kvferry.bench/2`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Report {
     schema: String,
@@ -234,7 +234,7 @@ pub struct Report {
     /// Always true: a wrong byte ends a bench without a report.
     verified: bool,
     ok: bool,
-    /// What could not be measured here, and why.
+    /// Measurements that were not possible here, with the reason.
     pub(super) skipped: Vec<String>,
     pub(super) rows: Vec<Row>,
 }
@@ -337,7 +337,7 @@ impl Report {
         (!short.is_empty()).then(|| format!("{}: {}", self.count(), short.join("; ")))
     }
 
-    /// Where and how it was measured, a line each.
+    /// Version, machine, sessions and rounds, a line each.
     pub(super) fn facts(&self) -> Vec<String> {
         let machine = &self.machine;
         let sessions: Vec<String> = self.sessions.iter().map(Session::describe).collect();
@@ -460,7 +460,7 @@ pub(super) mod tests {
         row
     }
 
-    /// Of one session over tcp.
+    /// A report of one session over tcp.
     pub(in crate::transfers) fn report(rows: Vec<Row>) -> Report {
         let session = Session { transport: "tcp".into(), checksum: false, authenticated: true };
         Report {

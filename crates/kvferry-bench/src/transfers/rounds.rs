@@ -18,7 +18,7 @@ use super::{Bench, SEED, Subjects};
 /// Bounds of writes and of reads.
 const OF_FLOOR: Bound = Bound::AtLeast(0.95);
 const OF_FLOOR_FROM_PYTHON: Bound = Bound::AtLeast(0.95);
-/// With smaller blocks, the cost of a call from Python counts.
+/// Block size below which the cost of a call from Python counts.
 const SMALL_BLOCK: usize = 32 << 10;
 const OF_FLOOR_FROM_PYTHON_SMALL: Bound = Bound::AtLeast(0.85);
 const OF_PROCESS_VM: Bound = Bound::AtLeast(0.9);
@@ -29,7 +29,7 @@ const CPU_OF_PEERS: Bound = Bound::AtMost(1.0);
 #[derive(Debug, Default)]
 struct Series {
     turns: Vec<Turn>,
-    /// Why there are no more turns.
+    /// Reason why there are no more turns.
     failed: Option<String>,
 }
 

@@ -1,4 +1,4 @@
-//! What comes before the first byte: registering memory, connecting to a peer, building a batch.
+//! Set-up before the first byte: registering memory, connecting to a peer, building a batch.
 
 use std::time::Instant;
 
@@ -44,7 +44,7 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
 /// Seconds.
 #[derive(Debug, Clone, Default)]
 struct Times {
-    /// What the system takes for memory as that of `allocate`.
+    /// Mapping memory like that of `allocate`.
     map: f64,
     /// Memory from the system, and registering it.
     allocate: f64,
@@ -73,7 +73,7 @@ fn registering(bench: &Bench<'_>, times: &mut Times) -> Result<(), Failure> {
     Ok(())
 }
 
-/// With a new agent: neither side knows the other.
+/// Connects with a new agent: neither side knows the other.
 fn connecting(bench: &Bench<'_>, times: &mut Times) -> Result<(), Failure> {
     let started = Instant::now();
     let agent: Agent = start_agent(bench.settings, bench.transport)?;

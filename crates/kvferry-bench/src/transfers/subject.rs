@@ -1,4 +1,4 @@
-//! What is measured in turn: kvferry in several ways, the machine's limits, other engines.
+//! Subjects that are measured in turn: kvferry in several ways, the machine's limits, other engines.
 //!
 //! A driver calls [`Subject::verify`], [`Subject::tune`], then `prepare`, `calls` and `pause` once a turn,
 //! and `verify` again. [`turn`] does the middle part.
@@ -74,7 +74,7 @@ pub(super) trait Subject {
     /// wrong, if anything.
     fn verify(&mut self, bench: &mut Bench<'_>, cell: &Cell) -> Result<Option<String>, Failure>;
 
-    /// What the calling process and the target's have used so far.
+    /// Resources that the calling process and the target's have used so far.
     fn usage(&mut self, bench: &mut Bench<'_>) -> Result<[Usage; 2], Failure> {
         Ok([Usage::here()?, bench.link.usage()?])
     }
@@ -124,10 +124,10 @@ pub(super) trait InProcess {
     /// Moves one batch of the cell, and returns when it has ended.
     fn one(&mut self, bench: &mut Bench<'_>, cell: &Cell, batch: usize) -> Result<(), Failure>;
 
-    /// Its memory on this side.
+    /// Memory of the subject on this side.
     fn memory<'a>(&'a mut self, bench: &'a mut Bench<'_>) -> &'a mut dyn Memory;
 
-    /// Its memory at the target.
+    /// Memory of the subject at the target.
     fn program(&self) -> Program;
 }
 
@@ -192,7 +192,7 @@ pub(super) fn verify(
     }
 }
 
-/// How often [`fastest`] tries each setting.
+/// Number of trials of each setting in [`fastest`].
 const TRIALS: usize = 3;
 
 /// The setting with which a subject is fastest, by the median of some trials of each in turn.
@@ -215,11 +215,11 @@ pub(super) fn fastest<S: Subject, C: Copy>(
     Ok(best.expect("there is a setting").0)
 }
 
-/// What the two memories hold before a move.
+/// Content of the two memories before a move.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Prepared {
     seed: u64,
-    /// Of a destination on this side; a target keeps its own secret.
+    /// Poison of a destination on this side; a target keeps its own secret.
     poison: u64,
     span: usize,
 }

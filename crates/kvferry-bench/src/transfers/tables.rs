@@ -150,7 +150,7 @@ impl Load {
         Load { name, batches, size: None }
     }
 
-    /// One batch per line of the file; see [`TraceLine`].
+    /// Reads one batch per line of the file; see [`TraceLine`].
     pub(super) fn of_trace(path: &Path, op: Op) -> Result<Load, Failure> {
         let wrong = |why: String| Failure::Usage(format!("--trace {}: {why}", path.display()));
         let text = fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
@@ -192,7 +192,7 @@ enum TraceLine {
 }
 
 fn parse(line: &str, op: Op) -> Result<Table, String> {
-    /// Beyond any machine's memory; keeps sums of offsets and lengths in range.
+    /// Bound of offsets: beyond any machine's memory, and small enough that sums with lengths stay in range.
     const FARTHEST: usize = 1 << 44;
     let line: TraceLine = serde_json::from_str(line).map_err(|_| {
         "neither [[local, remote, length], …] nor {\"block_bytes\": …, \"local\": […], \"remote\": […]}"

@@ -29,7 +29,7 @@ use super::{raw, verify};
 const SPARE_BYTES: usize = 64 << 10;
 const SPARES_MAX: usize = 64;
 
-/// How long a measuring side may take to prove itself.
+/// Time limit for a measuring side to prove itself.
 const PROOF_TIMEOUT: Duration = Duration::from_secs(10);
 const PROOFS_MAX: usize = 1024;
 
@@ -90,10 +90,10 @@ struct Current {
     served: Arc<Served>,
 }
 
-/// What the plain programs work on.
+/// Memory and settings of the plain programs.
 #[derive(Debug)]
 struct Served {
-    /// One per stream of the floor; everything else uses the first.
+    /// Memory for each stream of the floor; everything else uses the first.
     memory: [Mutex<Pages>; STREAMS_MAX],
     /// Bytes of one call of the floor.
     chunk: AtomicUsize,
@@ -156,7 +156,7 @@ impl Target {
         })
     }
 
-    /// One bench, from its first ask to its end.
+    /// Serves one bench, from its first ask to its end.
     fn control(&self, lines: &mut Control) -> Result<(), Failure> {
         let nonce = random();
         let challenge = Challenge { agent: self.agent.advertised().to_string(), nonce };

@@ -10,7 +10,7 @@ pub(super) enum Transport {
     /// The choice of the two agents.
     Auto,
     Tcp,
-    /// Within a host.
+    /// The transport within a host.
     Local,
 }
 
