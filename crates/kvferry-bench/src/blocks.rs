@@ -16,7 +16,7 @@ pub(crate) fn table(pool: u32, blocks: u32, rng: &mut Rng) -> Vec<u32> {
     table
 }
 
-/// Where the block `index` of `count` goes in a batch: the same scatter as the floor program's.
+/// Position of the block `index` of `count` in a batch: the same scatter as the floor program's.
 pub(crate) fn scattered(index: usize, count: usize) -> usize {
     const STRIDE: usize = 7919;
     // The stride is prime, so only a multiple of it would send two blocks to one place.

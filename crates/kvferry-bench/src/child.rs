@@ -109,10 +109,10 @@ impl Child {
         Ok((Lines::new(answers, io::sink()), Lines::new(io::empty(), asks)))
     }
 
-    /// How a child that has closed its output ended, in words.
+    /// Describes how a child ended that has closed its output.
     ///
     /// # Errors
-    /// What the kernel says when it is waited for.
+    /// An error of waiting for the process.
     pub fn how_it_ended(&mut self) -> io::Result<String> {
         Ok(match self.process.wait()? {
             status if status.success() => "the process ended".to_string(),
@@ -159,7 +159,7 @@ impl Drop for Child {
     }
 }
 
-/// In the child: answers until the parent closes the pipe.
+/// Answers the parent, in the child, until the parent closes the pipe.
 ///
 /// # Errors
 /// If the pipe fails, or a line of it can't be read.
@@ -178,7 +178,7 @@ where
     Ok(())
 }
 
-/// In the child: says one thing, and waits until the parent closes the pipe.
+/// Sends one answer, in the child, and waits until the parent closes the pipe.
 pub(crate) fn hold<T: Serialize>(hello: T) -> Result<(), Failure> {
     let mut pipe = Lines::new(io::stdin(), io::stdout());
     pipe.send::<Answer<T>>(&Ok(hello))?;

@@ -6,8 +6,8 @@ use std::io;
 use kvferry::ErrorKind;
 use serde::{Deserialize, Serialize};
 
-/// Why a command failed, in the kinds that a script has to tell apart. A helper process sends its own
-/// failure to its parent, which fails with the same exit code.
+/// Reason why a command failed, in the kinds that a script must distinguish. A helper process sends its own failure to
+/// its parent, which fails with the same exit code.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Failure {
     /// A byte or token is wrong, or a figure misses its bound.

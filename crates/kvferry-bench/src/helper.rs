@@ -26,7 +26,7 @@ pub(crate) fn imports(python: &Path, module: &str) -> bool {
 /// Serves the parent process until it closes this process's standard input.
 ///
 /// # Errors
-/// [`Failure::Usage`] for arguments that no measurement passes, and whatever the helper fails with.
+/// [`Failure::Usage`] for arguments that no measurement passes; otherwise the failure of the helper.
 pub fn run(arguments: &[String]) -> Result<(), Failure> {
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let number = |text: &str| {

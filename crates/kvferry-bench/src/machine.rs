@@ -1,4 +1,4 @@
-//! What this machine has: to choose sizes, and to name the machine in a report.
+//! Properties of this machine, to choose sizes and to name the machine in a report.
 
 use std::fs;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
-/// Where figures were measured. No host name and no path: reports are shared.
+/// The machine that figures were measured on. No host name and no path: reports are shared.
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Machine {

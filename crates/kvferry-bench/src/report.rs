@@ -106,7 +106,8 @@ impl Report {
         (!short.is_empty()).then(|| format!("{count}: {}", names.join("; ")))
     }
 
-    /// Without anything that moves: a replay, which has one round and the same figures each time.
+    /// Marks the report as one of a replay: no bytes are verified. A replay has one round and the same figures each
+    /// time.
     #[must_use]
     pub(crate) fn of_replay(self) -> Report {
         Report { verified: false, ..self }

@@ -1,4 +1,4 @@
-//! KV events: what routers and monitors hear of the cache.
+//! KV events for routers and monitors.
 
 use crate::key::Key;
 use std::collections::VecDeque;

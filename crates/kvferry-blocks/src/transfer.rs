@@ -35,7 +35,7 @@ pub struct Transfer {
     pub from: Block,
     /// Destination of the copy.
     pub to: Block,
-    /// How many tokens of the block are to be copied, from its start.
+    /// Number of tokens to copy, from the start of the block.
     pub tokens: u32,
     /// The name of what is copied.
     pub key: Key,
@@ -49,7 +49,7 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    /// In a file mode, the file's name in the directory. It comes from what the block has, never from where it is.
+    /// File name in the directory, in a file mode. It depends on the block's content only, never on its place.
     pub fn file_name(&self) -> String {
         file_name(self.key, self.group, self.resets)
     }
@@ -149,7 +149,7 @@ pub(crate) struct Entry {
     is_issued: bool,
     /// Transfers that must end before this one starts.
     pub(crate) blocked_on: u32,
-    /// What it reads was not written: it will fail without being handed out.
+    /// A transfer that wrote the source has failed: this one will fail without being handed out.
     pub(crate) is_doomed: bool,
     /// The page that it reads (offload) or writes (partial copy) has no owner any more.
     pub(crate) frees_page: bool,
@@ -240,7 +240,7 @@ impl Transfers {
         self.free.push(id);
     }
 
-    /// A sequence no longer waits for a transfer. False if it did not.
+    /// Removes a sequence from those that wait for a transfer. False if it did not wait.
     pub(crate) fn forget_waiter(&mut self, id: u32, sequence: u32) -> bool {
         if id == NONE {
             return false;

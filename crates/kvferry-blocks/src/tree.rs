@@ -47,7 +47,7 @@ pub(crate) struct Node {
     pub(crate) depth: u32,
     /// Sequences, pins and partial copies that use it.
     pub(crate) holders: u32,
-    /// Of these, copies that read its slot. It keeps the slot until they have ended.
+    /// Copies among the holders that read the slot. The node keeps its slot until they have ended.
     pub(crate) slot_readers: u32,
     pub(crate) page: u32,
     pub(crate) slot: u32,
@@ -190,7 +190,7 @@ impl Tree {
         }
     }
 
-    /// The key no longer finds the node.
+    /// Removes the node from the table of keys.
     pub(crate) fn forget(&mut self, at: u32) {
         let next = self.node(at).hash_next;
         let bucket = self.bucket(self.node(at).key);
@@ -222,7 +222,8 @@ impl Tree {
         std::iter::successors(listed(first), move |&at| listed(self.node(at).next_sibling))
     }
 
-    /// Of the newest children that can be read, the one that begins with most of `tokens`, and how many these are.
+    /// Among the newest children that can be read, finds the one with the longest common prefix with `tokens`. Returns
+    /// it and the length of that prefix.
     pub(crate) fn longest_common(
         &self,
         parent: u32,

@@ -8,7 +8,7 @@ use std::path::Path;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Figures(Vec<(String, Value)>);
 
-/// By how much a figure may exceed the kept one: a share of it, and a number on top.
+/// Amount by which a figure may exceed the kept one: a share of it, and a number on top.
 ///
 /// Figures that do not depend on the scheduler are exact. The number of calls that move bytes depends on
 /// how far the two sides run ahead of each other, and the number of waits even more.

@@ -1,4 +1,4 @@
-//! What it costs to register and to unregister as many regions as an engine with a region per layer and block pool, or a
+//! Cost of registering and unregistering as many regions as an engine with a region per layer and block pool, or a
 //! client of NIXL with a region per block, has.
 
 use crate::Failure;

@@ -22,7 +22,7 @@ const BATCHES: &[(&str, usize, usize)] = &[
 /// Rounds before anything is counted.
 const WARM_UP: usize = 30;
 pub(crate) const ROUNDS: usize = 101;
-/// Enough to tell what belongs to a batch from what happens once.
+/// Rounds that are enough to separate the cost of a batch from one-time costs.
 pub(crate) const FEW_ROUNDS: usize = 12;
 
 /// Calls that move bytes, besides those that begin with `process_vm_`.
@@ -156,7 +156,7 @@ pub(crate) fn note(figures: &mut Figures, what: &str, rounds: &[Counts]) {
     println!("{what}: {} per round", mean.join(", "));
 }
 
-/// Where strace is at hand: every call it sees in a run of ours has to be one that is counted.
+/// Checks that every call that strace sees in a run is one that is counted, if strace is installed.
 pub(crate) fn uncounted_calls() -> Result<(), Failure> {
     let dir = std::env::temp_dir().join(format!("kvferry-ci-bench-{}", std::process::id()));
     let status = Command::new("strace")
@@ -197,6 +197,5 @@ pub(crate) fn uncounted_calls() -> Result<(), Failure> {
 
 /// Calls that are made less often than there are transfers.
 const RARE: u64 = (TRANSPORTS.len() * BATCHES.len() * 2 * (WARM_UP + FEW_ROUNDS)) as u64;
-/// What starting a process is made of, and strace's own last line.
-/// `rt_sigprocmask` belongs to the start of a thread.
+/// Calls of a process's start, and strace's own last line. `rt_sigprocmask` belongs to the start of a thread.
 const STARTING: &[&str] = &["rt_sigaction", "rt_sigprocmask", "total"];

@@ -502,7 +502,7 @@ pub(crate) struct DemoStoreArgs {
     pub(crate) inject_fault: bool,
 }
 
-/// Through which interface an engine of the demo of the store uses kvferry.
+/// Interface through which an engine of the store demo uses kvferry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Seam {
     /// The reference engine's own

@@ -43,7 +43,7 @@ pub(crate) fn note(text: &str) {
     let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
-/// How often a line shows the progress where no bar can be drawn.
+/// Time between lines of progress where no bar can be drawn.
 const TELL_EVERY: Duration = Duration::from_secs(15);
 
 /// A bar that counts bytes. Hidden if `quiet`; a line every [`TELL_EVERY`] if standard error is no terminal.
@@ -83,7 +83,7 @@ fn tell(bar: ProgressBar) {
 /// The bar on the terminal, if there is one.
 static SHOWN: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
-/// The folder of this process that nobody needs after it.
+/// Folder of this process that is of no use after its end.
 static TEMPORARY: Mutex<Option<PathBuf>> = Mutex::new(None);
 
 /// Has SIGINT and SIGTERM remove this folder, too.

@@ -141,7 +141,7 @@ impl MooncakeEngine {
         self.code(self.running().and_then(|running| running.submit_tasks(number, requests, notify)))
     }
 
-    /// How far a task is, or the code of why that is not known. The reason of a failure is stored for
+    /// Returns a task's state, or the code of why it is not known. The reason of a failure is stored for
     /// [`MooncakeEngine::last_error`].
     pub fn task(&self, number: u64, task: usize) -> Result<TaskState, i32> {
         let looked_up = self.running().and_then(|running| {

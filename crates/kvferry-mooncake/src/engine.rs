@@ -64,7 +64,7 @@ impl MooncakeEngine {
         self.code(self.try_initialize(local_hostname, "", metadata_server, protocol, interrupt))
     }
 
-    /// As [`Self::initialize`], with the host that peers connect to if it is not the name's.
+    /// Starts the engine like [`Self::initialize`], with the host that peers connect to if it is not the name's.
     pub fn initialize_at(&self, name: &str, host: &str, metadata_server: &str) -> i32 {
         self.code(self.try_initialize(name, host, metadata_server, "", &|| false))
     }

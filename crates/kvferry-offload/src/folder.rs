@@ -17,7 +17,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 
 const DIRECTORY: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
-/// How often a folder is made again that another driver has removed before it was locked.
+/// Attempts to make a folder that another driver removes before it is locked.
 const ATTEMPTS: usize = 64;
 
 /// The file in a folder that its driver keeps locked. Not the folder itself: NFS locks no folders.

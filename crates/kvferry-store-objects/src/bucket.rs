@@ -22,9 +22,10 @@ const THREADS: usize = 2;
 const BLOCKING_THREADS: usize = 4;
 /// An object that hosts which upload write, so that hosts which fetch find out whether they may.
 const HELLO: &str = "v1/hello";
-/// For so long it is known that objects may be read: until then, a refusal means that an object is absent.
+/// Time for which a successful read proves that objects may be read: until then, a refusal means that an object is
+/// absent.
 const READABLE_FOR: Duration = Duration::from_secs(60);
-/// For so long it is known that they may not: until then, a refusal costs one request and not two.
+/// Time for which a failed check proves that they may not be read: until then, a refusal costs one request and not two.
 const UNREADABLE_FOR: Duration = Duration::from_secs(5);
 /// Longest wait for the bucket's threads when it is dropped.
 const SHUTDOWN: Duration = Duration::from_secs(1);
@@ -56,7 +57,7 @@ struct Remote {
     prefix: Path,
     /// The object store can't write objects only if they do not exist.
     must_replace: AtomicBool,
-    /// When an object was last read, or was last found out to be unreadable.
+    /// Time at which an object was last read, or last found to be unreadable.
     asked: Mutex<Option<(Instant, MayRead)>>,
     /// Set before this process writes [`HELLO`], once.
     has_greeted: AtomicBool,

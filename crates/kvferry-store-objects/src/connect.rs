@@ -17,7 +17,8 @@ use url::Url;
 
 /// A connection that is not there by then is a failure.
 const CONNECT_TIMEOUT: &str = "2s";
-/// For what gives credentials to a machine, if none are set. It is in the same data centre, or nowhere.
+/// Time limit of a service that gives credentials to a machine, used if none are set. The service is in the same data
+/// centre, or does not exist.
 const CREDENTIALS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The object store of a URL.

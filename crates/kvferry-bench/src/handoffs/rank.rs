@@ -90,7 +90,7 @@ impl Rank {
         Ok(rank)
     }
 
-    /// The same before a scheduler half has told it which engine it belongs to.
+    /// Starts a rank as it is before a scheduler half names its engine.
     pub(super) fn without_engine(build: &Build) -> Result<Rank, Failure> {
         let agent = Agent::builder().transports(Transports::parse(&build.transport)?).start()?;
         let geometry = build.geometry;

@@ -83,7 +83,7 @@ impl Calls {
     }
 }
 
-/// How often the calling thread has left its processor to wait for something, since it began.
+/// Number of times that the calling thread has left its processor to wait, since it began.
 fn thread_waits() -> u64 {
     let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));

@@ -162,7 +162,7 @@ impl Engine {
         assert_eq!(self.manager.find_prefix(&[root]).blocks, 0, "it was removed");
     }
 
-    /// How many prompts ago the blocks were used that lie in the middle of secondary.
+    /// Number of prompts since the use of the blocks in the middle of secondary.
     fn depth(&self) -> usize {
         let usage = self.manager.usage(0).expect("a group");
         let primary = usage.primary_cached as usize + usage.primary_free as usize;
@@ -265,7 +265,7 @@ struct Figure {
     name: &'static str,
     cpu: Vec<f64>,
     wall: Vec<f64>,
-    /// Of each run: the median and the 99th percentile of the processor time, and the 99th of the wall time.
+    /// Values of each run: the median and the 99th percentile of the processor time, and the 99th of the wall time.
     runs: [Vec<f64>; 3],
 }
 

@@ -29,7 +29,7 @@ const LEFT: f64 = 62.0;
 const RIGHT: f64 = 212.0;
 const TOP: f64 = 76.0;
 const BOTTOM: f64 = 66.0;
-/// Between neighbours at the same size, so that their whiskers can be told apart.
+/// Distance between neighbours at the same size, so that their whiskers do not overlap.
 const DODGE: f64 = 5.0;
 const LABEL_STEP: f64 = 17.0;
 

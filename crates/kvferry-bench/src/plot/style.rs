@@ -16,7 +16,7 @@ const fn look(who: &'static str, name: &'static str, class: &'static str, shape:
     Look { who, name, class, shape }
 }
 
-/// In the order of a legend. `memcpy` is not drawn: it is so fast that it would compress all others.
+/// Looks in the order of a legend. `memcpy` is not drawn: it is so fast that it would compress all others.
 const LOOKS: [Look; 12] = [
     look("kvferry", "kvferry", "ours", 0),
     look("kvferry, allocated", "kvferry, own memory", "shared", 3),

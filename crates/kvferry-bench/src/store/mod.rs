@@ -78,7 +78,7 @@ fn policy(requests: &[Request], blocks: usize) -> Vec<usize> {
     hits.collect()
 }
 
-/// Of a store of segments; `exact` are the hits of the policy alone.
+/// Rows of a store of segments; `exact` are the hits of the policy alone.
 fn in_segments(
     trace: &Trace,
     blocks: usize,

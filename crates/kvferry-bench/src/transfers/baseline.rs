@@ -1,4 +1,4 @@
-//! For other commands: how fast plain programs move bytes in blocks on this machine.
+//! Rates at which plain programs move bytes in blocks on this machine, for other commands.
 
 use std::io;
 use std::net::{TcpListener, TcpStream};

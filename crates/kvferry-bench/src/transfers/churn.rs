@@ -1,4 +1,4 @@
-//! What it costs eight callers when memory is registered and unregistered a thousand times a second.
+//! Cost for eight callers when memory is registered and unregistered a thousand times a second.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};

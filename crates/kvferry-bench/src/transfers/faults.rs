@@ -166,7 +166,7 @@ impl Fault {
         Ok(fault)
     }
 
-    /// From a signal that is sent while batches move to the error of the batch that it hits.
+    /// Time from a signal that is sent while batches move to the error of the batch that it hits.
     fn time_to_error(&self, signal: Signal) -> Result<Duration, Failure> {
         const UNDER_WAY: Duration = Duration::from_millis(100);
         std::thread::scope(|scope| {

@@ -88,7 +88,7 @@ impl Raw {
         Ok(Raw { who: "raw", streams: vec![bench.link.raw(None)?] })
     }
 
-    /// As many as an agent opens to a peer on a small machine.
+    /// Opens four streams: as many as an agent opens to a peer on a small machine.
     pub(super) fn four(bench: &Bench<'_>) -> Result<Raw, Failure> {
         let own = bench.settings.raw_bytes.div_ceil(4);
         let streams = (0..4).map(|_| bench.link.raw(Some(own))).collect::<Result<_, _>>()?;

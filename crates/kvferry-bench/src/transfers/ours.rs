@@ -21,7 +21,7 @@ pub(super) struct Ours {
 }
 
 impl Ours {
-    /// Between private memory that is registered at both sides, as that of engines.
+    /// Subject between private memory that is registered at both sides, like that of engines.
     pub(super) fn registered(bench: &Bench<'_>) -> Ours {
         Ours {
             who: "kvferry",
@@ -43,7 +43,7 @@ impl Ours {
         Ok(Ours { who: "checksums", peer, memory, _agent: Some(agent), ..Ours::registered(bench) })
     }
 
-    /// Between memory that the agents allocated and may share. `None` if the target has none.
+    /// Subject between memory that the agents allocated and may share. `None` if the target has none.
     pub(super) fn shared(bench: &Bench<'_>) -> Result<Option<Ours>, Failure> {
         let Some(remote) = bench.link.shared().cloned() else { return Ok(None) };
         let memory = verify::touched(bench.agent.allocate(bench.arena.len(), Access::NONE)?)?;

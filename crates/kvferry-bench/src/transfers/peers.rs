@@ -39,7 +39,7 @@ const TCP_LANES: (&str, &str) = ("UCX_TLS", "tcp");
 const HOST_LANES: (&str, &str) = ("UCX_TLS", "posix,sysv,cma,self,tcp");
 const NO_THREAD: &str = "nixl-no-progress-thread";
 
-/// Where cores are few, NIXL is fastest without a progress thread at the initiator.
+/// Settings of the engines. Where cores are few, NIXL is fastest without a progress thread at the initiator.
 const SETTINGS: [Setting; 6] = [
     Setting { who: "Mooncake", transport: "tcp", engine: "mooncake", environment: &[QUIET] },
     Setting {

@@ -189,7 +189,7 @@ impl Subject for Python {
     }
 }
 
-/// How much longer a call with 1 024 descriptors takes than from Rust, where the batch exists before.
+/// Measures the extra time of a call with 1 024 descriptors from Python. In Rust, the batch exists before the call.
 pub(super) fn overhead(bench: &mut Bench<'_>, python: &mut Python) -> Result<Row, Failure> {
     bench.bar.inc_length(1);
     bench.step("the cost of a call from Python");

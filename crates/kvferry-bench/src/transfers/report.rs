@@ -315,7 +315,7 @@ impl Report {
         self.rows.iter().flat_map(|row| row.judged.iter().map(move |judged| (row, judged)))
     }
 
-    /// How many figures miss their bounds: `3 of 90 figures miss their bounds`.
+    /// Count of the figures that miss their bounds: `3 of 90 figures miss their bounds`.
     pub(super) fn count(&self) -> String {
         let all = self.judged().count();
         match self.judged().filter(|(_, judged)| !judged.ok).count() {

@@ -246,7 +246,7 @@ pub(super) fn prepare_memory<C: InProcess>(
     Ok(prepared)
 }
 
-/// What is wrong at the destination after these tables were moved, if anything.
+/// Describes an error at the destination after these tables were moved, if there is one.
 pub(super) fn check_destination<C: InProcess>(
     subject: &mut C,
     bench: &mut Bench<'_>,

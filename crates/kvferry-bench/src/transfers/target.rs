@@ -335,7 +335,7 @@ impl Bench<'_> {
             .try_for_each(|memory| verify::fill(&mut *memory.lock().expect(LOCK), seed, span))
     }
 
-    /// What is wrong in the memory of one of the floor's streams, if anything.
+    /// Describes an error in the memory of one of the floor's streams, if there is one.
     fn check_floor(
         &self,
         seed: u64,

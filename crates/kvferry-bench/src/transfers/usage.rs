@@ -1,4 +1,4 @@
-//! What a process has used: processor time, and how often its threads slept or were preempted.
+//! Usage of a process: processor time, and how often its threads slept or were preempted.
 
 use std::fs;
 use std::io;

@@ -115,7 +115,7 @@ pub(crate) fn touched(mut region: Region) -> Result<Region, Failure> {
     Ok(region)
 }
 
-/// What is wrong in the first `span` bytes of a destination, if anything.
+/// Describes an error in the first `span` bytes of a destination, if there is one.
 pub(crate) fn check(
     memory: &(impl Memory + ?Sized),
     seed: u64,

@@ -1,4 +1,4 @@
-//! Which nodes leave when a page is wanted, and what becomes of those that die.
+//! Eviction: selects the nodes that leave when a page is wanted, and removes dead nodes.
 
 use super::{AGE_BITS, BACKGROUND_PER_BLOCK, Group};
 use crate::NONE;
@@ -170,7 +170,7 @@ impl Group {
         }
     }
 
-    /// The node no longer needs its slot.
+    /// Frees the node's slot.
     pub(crate) fn free_slot(&mut self, at: u32, shared: &mut Shared) {
         let node = self.tree.node_mut(at);
         let slot = std::mem::replace(&mut node.slot, NONE);

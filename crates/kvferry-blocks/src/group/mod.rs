@@ -34,7 +34,7 @@ pub(crate) struct Group {
     pub(crate) free_slots: Vec<u32>,
     /// Slots in all.
     slots: usize,
-    /// Of pages of sequences: the transfer that must end before the page is used or freed.
+    /// Transfer that must end before a sequence's page is used or freed, indexed by page.
     pub(crate) busy: Vec<u32>,
     pub(crate) primary_queue: IndexedHeap,
     pub(crate) secondary_queue: IndexedHeap,

@@ -74,7 +74,7 @@ impl Group {
         page
     }
 
-    /// A sequence no longer needs a page of its own.
+    /// Frees a page that a sequence owns, at once or when its transfer ends.
     pub(crate) fn free_page(&mut self, page: u32, shared: &mut Shared) {
         match self.busy[page as usize] {
             NONE => self.free_pages.push(page),
@@ -82,7 +82,7 @@ impl Group {
         }
     }
 
-    /// A transfer no longer touches the page of a sequence.
+    /// Ends the use of a sequence's page by a transfer.
     pub(crate) fn page_settled(&mut self, page: u32, transfer: u32, frees_page: bool) {
         if self.busy[page as usize] == transfer {
             self.busy[page as usize] = NONE;

@@ -131,7 +131,7 @@ impl BlockManager {
         depth
     }
 
-    /// How many tokens of the block behind the prefix can be reused, and how each group does it.
+    /// Returns the number of tokens of the block behind the prefix that can be reused, and how each group reuses them.
     fn find_partial(&self, at: u32, depth: usize, request: &Request<'_>) -> (u32, Partials) {
         let none = (0, Partials::new());
         if !self.partial_reuse {

@@ -139,7 +139,7 @@ impl BlockManager {
         (outcome == Outcome::Failed).then_some(cut)
     }
 
-    /// Sequences no longer wait for a transfer.
+    /// Ends the sequences' wait for a transfer.
     fn tell(&mut self, waiters: &[u32], cut: Option<Cut>) {
         for &at in waiters {
             self.sequences.at_mut(at).pending -= 1;

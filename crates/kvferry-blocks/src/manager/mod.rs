@@ -38,7 +38,7 @@ pub struct Match {
     pub secondary_blocks: u32,
 }
 
-/// How the pools of a group are used. The other blocks are in use, or under transfer.
+/// Usage of a group's pools. The other blocks are in use, or under transfer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Primary blocks without content.
@@ -196,7 +196,7 @@ impl BlockManager {
         Some(self.sequences.at(self.sequences.find(sequence)?).pending == 0)
     }
 
-    /// How many blocks of a prompt could be reused now. The policy does not count it as a use.
+    /// Counts the blocks of a prompt that could be reused. The policy does not count it as a use.
     pub fn find_prefix(&self, keys: &[Key]) -> Match {
         let mut parents = [NONE; 16];
         let mut more = vec![NONE; self.groups.len().saturating_sub(parents.len())];

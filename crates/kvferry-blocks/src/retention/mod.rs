@@ -1,4 +1,4 @@
-//! How long blocks are to stay, and how they are offloaded, as a request wishes.
+//! Retention of blocks, and how blocks are offloaded, as a request wishes.
 //!
 //! The meaning is that of TensorRT-LLM's `KvCacheRetentionConfig`.
 
@@ -51,7 +51,7 @@ impl Default for Retention {
     }
 }
 
-/// What the tokens of a range are worth. A block belongs to the range of its first token.
+/// Retention of a range of tokens. A block belongs to the range of its first token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TokenRange {
     /// The first token.
@@ -62,7 +62,7 @@ pub struct TokenRange {
     pub retention: Retention,
 }
 
-/// What a request wishes for its blocks. Checked: ranges are in order and disjoint. Cheap to clone.
+/// Retention and transfer mode of a request's blocks. Checked: ranges are in order and disjoint. Cheap to clone.
 ///
 /// ```
 /// use kvferry_blocks::{Retention, RetentionConfig, TokenRange, TransferMode};
@@ -123,7 +123,7 @@ impl RetentionConfig {
         Ok(Self { decode: retention, ..self })
     }
 
-    /// How blocks are offloaded. A mode that needs files without a directory, or with an empty one, is replaced by
+    /// Sets the transfer mode. A mode that needs files without a directory, or with an empty one, is replaced by
     /// [`TransferMode::Dram`] when the request is allocated, with a [`Warning`].
     pub fn transfer(
         self,
@@ -188,7 +188,7 @@ impl Default for RetentionConfig {
     }
 }
 
-/// How a block is offloaded, and where to. Without a directory in [`TransferMode::Dram`] only.
+/// Transfer mode of a block, with its directory. Only [`TransferMode::Dram`] has no directory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct FilePlace {
     pub(crate) mode: TransferMode,

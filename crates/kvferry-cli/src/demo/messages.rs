@@ -51,7 +51,7 @@ pub(super) struct Submit {
     pub(super) flip: bool,
 }
 
-/// From an engine. Times are nanoseconds of the clock that all processes share.
+/// Events from an engine. Times are nanoseconds of the clock that all processes share.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Event {
     /// The engine takes requests; the address of the agent of its first rank.

@@ -58,8 +58,8 @@ pub(super) struct SizeReport {
 /// Times in milliseconds; medians unless named otherwise.
 #[derive(Debug, Serialize)]
 pub(super) struct Figures {
-    /// From the last layer that prefill computes until the last decode rank has received everything:
-    /// what the handoff adds to a request's time.
+    /// Time from the last layer that prefill computes until the last decode rank has received everything, which the
+    /// handoff adds to a request's time.
     pub(super) latency_p50_ms: f64,
     pub(super) latency_p99_ms: f64,
     /// The part of the latency before the first read, if that began later: the decode engine computes a

@@ -15,7 +15,7 @@ use crate::output;
 use kvferry_bench::child::{Child, answer_parent, die_with_parent};
 use kvferry_bench::failure::Failure;
 
-/// How long a vendor's library may take. A first call to a GPU's driver takes seconds.
+/// Time limit of a vendor's library. A first call to a GPU's driver takes seconds.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Start of the line with the answer: a library may write to standard output, too.

@@ -35,7 +35,7 @@ const PINGS: usize = 200;
 const WARM: usize = 20;
 const PING_FOR: Duration = Duration::from_secs(2);
 
-/// How long a silent peer is waited for before it is tried as a bench.
+/// Time without an answer after which a peer is tried as a bench.
 const QUIET: Duration = Duration::from_millis(700);
 
 /// Makes all findings about one peer.

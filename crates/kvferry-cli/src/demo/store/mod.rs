@@ -49,7 +49,7 @@ const SAYS: usize = 4;
 /// finds everything written.
 const KILLS_MAX: usize = 5;
 
-/// How long a start may take. The longest prefix is computed in some 20 s.
+/// Time limit of a start. The longest prefix is computed in some 20 s.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 const PREFIX_TOKENS: u32 = 8192;

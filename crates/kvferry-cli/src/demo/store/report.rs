@@ -24,7 +24,7 @@ pub(super) struct Runs {
     pub(super) killed: Killed,
 }
 
-/// What a killed engine left of the prompt that it was writing, in blocks.
+/// Blocks that a killed engine left of the prompt that it was writing.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct Killed {
     /// Engines that were killed until one left a prompt half written.
