@@ -66,7 +66,7 @@
 // The two agents share no protocol version.
 #define KVFERRY_VERSION_MISMATCH 24
 
-// A description belongs to an earlier life of the peer.
+// A description belongs to an earlier incarnation of the peer.
 #define KVFERRY_STALE_INCARNATION 25
 
 // The call did not end within its time.

@@ -99,7 +99,7 @@ pub const KVFERRY_AUTH_UNSUPPORTED: c_int = 22;
 pub const KVFERRY_AUTH_FAILED: c_int = 23;
 /// The two agents share no protocol version.
 pub const KVFERRY_VERSION_MISMATCH: c_int = 24;
-/// A description belongs to an earlier life of the peer.
+/// A description belongs to an earlier incarnation of the peer.
 pub const KVFERRY_STALE_INCARNATION: c_int = 25;
 /// The call did not end within its time.
 pub const KVFERRY_DEADLINE: c_int = 26;

@@ -114,7 +114,7 @@ fn table() -> &'static Table {
         // SAFETY: as above; `fresh` was just made.
         Ok(_) => unsafe { &*fresh },
         Err(other) => {
-            // SAFETY: nobody else has seen `fresh`.
+            // SAFETY: no other thread has seen `fresh`.
             drop(unsafe { Box::from_raw(fresh) });
             // SAFETY: as above; another thread of this process stored it.
             unsafe { &*other }

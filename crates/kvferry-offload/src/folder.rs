@@ -1,6 +1,6 @@
 //! The folder that a driver has in a directory of files.
 //!
-//! Requests name directories, so several drivers may be told the same one. Each makes a folder of its own there, named by
+//! Requests name directories, so several drivers may use the same one. Each makes a folder of its own there, named by
 //! random bytes, and keeps a file in it locked (`flock`). A driver that opens a directory removes the folders that no
 //! process has locked: those of drivers that have ended. So all drivers of a directory run on one host, unless its file
 //! system has locks that hold between hosts. The folder is reached by its descriptor only, and may be read by its user

@@ -200,7 +200,7 @@ struct Place {
     path: PathBuf,
     fio_path: PathBuf,
     len: u64,
-    /// Bytes that were written together, whatever the block size.
+    /// Bytes that were written together, for any block size.
     piece: usize,
     buffered_file: FileRegion,
     direct_file: FileRegion,

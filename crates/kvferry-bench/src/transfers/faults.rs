@@ -132,7 +132,7 @@ impl Fault {
 
     fn start_stock(agent: &Agent, ours: &Region, python: &Path) -> Result<Fault, Failure> {
         let mut command = Command::new(python);
-        // It logs to standard error whatever is set.
+        // It logs to standard error under all settings.
         command.args(["-c", include_str!("stock.py"), &ARENA.to_string()]).stderr(Stdio::null());
         let mut child = Child::start(&mut command)?;
         let stock: Stock = child.hello().map_err(|why| {
@@ -159,7 +159,7 @@ impl Fault {
         Ok(Fault { peer, batch, target: Target::Kvferry(Box::new(link)) })
     }
 
-    /// Starts a target, which then has served a batch.
+    /// Starts a target and has it serve one batch.
     fn begin(agent: &Agent, ours: &Region, kind: Kind<'_>) -> Result<Fault, Failure> {
         let fault = Fault::start(agent, ours, kind)?;
         transfer(&fault.peer, Op::Write, &fault.batch, &Options::default())?;

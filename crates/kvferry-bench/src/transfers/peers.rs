@@ -114,7 +114,7 @@ impl PeerEngine {
             let mut command = Command::new(&self.python);
             command.args(["-m", "kvferry_peers", self.setting.engine, role]);
             command.envs(self.setting.environment.iter().copied());
-            // They log to standard error whatever is set.
+            // They log to standard error under all settings.
             let mut child = Child::start(command.stderr(Stdio::null()))?;
             child.hear_within::<Value>(START_PATIENCE)?;
             Ok::<_, Failure>(child)

@@ -35,7 +35,7 @@ const PROOFS_MAX: usize = 1024;
 
 type Control = Lines<TcpStream, TcpStream>;
 
-/// The helper `target`: on a free port of this host, for as long as the parent lives.
+/// Runs the helper `target` on a free port of this host until the parent ends.
 pub(crate) fn run_child(core: Option<usize>) -> Result<(), Failure> {
     die_with_parent()?;
     core.map_or(Ok(()), pin)?;

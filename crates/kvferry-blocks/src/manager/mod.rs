@@ -49,7 +49,7 @@ pub struct Usage {
     pub secondary_free: u32,
 }
 
-/// Which blocks sequences have, which are reused, and which leave. See the [crate's documentation](crate).
+/// Decides which blocks sequences have, which are reused, and which leave. See the [crate's documentation](crate).
 #[derive(Debug)]
 pub struct BlockManager {
     groups: Vec<Group>,

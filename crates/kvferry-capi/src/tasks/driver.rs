@@ -156,7 +156,7 @@ impl Inbox {
         self.left_bytes = 0;
         for event in &self.events {
             match event {
-                // The end of a session that has ended by now was told already, and is seen when its opening is taken.
+                // The session has ended, and its end was reported before. The opening shows it.
                 Event::Opened(_, Ok(of)) if of.end().is_some() => {}
                 Event::Message(of, ..) | Event::Opened(_, Ok(of)) => {
                     self.known.insert(of.clone());

@@ -245,7 +245,7 @@ fn congestion(host: &Host) -> Option<Finding> {
 }
 
 fn buffers(host: &Host) -> Option<Finding> {
-    // The kernel's own tuning goes up to the third number, whatever the other limit says.
+    // The kernel's own tuning goes up to the third number, regardless of the other limit.
     let most = |file: &str| -> Option<u64> {
         host.text(&format!("{TCP}/{file}"))?.split_whitespace().nth(2)?.parse().ok()
     };
