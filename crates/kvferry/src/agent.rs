@@ -49,11 +49,11 @@ struct Inner {
     warning: Mutex<Option<String>>,
 }
 
-/// How far the shutdown of an agent is.
+/// Progress of an agent's shutdown.
 #[derive(Clone, Copy)]
 enum Stage {
     Running,
-    /// This thread shuts the agent down.
+    /// The shutdown runs on this thread.
     Stopping(ThreadId),
     Stopped,
 }

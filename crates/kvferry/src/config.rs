@@ -24,10 +24,10 @@ pub const CONFIG_VERSION: u32 = 1;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Checksum {
-    /// On between hosts, off on one host.
+    /// Checksums are on between hosts and off on one host.
     #[default]
     Auto,
-    /// On with every peer that supports checksums.
+    /// Checksums are on with every peer that supports them.
     On,
     /// Off, unless the peer requires them.
     Off,
@@ -89,7 +89,7 @@ pub struct Config {
     pub streams_per_peer: Option<usize>,
     /// Whether payload carries checksums.
     pub checksum: Checksum,
-    /// How files are read and written.
+    /// The engine that reads and writes files.
     pub file_engine: FileEngine,
     /// How long a peer may be silent during a transfer before its session ends, in milliseconds,
     /// 100 to 600 000.

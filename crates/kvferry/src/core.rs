@@ -26,7 +26,7 @@ const HANDSHAKE_MIN: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct Settings {
     pub(crate) name: String,
-    /// How long a peer may be silent while something is in progress.
+    /// Longest silence of a peer while something is in progress.
     pub(crate) silence: Duration,
     /// The time of a transfer whose caller sets none.
     pub(crate) timeout: Duration,
@@ -56,7 +56,7 @@ impl Settings {
     }
 }
 
-/// How many lanes and threads one transfer may use.
+/// Numbers of lanes and threads that one transfer may use.
 #[derive(Debug)]
 pub(crate) struct Sizing {
     /// Lanes to one peer, at most.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $name:ident = $text:literal,)*) => {
-        /// What went wrong, for programs.
+        /// Kind of an error, for programs.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum ErrorKind {
@@ -52,7 +52,7 @@ kinds! {
     PeerClosed = "peer_closed",
     /// The peer requires a secret and this agent has none.
     AuthRequired = "auth_required",
-    /// This agent has a secret and the peer has none.
+    /// The peer has no secret and this agent has one.
     AuthUnsupported = "auth_unsupported",
     /// The secrets of the two agents differ.
     AuthFailed = "auth_failed",
@@ -72,9 +72,9 @@ kinds! {
     TooLarge = "too_large",
     /// A bounded queue is full.
     Busy = "busy",
-    /// This agent is shut down.
+    /// The agent is shut down.
     Shutdown = "shutdown",
-    /// This process was forked from the one that started the agent.
+    /// The process was forked from the one that started the agent.
     Forked = "forked",
     /// No permitted transport or protocol supports the operation.
     Unsupported = "unsupported",
@@ -188,7 +188,7 @@ impl Error {
         self.edit(|e| e.quiesced = Some(quiesced))
     }
 
-    /// What went wrong, for programs.
+    /// Kind of the error, for programs.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
@@ -198,7 +198,7 @@ impl Error {
         self.0.context.iter().find(|(k, _)| *k == key).map(|(_, v)| v.as_str())
     }
 
-    /// All facts of the error.
+    /// Returns the keys and values of the error's facts.
     pub fn facts(&self) -> impl Iterator<Item = (&'static str, &str)> {
         self.0.context.iter().map(|(k, v)| (*k, v.as_str()))
     }

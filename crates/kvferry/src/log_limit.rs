@@ -15,14 +15,14 @@ const REFILL: Duration = Duration::from_secs(1);
 /// The budget of one kind of line, for all agents of the process.
 #[derive(Debug)]
 pub struct LogLimit {
-    /// When the budget is whole again, in nanoseconds.
+    /// Time at which the budget is whole again, in nanoseconds.
     whole_at: AtomicU64,
     /// Lines that were left out since the last one.
     left_out: AtomicU64,
 }
 
 impl LogLimit {
-    /// A whole budget.
+    /// Creates a whole budget.
     #[allow(clippy::new_without_default, reason = "for statics")]
     pub const fn new() -> Self {
         Self { whole_at: AtomicU64::new(0), left_out: AtomicU64::new(0) }

@@ -41,14 +41,14 @@ pub(crate) fn default_budget() -> usize {
     kvferry_sys::memory::limit().map_or(DEFAULT_MIN, |all| (all / DEFAULT_PART).max(DEFAULT_MIN))
 }
 
-/// What peers hold beyond what is free for each connection.
+/// Memory that peers hold beyond the free part of each connection.
 #[derive(Debug)]
 pub(crate) struct PeerMemory {
     budget: usize,
     held: Mutex<Held>,
 }
 
-/// What an account is for.
+/// Kind of memory that an account counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Memory {
     /// What a connection's peer has sent, and answers that it does not read.
@@ -133,7 +133,7 @@ impl PeerMemory {
     }
 }
 
-/// What one connection holds. Dropping it gives all of it back.
+/// Bytes that one connection holds. Dropping the account gives them back.
 #[derive(Debug)]
 pub(crate) struct Account {
     of: Arc<PeerMemory>,

@@ -41,7 +41,7 @@ pub(crate) struct Cause {
 /// Connections that a listener's handler accepts in one call, so that other handlers go on.
 pub(crate) const ACCEPTS_PER_CALL: usize = 64;
 
-/// What the reactor does with a handler after a call.
+/// Action that a handler asks the reactor for when a call returns.
 #[derive(Debug)]
 pub(crate) enum Next {
     /// Call it again on one of these events.
@@ -208,7 +208,7 @@ impl Threads {
         self.least_loaded(&self.all[..self.io])
     }
 
-    /// As [`Threads::io`], from the threads that only copy, too.
+    /// The thread with the fewest handlers among all, including those that only copy.
     pub(crate) fn copier(&self) -> Remote {
         self.least_loaded(&self.all)
     }
@@ -310,7 +310,7 @@ impl Reactor {
     }
 }
 
-/// How often a thread that ends is looked at.
+/// Interval at which a caller that joins a thread checks whether it has ended.
 const JOIN_EVERY: Duration = Duration::from_micros(100);
 
 const WAKEUP: u64 = 0;

@@ -170,7 +170,7 @@ impl Agent {
         self.core().memory.regions.holding(addr, len)
     }
 
-    /// All registered regions, in the order of their registration.
+    /// Returns the registered regions in the order of their registration.
     pub fn regions(&self) -> Vec<Region> {
         self.core().memory.regions.all()
     }

@@ -87,7 +87,7 @@ impl Pieces {
         self.bytes = 0;
     }
 
-    /// What a copier of these pieces touches.
+    /// Regions that a copier of these pieces touches.
     pub(crate) fn touches(&self) -> Touches {
         Touches::of(self.regions.iter().map(|region| region.id))
     }
@@ -146,7 +146,7 @@ pub(crate) enum Lent {
     NotReady,
 }
 
-/// Why memory can't be used any more.
+/// The reason why memory can't be used any more.
 #[derive(Debug)]
 pub(crate) enum Fault {
     /// The memory of a descriptor can't be used any more.

@@ -120,7 +120,7 @@ impl Copy {
 /// ```
 #[derive(Debug)]
 pub struct Stage {
-    /// `None` only while it is dropped.
+    /// The copy of the stage; `None` only while it is dropped.
     copy: Option<Arc<Copy>>,
     len: usize,
 }

@@ -21,7 +21,7 @@ use kvferry_proto::{RegionId, Timestamp};
 
 const SHUT: u64 = 1 << 63;
 
-/// What a copier is going to touch.
+/// Regions that a copier is going to touch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Touches {
     /// Any region.
@@ -34,7 +34,7 @@ pub(crate) enum Touches {
 }
 
 impl Touches {
-    /// What a copier of these regions touches.
+    /// Regions that a copier of these regions touches.
     pub(crate) fn of(mut regions: impl ExactSizeIterator<Item = RegionId>) -> Self {
         match (regions.len(), regions.next()) {
             (0, _) => Self::None,

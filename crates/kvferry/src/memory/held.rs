@@ -16,7 +16,7 @@ const RANGE_BYTES: usize = 16 << 20;
 /// Ranges overlap by the bytes of the longest operation, so that each lies in one range.
 pub(crate) const OVERLAP_BYTES: usize = 1 << 20;
 
-/// Why memory can't be held.
+/// The reason why memory can't be held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NotHeld {
     /// The region was unregistered.
@@ -48,7 +48,7 @@ impl Held {
         Ok((held, region.span(piece.offset + at.within, len)))
     }
 
-    /// `None` if the region was unregistered.
+    /// Begins a use of the region; `None` if it was unregistered.
     fn begin(region: &Arc<RegionInner>) -> Option<Self> {
         // Counted before the look: a thread that unregisters the region marks it first and looks at the
         // count after that, so one of the two sees the other. That holds for a region of another agent,

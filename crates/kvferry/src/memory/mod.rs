@@ -31,7 +31,7 @@ pub use region::{Access, Region, RemoteRegion};
 use kvferry_proto::{RegionId, Timestamp};
 use smallvec::SmallVec;
 
-/// What may still touch memory that was unregistered.
+/// Copiers that may still touch memory that was unregistered.
 #[derive(Debug)]
 pub(crate) struct Unquiet {
     /// Copiers of this process that hang.

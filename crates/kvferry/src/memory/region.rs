@@ -190,7 +190,7 @@ impl Region {
         self.0.name.get().map(String::as_str)
     }
 
-    /// The region's id, unique within this agent's life.
+    /// The region's id, unique within this agent's incarnation.
     pub fn id(&self) -> RegionId {
         self.0.id
     }
@@ -210,7 +210,7 @@ impl Region {
         self.0.len == 0
     }
 
-    /// What peers may do with the region.
+    /// Access that peers have to the region.
     pub fn access(&self) -> Access {
         self.0.access
     }
@@ -292,7 +292,7 @@ pub struct RemoteRegion {
     pub addr: u64,
     /// The length in bytes.
     pub len: u64,
-    /// What peers may do with the region.
+    /// Access that peers have to the region.
     pub access: Access,
 }
 

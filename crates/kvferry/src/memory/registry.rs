@@ -28,9 +28,9 @@ const MAGIC: u64 = u64::from_le_bytes(*b"kvfregi\x01");
 const AT_MAGIC: usize = 0;
 /// Nonzero once the agent was shut down.
 const AT_CLOSED: usize = 8;
-/// How many changes of entries there were.
+/// Offset of the number of changes to entries.
 const AT_CHANGES: usize = 16;
-/// How many entries were ever used.
+/// Offset of the number of entries that have ever been used.
 const AT_HIGH: usize = 24;
 /// Nonzero if there were more regions than entries, so that some regions are not in the table.
 const AT_PARTIAL: usize = 32;
@@ -176,7 +176,7 @@ impl Seen {
     }
 }
 
-/// Why a range can't be copied to or from directly.
+/// The reason why a range can't be copied to or from directly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Missed {
     /// The owner would refuse the range with this code.

@@ -29,7 +29,7 @@ use std::time::Duration;
 /// "kvfgate" and the version of the page.
 const MAGIC: u64 = u64::from_le_bytes(*b"kvfgate\x01");
 const AT_MAGIC: usize = 0;
-/// How many gates were ever used.
+/// Offset of the number of gates that have ever been used.
 const AT_HIGH: usize = 8;
 const GATE: usize = 64;
 /// Threads of one process that copy to one other process at the same time; further threads wait.
@@ -56,7 +56,7 @@ pub(crate) struct WriterPage {
     free: Mutex<(Vec<u32>, u32)>,
 }
 
-/// One gate of a [`WriterPage`], until dropped.
+/// A gate of a [`WriterPage`], until dropped.
 #[derive(Debug)]
 pub(crate) struct WriterGate<'a> {
     page: &'a WriterPage,
@@ -126,7 +126,7 @@ impl Drop for WriterInside<'_> {
     }
 }
 
-/// What writers have copied, by their own account.
+/// Figures of copies, as the writers report them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Totals {
     pub(crate) written: u64,
@@ -250,7 +250,7 @@ impl Occupied {
     }
 }
 
-/// All processes that may copy into an agent's memory.
+/// The processes that may copy into an agent's memory.
 #[derive(Debug, Default)]
 pub(crate) struct Writers {
     live: Mutex<Vec<Arc<Writer>>>,

@@ -360,7 +360,7 @@ pub(crate) struct Admission {
     core: Weak<Core>,
     places: Arc<Places>,
     token: u64,
-    /// When the handshake times out.
+    /// Deadline of the handshake.
     until: Timestamp,
 }
 

@@ -100,7 +100,7 @@ impl PeerState {
         self.is_unreached.load(Ordering::Relaxed)
     }
 
-    /// What the peer's name was resolved to.
+    /// Addresses of the peer, from the last resolution of its name.
     pub(crate) fn addrs(&self) -> &[SocketAddr] {
         &self.addrs
     }
@@ -247,7 +247,7 @@ impl PeerState {
         }
     }
 
-    /// As [`PeerState::link`], but blocks until the outcome is known.
+    /// Returns the link as [`PeerState::link`] does, but blocks until the outcome is known.
     pub(crate) fn wait_link(
         self: &Arc<Self>,
         deadline: Timestamp,
@@ -343,7 +343,7 @@ impl Drop for SearchDriver {
     }
 }
 
-/// One attempt to connect to a peer at one of its addresses.
+/// An attempt to connect to a peer at one of its addresses.
 #[derive(Clone)]
 pub(crate) struct Attempt {
     pub(crate) peer: Arc<PeerState>,
@@ -412,7 +412,7 @@ impl Attempt {
         service.attach(link, Box::new(attached));
     }
 
-    /// All transports have added their routes, or none.
+    /// Ends the attempt once every transport has been attached: succeeds if the link has a route.
     fn attached(self, sessions: &Arc<Sessions>, link: &Arc<Link>) {
         let core = &sessions.core;
         if let Some(end) = link.session_end() {

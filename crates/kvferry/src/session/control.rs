@@ -40,7 +40,7 @@ const REVOKE_CHECK: Duration = Duration::from_millis(1);
 /// Called exactly once, when the handshake has ended.
 pub(crate) type Established = Box<dyn FnOnce(&Arc<Link>, Result<(), Error>) + Send>;
 
-/// How many events a call may still handle, and until when.
+/// Events that a call may still handle, and the time at which it must stop.
 struct Budget {
     events: usize,
     ends: Timestamp,
@@ -64,7 +64,7 @@ impl Budget {
     }
 }
 
-/// What is left after [`Control::events`].
+/// Outcome of [`Control::events`].
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Events {
     None,
@@ -91,7 +91,7 @@ pub(crate) struct Control {
     late_answers: Vec<(Answered, WireCode, Vec<u8>)>,
     /// Whether the heartbeat runs.
     active: bool,
-    /// When to check whether it must still run.
+    /// Time of the next check whether the heartbeat must still run.
     check_active_at: Option<Timestamp>,
     /// The session counts in the gauge `sessions`.
     counted: bool,

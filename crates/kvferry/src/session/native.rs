@@ -28,7 +28,7 @@ const REGIONS_MAX: usize = 1 << 20;
 /// A data stream that the peer opened.
 #[derive(Debug)]
 pub(crate) struct InboundLane {
-    /// `None` once the stream has ended.
+    /// The stream's socket; `None` once the stream has ended.
     pub(crate) socket: Option<Arc<Socket>>,
     pub(crate) gate: Arc<Gate>,
 }
@@ -46,7 +46,7 @@ impl InboundLane {
 /// Bytes of frames that leave in one system call, or one frame if it is longer.
 const WRITTEN_TOGETHER: usize = 64 * 1024;
 
-/// How writing the session's frames ended.
+/// Outcome of writing the session's frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wrote {
     All,
@@ -59,7 +59,7 @@ pub(crate) enum Wrote {
 /// The way to the peer.
 #[derive(Default)]
 struct Wire {
-    /// `None` when the session is over.
+    /// The control connection; `None` when the session is over.
     socket: Option<Arc<Socket>>,
     /// Frames of which `at` bytes were written.
     out: Vec<u8>,

@@ -41,13 +41,13 @@ const PROBE_EVERY: Duration = Duration::from_millis(500);
 /// The largest number of concurrent attempts to a silent peer; a further one replaces the oldest.
 const PROBES_MAX: usize = 4;
 
-/// How long a call waits for a silent peer to answer.
+/// Longest wait of a call for the answer of a silent peer.
 const ANSWER_WAIT: Duration = Duration::from_millis(200);
 
-/// How long a silent peer is probed after the last call.
+/// Time after the last call for which a silent peer is probed.
 const PROBE_FOR: Duration = Duration::from_secs(30);
 
-/// What the driver does next. `W` is a waiting caller.
+/// Next action of the driver. `W` is a waiting caller.
 #[derive(Debug)]
 pub(super) enum Step<W> {
     /// Start an attempt to connect to the address of this number.
@@ -71,11 +71,11 @@ struct Attempt {
 #[derive(Debug)]
 struct Silence {
     since: Timestamp,
-    /// When the last caller asked for the peer.
+    /// Time at which a caller last asked for the peer.
     asked: Timestamp,
-    /// When to refuse the waiting callers.
+    /// Time at which the waiting callers are refused.
     refuse_at: Option<Timestamp>,
-    /// When callers were last refused.
+    /// Time at which callers were last refused.
     refused: Option<Timestamp>,
     /// Attempts so far.
     probes: usize,
@@ -84,7 +84,7 @@ struct Silence {
 #[derive(Debug)]
 pub(super) struct Search<W> {
     begun: Timestamp,
-    /// While the peer has no place, attempts are repeated until this time.
+    /// End of the time in which attempts are repeated because the peer has no place.
     retry_until: Timestamp,
     addresses: usize,
     waiting: Vec<W>,
@@ -100,7 +100,7 @@ pub(super) struct Search<W> {
     answered: Option<u64>,
     /// Attempts that the peer had no place for.
     busy: u32,
-    /// How often an attempt may still be repeated after an unanswered close.
+    /// Attempts that may still be repeated after an unanswered close.
     lost_left: u32,
     /// The error to report if all attempts fail.
     failure: Option<Error>,

@@ -32,14 +32,14 @@ pub(crate) const RECEIVE_CHUNK: usize = 96 * 1024;
 /// Payload bytes that one stream moves before the other streams of its thread go on.
 pub(crate) const STEP_BYTES: usize = 4 * 1024 * 1024;
 
-/// What a share waits for.
+/// The event that a share waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Progress {
     /// Nothing: it can go on at once, after the other shares of its thread.
     Again,
     /// Readiness of its descriptor.
     Wait(Interest),
-    /// Its waker: memory is not ready, or a response is due.
+    /// A call of its waker: memory is not ready, or a response is due.
     Memory,
     /// Nothing: it gave its lane back because other transfers wait for one. The job has more to
     /// move and needs a lane again.
@@ -63,13 +63,13 @@ pub(crate) trait Drive: Send {
     /// Does the work that needs no waiting, in bounded time.
     fn progress(&mut self, now: Timestamp) -> Progress;
 
-    /// When to call `progress` again even without an event.
+    /// Time of the next call of `progress` if no event comes.
     fn check_at(&self) -> Option<Timestamp> {
         None
     }
 }
 
-/// How many lanes a job should be divided among.
+/// Returns the number of lanes among which a job should be divided.
 fn lanes_wanted(job: &Job) -> usize {
     let by_size = job.batch.bytes() / STRIPE_BYTES_MIN;
     shares(&job.core, by_size, job.core.sizing.stripe_default, job.streams)

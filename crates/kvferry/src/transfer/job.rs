@@ -39,7 +39,7 @@ pub(crate) type RevokeDone = Box<dyn FnOnce(bool) + Send>;
 pub(crate) struct Callback(pub(crate) Box<dyn FnOnce(Result<TransferStats>) + Send>);
 
 thread_local! {
-    /// This thread is inside the callback of a transfer.
+    /// Set while this thread is inside the callback of a transfer.
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
     /// Callbacks that wait until the one that this thread is inside has returned.
     static POSTPONED: RefCell<VecDeque<Postponed>> = const { RefCell::new(VecDeque::new()) };
@@ -58,7 +58,7 @@ impl Callback {
         }
     }
 
-    /// As the outermost callback of this thread.
+    /// Calls it as the outermost callback of this thread.
     fn call_now(self, outcome: Result<TransferStats>) {
         IN_CALLBACK.set(true);
         contain("the callback of a transfer", || (self.0)(outcome));
@@ -99,13 +99,12 @@ impl std::fmt::Debug for Callback {
     }
 }
 
-/// How a job's frames reach the peer.
+/// The form in which a job's data reaches the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Frames {
-    /// As messages; one of them may carry the notification.
+    /// Data is sent in messages; one of them may carry the notification.
     Messages,
-    /// By copying. The notification follows the data as a separate request, and the job waits for
-    /// its response.
+    /// Data is copied. The notification follows it as a separate request, and the job waits for its response.
     Copies {
         /// Bytes below which a further thread does not pay.
         bytes_min: u64,
@@ -158,7 +157,7 @@ struct State {
     waiting: Option<(Arc<Link>, u64)>,
 }
 
-/// One transfer, from submission to outcome.
+/// A transfer, from submission to outcome.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) core: Arc<Core>,

@@ -28,7 +28,7 @@ use std::time::Duration;
 /// Transfers that may wait for a lane of one link.
 const WAITERS_MAX: usize = 65_536;
 
-/// How long a permit lasts.
+/// Longest time for which a transfer keeps a permit.
 pub(crate) const PERMIT_TIME: Duration = Duration::from_millis(20);
 
 /// The largest transfer that needs no permit, in bytes.
@@ -49,7 +49,7 @@ pub(crate) struct Lane {
     is_keyed: bool,
     /// The keyed tags of heads; `None` while a transfer uses the lane, and if there are none.
     guard: Mutex<Option<Guard>>,
-    /// When its last transfer ended, on the agent's clock.
+    /// Time at which the lane's last transfer ended, on the agent's clock.
     used_ns: AtomicU64,
 }
 
@@ -179,7 +179,7 @@ impl Waiters {
     }
 }
 
-/// Why the peer ended a lane in the middle of an answer.
+/// The reason for which the peer ended a lane in the middle of an answer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StreamFault {
     pub(crate) code: WireCode,
@@ -220,7 +220,7 @@ impl Lanes {
         Self { pool: Mutex::default(), lanes_max, permits_max, end: OnceLock::new() }
     }
 
-    /// Why no lane is granted any more.
+    /// The error that ended the pool, after which no lane is granted.
     pub(crate) fn end(&self) -> Option<&Error> {
         self.end.get()
     }

@@ -108,7 +108,7 @@ pub(crate) trait Backend: Send + Sync {
     /// The link has ended: fails every pending request.
     fn ended(&self) {}
 
-    /// When [`Backend::expire`] is next due.
+    /// Time at which [`Backend::expire`] is due.
     fn next_deadline(&self) -> Option<Timestamp> {
         None
     }
@@ -140,7 +140,7 @@ pub(crate) enum Offered {
     Refused(Error),
 }
 
-/// One transport's route to the peer of one link.
+/// A transport's route to the peer of one link.
 pub(crate) trait Route: Send + Sync {
     fn transport(&self) -> &'static dyn Transport;
 
@@ -158,7 +158,7 @@ pub(crate) trait Route: Send + Sync {
         true
     }
 
-    /// Why the route reaches only a part of the peer's memory.
+    /// The reason why the route reaches only a part of the peer's memory, if so.
     fn obstacle(&self) -> Option<&str> {
         None
     }
@@ -194,13 +194,13 @@ pub(crate) trait Route: Send + Sync {
 /// The connection to one incarnation of a peer.
 pub(crate) struct Link {
     pub(crate) core: Arc<Core>,
-    /// As the user wrote it; for errors.
+    /// The peer's address as the user wrote it, for errors.
     pub(crate) address: String,
     pub(crate) peer_addr: SocketAddr,
     backend: Arc<dyn Backend>,
     /// Fastest first.
     routes: RwLock<SmallVec<[Arc<dyn Route>; 2]>>,
-    /// Why there is no faster route.
+    /// The reason why there is no faster route.
     obstacle: OnceLock<String>,
     pub(crate) lanes: Lanes,
     pub(crate) messages: MessageQueue,
@@ -284,7 +284,7 @@ impl Link {
         self.flush();
     }
 
-    /// As [`Link::request`], but leaves when [`Link::flush`] is called.
+    /// Queues a request as [`Link::request`] does; it leaves with the next [`Link::flush`].
     pub(crate) fn queue_request(
         &self,
         kind: u16,
@@ -609,7 +609,7 @@ impl Link {
         self.backend.revoke(self, streams, done);
     }
 
-    /// When [`Link::expire`] is next due.
+    /// Time at which [`Link::expire`] is due.
     pub(crate) fn next_deadline(&self) -> Option<Timestamp> {
         self.lanes.next_deadline().into_iter().chain(self.backend.next_deadline()).min()
     }

@@ -7,7 +7,7 @@ use crate::sync::{Arc, Condvar, Mutex, lock, wait_timeout};
 use kvferry_proto::Timestamp;
 use std::time::Duration;
 
-/// How often a blocked call runs its interrupt check.
+/// Interval at which a blocked call runs its interrupt check.
 pub(crate) const INTERRUPT_EVERY: Duration = Duration::from_millis(100);
 
 /// The interrupt check of a call: true asks the call to stop.

@@ -66,7 +66,7 @@ transports! {
         MOONCAKE = mooncake::Mooncake;
     }
     without a peer {
-        /// Between memory and files of this host.
+        /// Transfers between memory and files of this host.
         FILE = file::File;
     }
 }
@@ -82,7 +82,7 @@ impl Transports {
         Self(bit(kind))
     }
 
-    /// This set with one more transport.
+    /// Returns the set with one more transport.
     #[must_use]
     pub fn with(self, kind: TransportKind) -> Self {
         Self(self.0 | bit(kind))

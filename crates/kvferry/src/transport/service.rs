@@ -12,7 +12,7 @@ use kvferry_proto::{StreamHello, WireCode};
 use kvferry_sys::socket::Socket;
 use std::net::SocketAddr;
 
-/// How a transport starts with an agent.
+/// The start of a transport in an agent.
 pub(crate) trait Start: Transport {
     /// Whether the transport uses kvferry's own sessions.
     fn is_native(&self) -> bool {

@@ -25,7 +25,7 @@ const IDLE_QUEUES: usize = 16;
 /// Transfers with files under way at once: each takes a queue, which takes a descriptor.
 const LEASED_MAX: usize = 256;
 
-/// How files are read and written.
+/// The way in which an agent reads and writes files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FileEngine {
@@ -56,7 +56,7 @@ impl FileEngine {
 pub(super) struct Operation {
     pub(super) way: Way,
     pub(super) file: Arc<File>,
-    /// In the file, not in the region.
+    /// Offset in the file, not in the region.
     pub(super) offset: u64,
     pub(super) span: HostSpan,
     /// Past the page cache: the device reads or writes the memory, whose pages the kernel has to keep
@@ -108,12 +108,12 @@ pub(super) trait Queue: Send {
     fn fd(&self) -> BorrowedFd<'_>;
 }
 
-/// What the rings of an agent have in common.
+/// State that the rings of an agent share.
 #[derive(Default)]
 struct Rings {
     /// Operations whose memory was registered with the kernel.
     registered: AtomicU64,
-    /// Why a ring can't register memory.
+    /// The reason why a ring can't register memory.
     refusal: OnceLock<String>,
 }
 

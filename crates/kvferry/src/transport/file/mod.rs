@@ -80,7 +80,7 @@ pub(crate) struct Storage {
     pub(crate) shared: Arc<Shared>,
 }
 
-/// What the shares of transfers need.
+/// State of the agent that the shares of transfers use.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) table: Table,

@@ -35,7 +35,7 @@ struct State {
 
 #[derive(Default)]
 struct Work {
-    /// By the number of the file system. Those without tasks are removed.
+    /// Tasks by device number of the file system. Lanes without tasks are removed.
     lanes: FxHashMap<u64, Lane>,
     threads: usize,
     ends: bool,

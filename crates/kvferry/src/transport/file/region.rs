@@ -20,11 +20,11 @@ pub enum DirectIo {
     Auto,
     /// Never.
     Off,
-    /// As `Auto`; opening fails where the file system does not have it.
+    /// Like `Auto`, but opening fails where the file system does not have it.
     Require,
 }
 
-/// How a file region is opened.
+/// Options for opening a file region.
 #[derive(Clone, Debug)]
 pub struct FileOptions {
     write: bool,
@@ -79,16 +79,16 @@ pub(crate) struct FileInner {
     path: PathBuf,
     file: Arc<File>,
     direct: Option<(Arc<File>, Alignment)>,
-    /// Where the region begins in the file.
+    /// Offset of the region in the file.
     offset: u64,
     len: u64,
     access: Access,
 }
 
-/// Where one operation goes.
+/// Place of one operation in a file.
 pub(super) struct Target {
     pub(super) file: Arc<File>,
-    /// In the file.
+    /// Offset in the file.
     pub(super) offset: u64,
     pub(super) len: u64,
     /// Past the page cache.
@@ -145,7 +145,7 @@ impl fmt::Debug for FileInner {
 pub struct FileRegion(pub(super) Arc<FileInner>);
 
 impl FileRegion {
-    /// The region's id, unique among all regions of this agent's life.
+    /// The region's id, unique among all regions of this agent's incarnation.
     pub fn id(&self) -> FileId {
         self.0.id
     }

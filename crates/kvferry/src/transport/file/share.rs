@@ -41,7 +41,7 @@ const RESUBMIT_AFTER: Duration = Duration::from_millis(10);
 /// The file regions of a batch.
 pub(super) struct Targets {
     files: Vec<Arc<FileInner>>,
-    /// For each pair, its file; empty if there is one file only.
+    /// Index into `files` for each pair; empty if there is only one file.
     of_pair: Vec<u32>,
 }
 
@@ -132,7 +132,7 @@ pub(super) struct FileShare {
     order: Order,
     /// The next byte without an operation: its pair, and the bytes of the pair before it.
     at: Option<Position>,
-    /// What is left of operations that moved a part.
+    /// Remainders of operations that moved only a part, to be queued again.
     rest: Vec<Operation>,
     /// Bytes of the operations under way.
     in_flight: usize,

@@ -312,7 +312,7 @@ fn in_words(code: WireCode) -> &'static str {
     }
 }
 
-/// Why the kernel may have refused to read another process's memory.
+/// Names the likely reasons of the kernel's refusal to read another process's memory.
 fn explain(e: &io::Error) -> String {
     let mut text = format!("the kernel does not let this process reach the peer's memory ({e})");
     let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope");

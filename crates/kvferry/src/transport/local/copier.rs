@@ -105,7 +105,7 @@ pub(super) fn lost(link: &Arc<Link>, error: Error) -> Error {
 }
 
 impl LocalPeer {
-    /// Why the session ended, if the peer is gone.
+    /// Returns the reason of the session's end if the peer is gone.
     pub(crate) fn gone(&self, link: &Arc<Link>) -> Option<Error> {
         self.look().err().map(|error| lost(link, error))
     }

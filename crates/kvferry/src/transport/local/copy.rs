@@ -23,10 +23,10 @@ thread_local! {
     static REMOTE: RefCell<Vec<RemoteSpan>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Where the remote ranges of a batch are.
+/// Remote ranges of a batch, with the regions that hold them.
 #[derive(Debug, Default)]
 pub(crate) struct Targets {
-    /// One for each pair of the batch.
+    /// Remote range of each pair of the batch.
     ranges: Vec<Range>,
     regions: Vec<TargetRegion>,
     touches: Touches,
@@ -43,11 +43,11 @@ struct Range {
 #[derive(Debug)]
 struct TargetRegion {
     seen: Seen,
-    /// Its memory, if it is mapped here.
+    /// The region's memory, if it is mapped by this process.
     map: Option<Arc<Shared>>,
 }
 
-/// Why a batch can't be copied directly.
+/// The reason why a batch can't be copied directly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unreached {
     /// The peer would refuse the pair with this number.

@@ -110,7 +110,7 @@ impl Start for Local {
 
 /// The transport of one agent.
 struct LocalService {
-    /// Why this agent can't use transfers within the host.
+    /// The reason why this agent can't use transfers within the host, if it can't.
     obstacle: Option<String>,
 }
 

@@ -24,7 +24,7 @@ const CALLER_BYTES_MIN: u64 = 8 << 20;
 /// Bytes below which one thread copies a job that is not its caller's. Threads are woken either way.
 const COPIER_BYTES_MIN: u64 = 1 << 20;
 
-/// How many threads should copy `bytes`, if each has at least `least`.
+/// Returns the number of threads that should copy `bytes`, each at least `least`.
 fn copiers_for(core: &Core, bytes: u64, least: u64, streams: Option<usize>) -> usize {
     shares(core, bytes / least, core.sizing.copiers_default, streams)
 }

@@ -124,7 +124,7 @@ struct HandshakeConn {
     channel: Arc<Channel>,
     stage: Stage,
     deadline: Timestamp,
-    /// From the hello on.
+    /// Set when the hello has been accepted.
     copying: Option<Copying>,
     _permit: Permit,
 }

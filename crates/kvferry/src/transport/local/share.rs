@@ -1,4 +1,4 @@
-//! One thread's share of a transfer within the host.
+//! Share of one thread in a transfer within the host.
 
 use super::LocalPeer;
 use super::copier::{Copier, Way};

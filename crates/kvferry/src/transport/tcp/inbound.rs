@@ -262,7 +262,7 @@ impl InboundStream {
         Step::On
     }
 
-    /// All bytes are in place: delivers the notification and answers.
+    /// Ends a request whose bytes are all in place: delivers the notification and answers.
     fn written(&mut self, notification: Option<frame::Notification>, bytes: u64) {
         let counters = &self.link.core.counters;
         let mut code = WireCode::Ok;
