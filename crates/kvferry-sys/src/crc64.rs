@@ -231,7 +231,7 @@ mod tests {
         unsafe { HostSpan::new(bytes.as_mut_ptr(), bytes.len()) }
     }
 
-    /// With the processor's instructions, if it has them, and without.
+    /// Ways to compute the sum: without folding, and with it if the processor has the instructions.
     fn folders() -> Vec<Option<folding::Folder>> {
         let mut folders = vec![None];
         match folding::folder() {

@@ -108,7 +108,7 @@ impl Fd {
         Self(Some(fd))
     }
 
-    /// How many tracked descriptors are open in this process. For leak tests.
+    /// Number of tracked descriptors that are open in this process. For leak tests.
     pub fn count() -> usize {
         open().len()
     }
@@ -157,7 +157,7 @@ impl<T: AsRawFd + AsFd> AsFd for Tracked<T> {
 }
 
 impl<T: AsRawFd> Drop for Tracked<T> {
-    /// Before the owner is dropped, which closes the descriptor.
+    /// Stops tracking the descriptor. The owner is dropped after that, which closes it.
     fn drop(&mut self) {
         open().remove(&self.owner.as_raw_fd());
     }

@@ -36,16 +36,16 @@ pub fn open_regular(path: &Path) -> io::Result<Option<std::fs::File>> {
     Ok(file.metadata()?.is_file().then_some(file))
 }
 
-/// How a file is opened.
+/// Options for opening a file.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct How {
     /// Readable.
     pub read: bool,
     /// Writable.
     pub write: bool,
-    /// Made if it does not exist, with mode 0600.
+    /// Created if it does not exist, with mode 0600.
     pub create: bool,
-    /// Past the page cache (`O_DIRECT`).
+    /// Opened to bypass the page cache (`O_DIRECT`).
     pub direct: bool,
 }
 
@@ -79,7 +79,7 @@ pub fn read_device(path: &Path) -> io::Result<()> {
     file.read_at(memory.span(0, len), 0).map(drop)
 }
 
-/// As [`File::forget_cached`], of any file.
+/// Does what [`File::forget_cached`] does, for any file.
 pub fn forget_cached(file: &impl AsFd) {
     let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
 }

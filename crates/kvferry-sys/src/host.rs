@@ -18,16 +18,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Files whose mappings are memory of a device.
 const DEVICES: [&str; 3] = ["/dev/nvidia", "/dev/dri", "/dev/kfd"];
 
-/// Why a range is not host memory.
+/// The reason why a range is not host memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NotHost {
-    /// Memory of a device begins at `addr`; `what` names the file that is mapped there, or the driver
-    /// that says so.
+    /// Memory of a device is at `addr`; `what` names the file that is mapped there, or the driver
+    /// that reports it.
     Device {
-        /// The first such byte.
+        /// Address of a byte of that memory.
         addr: usize,
-        /// Who says so.
+        /// Name of the mapped file, or of the driver.
         what: String,
     },
     /// Nothing is mapped at this address.
@@ -73,7 +73,7 @@ pub struct HostMemory {
 enum Maps {
     /// The kernel is asked for each mapping, since Linux 6.11.
     Asked(File),
-    /// All mappings, in order.
+    /// The process's mappings in ascending order, read from the list.
     Read(Vec<Mapped>),
 }
 
@@ -310,7 +310,7 @@ mod tests {
     use super::*;
     use crate::map::Mapping;
 
-    /// Both ways of asking the kernel.
+    /// Returns a checker for each way of asking the kernel.
     fn both() -> [HostMemory; 2] {
         let file = || File::open("/proc/self/maps").expect("a list");
         let read = HostMemory { maps: Maps::read(file()).expect("a list"), last: None };

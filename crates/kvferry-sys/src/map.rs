@@ -73,7 +73,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Where the mapping starts.
+    /// Start address of the mapping.
     pub fn as_ptr(&self) -> *mut u8 {
         self.base.as_ptr()
     }

@@ -1,4 +1,4 @@
-//! How much memory the process may use.
+//! The limit of the memory that the process may use.
 
 /// Bytes of memory of the machine, or of the process's control group if that is less; `None` if neither
 /// is known.

@@ -22,19 +22,19 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// The registrations of one range of memory, or of one file.
 pub struct Pins {
     id: u64,
-    /// `None` once closed.
+    /// The registrations; `None` once closed.
     registrations: Mutex<Option<Vec<Registration>>>,
 }
 
 impl Pins {
-    /// Without registrations.
+    /// Creates pins without registrations.
     pub fn new() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         Self { id, registrations: Mutex::new(Some(Vec::new())) }
     }
 
-    /// Unique in the life of this process.
+    /// Id of the pins, unique in this process.
     pub(crate) fn id(&self) -> u64 {
         self.id
     }
@@ -50,7 +50,7 @@ impl Pins {
         lock(&self.registrations).is_none()
     }
 
-    /// How many rings have a registration. For tests.
+    /// Number of rings that have a registration. For tests.
     pub fn count(&self) -> usize {
         let is_alive = |registration: &&Registration| registration.ring.strong_count() > 0;
         lock(&self.registrations).iter().flatten().filter(is_alive).count()

@@ -34,7 +34,7 @@ pub struct Ready {
     pub write: bool,
     /// The peer has closed its side.
     pub peer_closed: bool,
-    /// Both sides are closed, or the connection was reset.
+    /// The connection is closed on both sides, or was reset.
     pub closed: bool,
 }
 
@@ -61,7 +61,7 @@ pub struct Epoll(Fd);
 pub struct Event {
     /// The token given to [`Epoll::add`].
     pub token: u64,
-    /// What is ready.
+    /// Events that the descriptor reported.
     pub ready: Ready,
 }
 

@@ -11,14 +11,14 @@ use std::os::unix::fs::MetadataExt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Process {
     pid: u32,
-    /// In ticks since the system started.
+    /// Time at which the process started, in ticks since the system started.
     started: u64,
     /// The pid namespace's inode.
     namespace: u64,
 }
 
 impl Process {
-    /// This process.
+    /// Describes this process.
     ///
     /// # Errors
     /// The kernel's error where `/proc` can't be read.
@@ -26,12 +26,12 @@ impl Process {
         Ok(Self { pid: std::process::id(), started: started("self")?, namespace: namespace()? })
     }
 
-    /// For memory that processes share.
+    /// Encodes the process for memory that processes share.
     pub fn to_words(self) -> [u64; 3] {
         [self.pid.into(), self.started, self.namespace]
     }
 
-    /// Of [`Process::to_words`].
+    /// Decodes the words of [`Process::to_words`]; `None` if they hold no pid.
     pub fn from_words([pid, started, namespace]: [u64; 3]) -> Option<Self> {
         let pid = u32::try_from(pid).ok().filter(|it| *it > 0)?;
         Some(Self { pid, started, namespace })

@@ -22,7 +22,7 @@ pub const HUGE_PAGE: usize = 2 << 20;
 pub(crate) const TAKE_STEP: u64 = 64 << 20;
 const _: () = assert!(TAKE_STEP.is_multiple_of(HUGE_PAGE as u64));
 
-/// When pages are taken from the system, and of which size.
+/// Allocation of the memory's pages: on first use, at creation, or at creation as huge pages.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pages {
     Lazy,
@@ -229,7 +229,7 @@ impl Shared {
         Ok(Self { fd, mapping, len, writable, huge: false })
     }
 
-    /// Where the mapping starts.
+    /// Start address of the mapping.
     pub fn as_ptr(&self) -> *mut u8 {
         self.mapping.base.as_ptr()
     }

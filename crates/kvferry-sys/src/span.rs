@@ -30,7 +30,7 @@ impl HostSpan {
         Self(libc::iovec { iov_base: ptr.cast(), iov_len: len })
     }
 
-    /// Where the span starts.
+    /// Start address of the span.
     pub fn as_ptr(&self) -> *mut u8 {
         self.0.iov_base.cast()
     }

@@ -127,7 +127,7 @@ fn shorten_slice() {
     }
 }
 
-/// How this thread is scheduled.
+/// Returns the scheduling attributes of this thread.
 fn scheduling() -> Option<libc::sched_attr> {
     let len = size_of::<libc::sched_attr>();
     // SAFETY: all fields are integers, for which zero is a value.

@@ -27,14 +27,14 @@ pub struct Channel(Fd);
 /// The process at the other end, as the kernel reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Credentials {
-    /// Its pid in this process's namespace; `None` if it is not visible here.
+    /// The process's pid in this process's namespace; `None` if it is not visible here.
     pub pid: Option<i32>,
-    /// Its effective user id.
+    /// The process's effective user id.
     pub uid: u32,
 }
 
 impl Credentials {
-    /// Those of a process of which only the user is known.
+    /// Credentials of a process of which only the user is known.
     pub(crate) const fn of_user(uid: u32) -> Self {
         Self { pid: None, uid }
     }

@@ -24,7 +24,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long a dropped ring waits for its operations.
+/// Longest wait of a dropped ring for its operations.
 const DRAIN_MAX: Duration = Duration::from_secs(1);
 /// Ranges of memory that a ring registers at most. The pages of a range stay in memory, and the kernel
 /// keeps 16 bytes for each.
@@ -39,9 +39,9 @@ const COUNTED_MAX: usize = 4096;
 /// Whether bytes go to the file or come from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// From the file.
+    /// Bytes are read from the file.
     Read,
-    /// To the file.
+    /// Bytes are written to the file.
     Write,
 }
 
@@ -60,10 +60,10 @@ pub struct Range<'a> {
 #[derive(Debug)]
 pub struct Place(u16);
 
-/// Which memory or file: the number of its pins, and of the range.
+/// Key of a memory range or of a file: the numbers of its pins and of the range.
 type Key = (u64, u64);
 
-/// What a ring knows of memory or a file.
+/// State of a memory range or of a file in a ring's register.
 #[derive(Clone, Copy)]
 enum Known {
     /// The bytes or operations so far.
@@ -123,7 +123,7 @@ impl Register {
     }
 }
 
-/// What keeps an operation's file open and its memory valid.
+/// The owners that keep an operation's file open and its memory valid.
 struct Flight<T> {
     _file: Arc<File>,
     owner: T,
@@ -132,7 +132,7 @@ struct Flight<T> {
 /// A queue of reads and writes. One thread uses it at a time.
 pub struct Ring<T> {
     tables: ManuallyDrop<Arc<Tables>>,
-    /// By the number that the kernel gives back.
+    /// Operations under way, indexed by their `user_data`.
     flights: ManuallyDrop<Vec<Option<Flight<T>>>>,
     /// Numbers without a flight.
     free: Vec<usize>,
@@ -140,7 +140,7 @@ pub struct Ring<T> {
     unsubmitted: usize,
     memory: Register,
     files: Register,
-    /// Why no further memory is registered.
+    /// The error for which no further memory is registered, such as the limit of locked memory.
     refusal: Option<io::Error>,
 }
 
@@ -421,7 +421,7 @@ mod tests {
         }
     }
 
-    /// One test, since they count the same owners.
+    /// A single test, since both parts count the same owners.
     #[test]
     fn owners_come_back_once_and_a_dropped_ring_waits_for_the_rest() {
         let Some(mut ring) = ring(8) else { return };

@@ -7,7 +7,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
-/// At most [`SPANS_MAX`] entries in the layout of the kernel's vectored calls.
+/// Entries in the layout of the kernel's vectored calls, [`SPANS_MAX`] at most.
 struct Entries {
     entries: [MaybeUninit<libc::iovec>; SPANS_MAX],
     count: usize,

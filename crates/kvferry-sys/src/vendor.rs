@@ -48,7 +48,7 @@ impl Vendor {
 /// A device of libibverbs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VerbsDevice {
-    /// Its name, as under `/sys/class/infiniband`.
+    /// The device's name, as under `/sys/class/infiniband`.
     pub name: String,
     /// Whether this process can open it.
     pub opens: bool,
@@ -95,7 +95,7 @@ pub fn verbs() -> Result<Vec<VerbsDevice>, Unavailable> {
     }
 }
 
-/// What libcuda reports.
+/// The driver's version and its devices, as libcuda reports them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cuda {
     /// The newest CUDA version that the driver supports, such as 12080 for 12.8.
@@ -107,11 +107,11 @@ pub struct Cuda {
 /// A device of libcuda.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CudaDevice {
-    /// The vendor's name of it.
+    /// The device's name, given by the vendor.
     pub name: String,
-    /// Its memory, in bytes.
+    /// The device's memory, in bytes.
     pub memory_bytes: u64,
-    /// Its address on the PCI bus, such as `0000:1b:00.0`.
+    /// The device's address on the PCI bus, such as `0000:1b:00.0`.
     pub bus: String,
 }
 
