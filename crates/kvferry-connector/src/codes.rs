@@ -29,7 +29,7 @@ pub(crate) fn code_of(kind: ErrorKind) -> WireCode {
     }
 }
 
-/// Whether the same life of the peer may come back after a session that ended with this error.
+/// Whether the same incarnation of the peer may come back after a session that ended with this error.
 pub(crate) fn may_return(kind: ErrorKind) -> bool {
     kind == ErrorKind::PeerReset
 }

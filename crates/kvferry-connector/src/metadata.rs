@@ -83,7 +83,7 @@ impl EngineMetadata {
     }
 }
 
-/// Why the ranks' metadata describe no engine.
+/// The reason why the ranks' metadata describe no engine.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the fields are in the messages")]
@@ -139,21 +139,21 @@ pub struct Claim {
     pub request: String,
     /// The handoff.
     pub transfer: HandoffId,
-    /// As in [`FetchRequest::address`].
+    /// The producer's address, as in [`FetchRequest::address`].
     pub address: ProducerAddress,
-    /// The life of the producing engine that is meant, if it is known.
+    /// The incarnation of the producing engine that is meant, if it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<EngineId>,
     /// Tokens of the prompt: no more will be fetched.
     pub tokens: u32,
 }
 
-/// What a producer offers of a request.
+/// A producer's offer of a request's KV.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
     /// The handoff.
     pub transfer: HandoffId,
-    /// How many of its tokens are handed over.
+    /// Number of tokens of the request that are handed over.
     pub tokens: u32,
     /// Complete when these tokens are computed; else with its [`Ending`].
     pub eager: bool,
@@ -166,24 +166,25 @@ pub struct Ending {
     pub request: String,
     /// The handoff, even if it was never offered.
     pub transfer: HandoffId,
-    /// What becomes of its blocks.
+    /// The end of the request, which decides what happens to its blocks.
     pub how: EndingKind,
 }
 
-/// How a producer's request ended.
+/// The way in which a producer's request ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum EndingKind {
-    /// They are kept until they have been fetched, or until it is certain that they will not be.
+    /// The request's blocks are kept until they have been fetched, or until it is certain that they
+    /// will not be.
     Held {
-        /// For the consumer's engine, unless the handoff is complete already.
+        /// Side data for the consumer's engine, unless the handoff is complete already.
         #[serde(default, with = "serde_bytes", skip_serializing_if = "Option::is_none")]
         side_data: Option<Vec<u8>>,
     },
     /// Nothing can be fetched.
     Withdrawn {
-        /// Why.
+        /// The code of the reason.
         code: WireCode,
-        /// Why, in words.
+        /// The reason in words.
         detail: String,
         /// The engine keeps its blocks until all ranks have withdrawn it and report it sent.
         #[serde(default, skip_serializing_if = "is_false")]
@@ -205,14 +206,14 @@ pub struct FetchRequest {
     pub transfer: HandoffId,
     /// An agent of the producing engine, or its bootstrap server.
     pub address: ProducerAddress,
-    /// The life of that engine that is meant, if it is known.
+    /// The incarnation of that engine that is meant, if it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<EngineId>,
     /// First token to fetch, and the one after the last.
     pub tokens: (u32, u32),
-    /// All blocks of the request here, one table per group.
+    /// The consumer's block tables of the request, one per group.
     pub blocks: Vec<BlockTable>,
-    /// How long the fetch may take, in milliseconds.
+    /// Time limit of the fetch, in milliseconds.
     pub budget_ms: u32,
 }
 
@@ -221,14 +222,14 @@ pub struct FetchRequest {
 pub struct Free {
     /// The handoff.
     pub transfer: HandoffId,
-    /// As in [`FetchRequest::address`].
+    /// The producer's address, as in [`FetchRequest::address`].
     pub address: ProducerAddress,
-    /// The life of that engine that is meant, if it is known.
+    /// The incarnation of that engine that is meant, if it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<EngineId>,
-    /// Why it is not needed.
+    /// The code of the reason why it is not needed.
     pub code: WireCode,
-    /// How long it may take to reach the producer, in milliseconds.
+    /// Time limit for reaching the producer, in milliseconds.
     pub budget_ms: u32,
 }
 
@@ -237,9 +238,9 @@ pub struct Free {
 pub struct Cancel {
     /// The engine's id of the request.
     pub request: String,
-    /// Why it ends.
+    /// The code of the reason for the end.
     pub code: WireCode,
-    /// Why it ends, in words.
+    /// The reason in words.
     pub detail: String,
 }
 
@@ -283,14 +284,14 @@ pub struct Notes {
     pub lost: Vec<RequestOutcome>,
 }
 
-/// How a fetch or a handoff ended on a rank.
+/// Outcome of a fetch or a handoff on a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestOutcome {
     /// The engine's id of the request.
     pub request: String,
     /// [`WireCode::Ok`], or why it failed.
     pub code: WireCode,
-    /// Why it failed, in words.
+    /// The reason of a failure, in words.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub detail: String,
     /// Side data of the producer ranks.

@@ -11,7 +11,7 @@
 //! | `remote_address` | a consumer's | `host:port` of the agent of any rank of the producing engine |
 //! | `remote_host`, `remote_port` | a consumer's | the same, with NIXL's names |
 //! | `remote_bootstrap_addr` | a consumer's | `http://host:port` of the producer's bootstrap server, with Mooncake's name |
-//! | `remote_engine_id` | a consumer's, optional | the life of that engine, from its response |
+//! | `remote_engine_id` | a consumer's, optional | the incarnation of that engine, from its response |
 //! | `remote_num_tokens` | a consumer's, optional | how many tokens the producer has the KV of |
 //!
 //! Of several ids or addresses the first in this table is used. `null` is the same as a key that is
@@ -29,7 +29,7 @@ use thiserror::Error;
 /// `kv_transfer_params` of a request or response.
 pub type Params = Map<String, Value>;
 
-/// What a request's parameters ask for.
+/// Role in a handoff that a request's parameters ask for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Role {
     /// Keep its KV for a consumer.
@@ -41,14 +41,14 @@ pub enum Role {
     Consume(ConsumerParams),
 }
 
-/// Where a consumer finds the KV of its request.
+/// Address and handoff of the KV that a consumer's request fetches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConsumerParams {
     /// The handoff's id.
     pub transfer: HandoffId,
     /// An agent of the producing engine, or its bootstrap server.
     pub address: ProducerAddress,
-    /// The life of that engine that is meant, if it is known.
+    /// The incarnation of that engine that is meant, if it is known.
     pub engine: Option<EngineId>,
     /// How many tokens the producer has the KV of. If unknown: all that the consumer can use.
     pub tokens: Option<u64>,
@@ -60,7 +60,7 @@ pub struct ConsumerParams {
 pub struct ParamsError {
     /// The key of `kv_transfer_params`.
     pub key: &'static str,
-    /// What is wrong with its value.
+    /// Description of what is wrong with the key's value.
     pub problem: &'static str,
 }
 
@@ -187,7 +187,7 @@ fn transfer(params: &Params, keys: &[&'static str]) -> Result<Option<HandoffId>,
     Ok(None)
 }
 
-/// Where the producing engine can be asked.
+/// The address at which the producing engine can be asked.
 fn address(params: &Params) -> Result<Option<ProducerAddress>, ParamsError> {
     let given = |key| Ok(text(params, key)?.filter(|text| !text.is_empty()));
     let agent = |text: &str| text.parse::<AgentAddress>().map(ProducerAddress::from);

@@ -32,7 +32,7 @@ const AT_ONCE: usize = 64 << 10;
 /// Tokens that are converted to bytes together.
 const TOKENS_AT_ONCE: usize = 1024;
 
-/// Why a `transfer_id` is not of a prompt.
+/// The reason why a `transfer_id` can't identify the handoff of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub(crate) enum Unidentified {
     #[error("transfer_id is of another prompt")]

@@ -15,7 +15,7 @@ pub(crate) struct Quorum {
     open: FxHashMap<String, Tally>,
 }
 
-/// What the ranks have reported of a request.
+/// The reports of the ranks on a request.
 #[derive(Debug)]
 struct Tally {
     /// Side data by the number of the rank; `None` before the rank's report.
@@ -32,13 +32,13 @@ pub(crate) enum Counted {
     Again,
     /// Other ranks have not reported it yet.
     Waiting,
-    /// As `Waiting`, and this is the first failure.
+    /// Other ranks have not reported it yet, and this is the first failure.
     Failing { code: WireCode, detail: String },
-    /// All ranks have reported it; the request is no longer open.
+    /// Every rank has reported it; the request is no longer open.
     Complete {
         /// The first failure; [`WireCode::Ok`] if there was none.
         code: WireCode,
-        /// In the order of the ranks; empty after a failure.
+        /// Side data in the order of the ranks; empty after a failure.
         side_data: Vec<Vec<u8>>,
     },
 }

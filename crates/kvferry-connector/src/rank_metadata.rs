@@ -11,11 +11,11 @@ use thiserror::Error;
 /// A rank's description of itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankMetadata {
-    /// Where its agent listens.
+    /// Listening address of the rank's agent.
     pub address: AgentAddress,
     /// What its engine computes with; the same on all ranks of an engine.
     pub model: Model,
-    /// Where its blocks lie.
+    /// The layout of the rank's blocks.
     pub layout: Layout,
     /// The regions of the layout, in its order.
     pub regions: Vec<RemoteRegion>,

@@ -145,7 +145,7 @@ impl File {
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile => Ok(u64::try_from(stat.st_size).ok()),
             FileType::BlockDevice => {
-                // The position is shared with whoever has the descriptor, too.
+                // Other holders of the descriptor share the position.
                 let before = rustix::fs::tell(&self.fd)?;
                 let end = rustix::fs::seek(&self.fd, rustix::fs::SeekFrom::End(0))?;
                 rustix::fs::seek(&self.fd, rustix::fs::SeekFrom::Start(before))?;
@@ -203,7 +203,7 @@ impl File {
         try_flock(&self.fd, FlockOperation::NonBlockingLockShared)
     }
 
-    /// Gives the lock up that [`File::try_lock_shared`] has taken, whatever uses the file.
+    /// Gives the lock up that [`File::try_lock_shared`] has taken, even while the file is in use.
     ///
     /// # Errors
     /// The kernel's error.

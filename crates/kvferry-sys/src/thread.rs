@@ -20,7 +20,7 @@ static CPUS: OnceLock<CpuSet> = OnceLock::new();
 /// a processor by it. Linux before 6.12 has one slice for all threads.
 const SLICE: Duration = Duration::from_micros(100);
 
-/// Has the threads of [`spawn`] run on these processors, whatever the affinity of their creators:
+/// Has the threads of [`spawn`] run on these processors, independent of the affinity of their creators:
 ///
 /// 1. those of the environment variable `KVFERRY_CPUS`, such as `0-3,8`;
 /// 2. if the environment has OpenMP bind threads, which it did to this one when its library was

@@ -73,7 +73,7 @@ enum Known {
     Refused,
 }
 
-/// What a ring knows of all memory, or of all files.
+/// State of all memory, or of all files, in a ring.
 ///
 /// What was registered and is not any more stays here until its place is taken: nothing asks for
 /// its key again, since keys are not used twice.

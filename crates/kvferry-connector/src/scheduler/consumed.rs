@@ -32,12 +32,12 @@ pub(super) struct Request {
     from: ConsumerParams,
     prompt_tokens: u32,
     stage: Stage,
-    /// How many tokens are fetched.
+    /// Number of tokens that are fetched.
     tokens: u32,
     ended: bool,
     /// The request waits without blocks, for room among the loads that wait.
     deferred: bool,
-    /// Its producer has said that it has, or will have, the KV.
+    /// The producer has answered that it has, or will have, the KV.
     answered: bool,
     /// The engine's questions for the request while there was no room.
     asked: u8,
@@ -48,13 +48,13 @@ pub(super) struct Request {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// It has no blocks yet.
+    /// The request has no blocks yet.
     Open,
     Fetching {
         /// The worker halves were told to end the fetch.
         cancelled: bool,
     },
-    /// It was fetched, or it is computed.
+    /// The request was fetched, or is computed.
     Taken,
 }
 
@@ -64,9 +64,9 @@ enum Stage {
 #[derive(Debug)]
 struct Handoff {
     state: HandoffState,
-    /// How many of `requests` are [`Stage::Open`].
+    /// Number of `requests` that are [`Stage::Open`].
     open: usize,
-    /// In the order of their arrival. The first one's claim holds.
+    /// Requests in the order of their arrival. The first one's claim holds.
     requests: Vec<String>,
 }
 
@@ -74,7 +74,7 @@ struct Handoff {
 enum HandoffState {
     Open,
     Fetching,
-    /// It was fetched or freed.
+    /// The handoff was fetched or freed.
     Taken,
 }
 
@@ -127,7 +127,7 @@ impl Consumed {
         self.requests.get(request).is_some_and(|request| request.stage == Stage::Open)
     }
 
-    /// How much of a known request can be fetched, of `usable` tokens.
+    /// Returns how many of a known request's `usable` tokens can be fetched.
     pub(super) fn matched(&self, request: &str, computed: u64, usable: u64) -> Option<Match> {
         let request = self.requests.get(request)?;
         let is_open = request.stage == Stage::Open;
@@ -318,7 +318,8 @@ impl Consumed {
         }
     }
 
-    /// An open request will not be fetched. If no other one may be, the producer is told.
+    /// Closes an open request, which will not be fetched. Frees the handoff at the producer if no other
+    /// request may fetch it.
     pub(super) fn close(
         &mut self,
         request: &str,

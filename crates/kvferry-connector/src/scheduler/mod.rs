@@ -54,9 +54,9 @@ use std::time::Duration;
 pub struct SchedulerConfig {
     /// The engine's groups, in the order of its block tables.
     pub groups: Vec<GroupRule>,
-    /// How many ranks the engine has.
+    /// Number of the engine's ranks.
     pub ranks: usize,
-    /// How long a fetch may take, from `allocated` to its end.
+    /// Time limit of a fetch, from `allocated` to its end.
     pub timeout: Duration,
     /// True: the handoff of a request that generates one token is complete with the last token of the
     /// prompt, one step earlier. Else it is complete with the request's end, and may carry side data:
@@ -76,7 +76,7 @@ pub struct SchedulerConfig {
 /// A group of layers that share block tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GroupRule {
-    /// What its blocks hold.
+    /// Kind of content of the group's blocks.
     pub kind: Kind,
     /// Tokens of a logical block, of all context-parallel ranks together, at least 1.
     pub block_tokens: u32,
@@ -90,21 +90,21 @@ pub struct Request<'a> {
     /// Tokens of its prompt, also after the engine has cut the prompt to
     /// [`Scheduler::prompt_tokens_to_prefill`].
     pub prompt_tokens: u64,
-    /// How many tokens it generates at most.
+    /// Largest number of tokens that the request generates.
     pub max_tokens: u64,
-    /// Its `kv_transfer_params`.
+    /// The request's `kv_transfer_params`.
     pub params: Option<&'a Params>,
     /// The identity of its prompt before any cut, for the call that adds the request. `None` if it is not
     /// known, as with prompt embeddings: then the KV of another prompt is not recognised.
     pub prompt: Option<PromptId>,
 }
 
-/// How much of a request can be fetched.
+/// Tokens of a request that can be fetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Match {
     /// Not known yet: ask again in a later step.
     Unknown,
-    /// This many tokens beyond the computed ones, fetched while other requests compute.
+    /// So many tokens beyond the computed ones, fetched while other requests compute.
     Tokens(u64),
 }
 
@@ -129,20 +129,20 @@ pub struct Scheduled<'a> {
     pub blocks: Vec<Vec<u32>>,
 }
 
-/// How a request ended.
+/// The reason of a request's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// It has generated as many tokens as it may.
+    /// The request has generated as many tokens as it may.
     Length,
-    /// It generated a stop token.
+    /// The request has generated a stop token.
     Stop,
-    /// It was aborted or rejected.
+    /// The request was aborted or rejected.
     Abort,
-    /// It failed.
+    /// The request failed.
     Error,
 }
 
-/// What the engine does with a request that ended.
+/// Instructions to the engine for a request that ended.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Finished {
     /// Keep its blocks until all ranks report it sent.
@@ -160,7 +160,7 @@ pub struct Scheduler {
     address: Option<AgentAddress>,
     /// The random keys with which ids of handoffs are drawn.
     names: RandomState,
-    /// How many ids of handoffs were drawn.
+    /// Number of handoff ids drawn so far.
     drawn: u64,
     produced: Produced,
     consumed: Consumed,
@@ -171,7 +171,7 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// A scheduler half. `id` is drawn at random for each life of the engine.
+    /// Creates a scheduler half. `id` is drawn at random for each incarnation of the engine.
     pub fn new(config: SchedulerConfig, id: EngineId) -> Self {
         let budget_ms = u32::try_from(config.timeout.as_millis()).unwrap_or(u32::MAX);
         Self {
@@ -396,14 +396,14 @@ impl Scheduler {
         }
     }
 
-    /// All ranks have reported these requests as sent.
+    /// Ends these requests, which all ranks have reported as sent.
     pub fn sent<'a>(&mut self, requests: impl IntoIterator<Item = &'a str>) {
         for request in requests {
             self.produced.sent(request);
         }
     }
 
-    /// All ranks have reported these requests as received.
+    /// Records that all ranks have reported these requests as received.
     pub fn received<'a>(&mut self, requests: impl IntoIterator<Item = &'a str>) {
         for request in requests {
             self.consumed.received(request);
@@ -486,7 +486,7 @@ impl Scheduler {
         u64::from(self.config.recomputed_tokens.max(least.into())).min(prompt_tokens)
     }
 
-    /// How many tokens of a prompt a producer prefills, at least one.
+    /// Returns the number of tokens of a prompt that a producer prefills, at least one.
     fn prefill(&self, prompt_tokens: u64) -> u64 {
         let left_out = self.recomputed(prompt_tokens).min(prompt_tokens.saturating_sub(1));
         prompt_tokens - left_out
@@ -547,7 +547,7 @@ impl GroupRule {
     }
 }
 
-/// What a request asks for, with the handoff of its own prompt.
+/// Returns the role that a request's parameters ask for, with the handoff of its own prompt.
 fn role(request: &Request<'_>) -> Result<Option<Role>, Refusal> {
     let identify = |transfer| match request.prompt {
         Some(prompt) => Ok(prompt.identify(transfer)?),

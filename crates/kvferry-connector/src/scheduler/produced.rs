@@ -16,7 +16,7 @@ pub(super) struct Produced {
     transfers: FxHashSet<HandoffId>,
     /// Requests that have arrived since the last step, whose handoff's id the router knows.
     arrived: Vec<String>,
-    /// How many requests are held.
+    /// Number of requests that are held.
     pub(super) held: usize,
     pub(super) held_blocks: HeldBlocks,
     pub(super) stats: Stats,
@@ -33,13 +33,13 @@ pub(super) struct Request {
     eager: bool,
     /// The worker halves know the request's current blocks.
     offered: bool,
-    /// Its blocks in the steps so far, per group.
+    /// Blocks of the request in the steps so far, per group.
     blocks: Vec<Vec<u32>>,
     /// Tokens whose KV exists after the last step.
     until: u32,
     /// The end of its handoff on a rank, if no consumer caused that.
     lost: Option<(WireCode, String)>,
-    /// What it keeps since its end.
+    /// Blocks that the request keeps since its end.
     held: HeldFor,
     stage: Stage,
 }
@@ -53,14 +53,14 @@ enum Stage {
     Held,
 }
 
-/// What becomes of a request that ended.
+/// Outcome of a request's end for its blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum End {
-    /// Its blocks are free.
+    /// The request's blocks are free.
     Free,
-    /// Its blocks are held until all ranks have withdrawn it.
+    /// The request's blocks are held until all ranks have withdrawn it.
     Withdrawn,
-    /// Its blocks are held for a consumer of this handoff of so many tokens.
+    /// The request's blocks are held for a consumer of this handoff of so many tokens.
     Offered(HandoffId, u32),
 }
 
@@ -104,7 +104,7 @@ impl Produced {
         self.requests.contains_key(request)
     }
 
-    /// How many tokens of a request are handed over.
+    /// Returns the number of tokens of a request that are handed over.
     pub(super) fn tokens(&self, request: &str) -> Option<u32> {
         self.requests.get(request).map(|request| request.tokens)
     }

@@ -12,23 +12,23 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Refused {
-    /// Its parameters are invalid.
+    /// The request's parameters are invalid.
     InvalidParams,
-    /// Its producer runs another connector.
+    /// The request's producer runs another connector.
     ForeignProducer,
-    /// Its `transfer_id` is of a request with another prompt.
+    /// The request's `transfer_id` belongs to a request with another prompt.
     OtherPrompt,
-    /// Its prompt has more than `u32::MAX` tokens.
+    /// The request's prompt has more than `u32::MAX` tokens.
     LongPrompt,
     /// Another live request of this producer has its `transfer_id`.
     Duplicate,
-    /// Its producer is not among those that this engine accepts.
+    /// The request's producer is not among those that this engine accepts.
     ForbiddenProducer,
     /// The engine's adapter failed with it.
     Internal,
     /// Too many requests wait for producers that have not answered.
     Busy,
-    /// Its prompt may grow after it was computed, as in a session.
+    /// The request's prompt may grow after it was computed, as in a session.
     Resumable,
     /// It asks for the logprobs of its prompt, of which this engine would leave out the last tokens.
     PromptLogprobs,
@@ -37,7 +37,7 @@ pub enum Refused {
 }
 
 impl Refused {
-    /// All reasons.
+    /// Every reason, in the order of the variants.
     pub const ALL: &[Self] = &[
         Self::InvalidParams,
         Self::ForeignProducer,

@@ -34,12 +34,12 @@ impl Stats {
         *self == Self::default()
     }
 
-    /// All names that [`Stats::refused`] can have.
+    /// Returns the names that [`Stats::refused`] can have.
     pub fn reasons() -> Vec<String> {
         super::Refused::ALL.iter().map(|reason| reason_name(*reason)).collect()
     }
 
-    /// All names that [`Stats::withdrawn`] can have.
+    /// Returns the names that [`Stats::withdrawn`] can have.
     pub fn failures() -> Vec<String> {
         let known = WireCode::KNOWN.iter().filter(|code| !code.is_ok());
         known.map(|code| code_name(*code)).chain(["other".to_owned()]).collect()

@@ -26,7 +26,7 @@ type Answer = BTreeMap<String, Entry>;
 #[derive(Deserialize)]
 struct Entry {
     engine_id: String,
-    /// By tensor-parallel rank, then by pipeline rank.
+    /// Addresses by tensor-parallel rank, then by pipeline rank.
     worker_addr: BTreeMap<String, BTreeMap<String, String>>,
 }
 
@@ -81,7 +81,7 @@ impl Engines {
     }
 
     /// The engine that is meant, or else the only one: routers ask for ids when they start, and send
-    /// that of an engine's earlier life as long as they run. A handoff's id is the same in both
+    /// the id of an engine's earlier incarnation as long as they run. A handoff's id is the same in both
     /// requests, so an engine that was not meant does not have it.
     ///
     /// # Errors

@@ -25,7 +25,7 @@ pub(super) struct Engines {
 #[derive(Debug)]
 pub(super) struct Known {
     engine: Arc<ProducerEngine>,
-    /// When its handshake ended.
+    /// Time at which its handshake ended.
     learned: Timestamp,
     used: u64,
 }

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
-/// What to announce once an event has happened.
+/// An announcement that waits for an event.
 pub(super) enum Job {
     /// Layers of a step, after those that a piece ended with last.
     Layers(Arc<[Part]>, Range<u32>),

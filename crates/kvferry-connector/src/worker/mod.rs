@@ -110,7 +110,7 @@ impl Worker {
         Ok(worker)
     }
 
-    /// This rank's encoded [`RankMetadata`], which the engine carries to the scheduler half.
+    /// Encoded [`RankMetadata`] of this rank, which the engine carries to the scheduler half.
     pub fn rank_metadata(&self) -> &[u8] {
         &self.inner.metadata
     }

@@ -38,10 +38,10 @@ const NAMES_MAX: usize = 1024;
 const ANSWERS_MAX: usize = 256;
 
 /// Ids per bootstrap server that requests asked for and the answer does not have. Routers ask for ids
-/// when they start, and send that of an engine's earlier life as long as they run.
+/// when they start, and send the id of an engine's earlier incarnation as long as they run.
 const ASKED_MAX: usize = 16;
 
-/// What a lookup found.
+/// Result of a lookup.
 pub(super) enum Found {
     /// The outcome for each name.
     Peers(Vec<(String, Result<Peer, Failure>)>),
@@ -69,9 +69,9 @@ pub(super) struct Names {
 
 struct FoundBefore<T> {
     found: T,
-    /// It is looked up again when it is needed next.
+    /// Set if it must be looked up again before its next use.
     in_doubt: bool,
-    /// Its place in the order in which all of them were found.
+    /// Its position in the order in which entries were found.
     number: u64,
 }
 
@@ -215,7 +215,7 @@ impl Names {
         known.map(|known| known.in_doubt = false).is_some()
     }
 
-    /// When [`Names::expire`] is due.
+    /// Time at which [`Names::expire`] is due.
     pub(super) fn next_limit(&self) -> Option<Timestamp> {
         let limit =
             |it: &Lookup| it.waiting.iter().map(|action| action.deadline.min(it.until)).min();
@@ -230,7 +230,7 @@ impl Names {
         self.lookups.values_mut().for_each(|lookup| lookup.waiting.clear());
     }
 
-    /// How many lookups run.
+    /// Number of lookups that run.
     pub(super) fn lookups(&self) -> usize {
         self.lookups.len()
     }

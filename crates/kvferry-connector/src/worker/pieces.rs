@@ -1,7 +1,7 @@
 //! The pieces of layers in which a request's part of a step is announced.
 //!
-//! Only what was announced last is still to be read when the prompt has been computed. So the last piece of
-//! a prompt is halved again and again, while all others are as long as messages are worth.
+//! When the prompt has been computed, only the piece that was announced last remains to be read. So the
+//! last piece of a prompt is halved repeatedly; each other piece is long enough to be worth a message.
 
 use super::types::Announce;
 use std::ops::Range;
@@ -15,7 +15,7 @@ pub(super) struct Pieces {
     layers: u32,
     /// Pieces of about the same length, 1 to `layers`.
     count: u32,
-    /// How often the last of them is halved.
+    /// Number of times that the last of them is halved.
     halvings: u32,
 }
 

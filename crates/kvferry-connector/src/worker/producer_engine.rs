@@ -25,7 +25,7 @@ pub(super) struct Memory {
     regions: FxHashMap<RegionId, Region>,
 }
 
-/// One life of a producing engine, with what all handoffs from it share.
+/// One incarnation of a producing engine, with what all handoffs from it share.
 #[derive(Debug)]
 pub(super) struct ProducerEngine {
     pub(super) id: EngineId,
@@ -35,10 +35,10 @@ pub(super) struct ProducerEngine {
 /// A rank that this rank reads from, or only frees.
 #[derive(Debug)]
 struct ProducerRank {
-    /// Its number in its engine.
+    /// Number of the rank in its engine.
     theirs: usize,
     source: Source,
-    /// Its encoded metadata, which the maps were made from.
+    /// The rank's encoded metadata, from which the maps were made.
     card: Box<[u8]>,
     share: Share,
     /// Maps everything but states.

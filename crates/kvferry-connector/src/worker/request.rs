@@ -174,7 +174,7 @@ impl ProducedRequest {
         self.lock().held
     }
 
-    /// Its handoff has ended. True if the request is held.
+    /// Records the outcome of the request's handoff. True if the request is held.
     pub(super) fn ended(&self, outcome: Outcome) -> bool {
         let mut inner = self.lock();
         inner.ended = Some(outcome);
@@ -234,7 +234,7 @@ impl Part {
         self.pieces
     }
 
-    /// These layers of the step are computed, too.
+    /// Announces the request's progress if a piece ends with these computed layers of the step.
     pub(super) fn layers(&self, rank: &Rank, layers: &Range<u32>) {
         if self.pieces.end_between(layers.start, layers.end)
             && let Some(mut inner) = self.current()

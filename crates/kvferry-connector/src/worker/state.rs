@@ -20,7 +20,7 @@ use rustc_hash::FxHashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
 
-/// How often failed fetches with one code are logged.
+/// Interval in which failed fetches with one code are logged once.
 const FAILURE_LOG: Duration = Duration::from_secs(10);
 
 pub(super) struct Inner {
@@ -39,7 +39,7 @@ pub(super) struct Inner {
 
 #[derive(Default)]
 pub(super) struct State {
-    /// How many ranks this rank's engine has, once that is known.
+    /// Number of ranks of this rank's engine, once it is known.
     pub(super) ranks: Option<usize>,
     pub(super) engines: Engines,
     pub(super) names: Names,
@@ -55,7 +55,7 @@ pub(super) struct State {
     pub(super) answered: FxHashMap<HandoffId, String>,
     pub(super) produced: FxHashMap<String, (HandoffId, Arc<ProducedRequest>)>,
     pub(super) produced_as: FxHashMap<HandoffId, String>,
-    /// What [`super::Worker::apply`] was given for the next [`super::Worker::fetch`].
+    /// Actions that [`super::Worker::apply`] received for the next [`super::Worker::fetch`].
     pub(super) requested: Vec<Action>,
     pub(super) cancels: Vec<Cancel>,
     /// What is done when the rank calls its observer next, in this order.
@@ -63,7 +63,7 @@ pub(super) struct State {
     /// What the current step computes: `parts` until the engine reports its first layer.
     pub(super) parts: Vec<Part>,
     pub(super) step: Option<Arc<[Part]>>,
-    /// How the parts of the current step are announced, each way once.
+    /// The ways in which the parts of the current step are announced, without duplicates.
     pub(super) pieces: Vec<Pieces>,
     /// Layers of the current step with which a piece has ended.
     pub(super) announced: u32,
@@ -83,7 +83,7 @@ pub(super) enum Stage {
     Fetching(HandoffId),
 }
 
-/// What a handoff is fetched for.
+/// The request that a handoff is fetched for, with the source of its producer's address.
 pub(super) struct FetchedFor {
     pub(super) request: String,
     /// The producing engine's address.
@@ -152,7 +152,7 @@ impl State {
         self.answered.remove(transfer);
     }
 
-    /// As [`State::forget_answer`], of a request that was claimed at most.
+    /// Does what [`State::forget_answer`] does, for a request that was claimed at most.
     pub(super) fn forget_claim(&mut self, request: &str) {
         self.unanswered.retain(|_, of| of != request);
         self.answered.retain(|_, of| of != request);

@@ -1,4 +1,4 @@
-//! What needs the inside of a worker half.
+//! Tests that need the inside of a worker half.
 
 use super::engines::{Engines, FRESH};
 use super::names::Names;
@@ -22,7 +22,7 @@ fn start(engine: u128, look_up: impl FnOnce(&Agent) -> LookUp) -> (Worker, Agent
     start_as("127.0.0.1", engine, look_up)
 }
 
-/// As [`start`], of an engine that tells its peers this host.
+/// Starts a worker as [`start`] does, for an engine that advertises this host to its peers.
 fn start_as(host: &str, engine: u128, look_up: impl FnOnce(&Agent) -> LookUp) -> (Worker, Agent) {
     let any = SocketAddr::from(([127, 0, 0, 1], 0));
     let agent = Agent::builder().listen(any).advertise(host).start().expect("an agent");

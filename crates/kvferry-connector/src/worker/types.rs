@@ -9,7 +9,7 @@ use kvferry_proto::engine_handshake::Model;
 use kvferry_proto::handoff::Limits;
 use thiserror::Error;
 
-/// How often a producer's worker half announces that something is ready.
+/// Granularity at which a producer's worker half announces that KV is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Announce {
     /// While prefill computes. The last piece of a prompt is halved until it is a 64th of the prompt: all
@@ -20,14 +20,14 @@ pub enum Announce {
         /// A piece has about as many bytes at least; a chunk with fewer is one piece.
         least_bytes: u64,
     },
-    /// After each chunk.
+    /// After each chunk of a prefill.
     Chunks,
     /// Once, when all is ready.
     End,
 }
 
 impl Announce {
-    /// For engines that report layers: two pieces a chunk.
+    /// Two pieces per chunk, for engines that report layers.
     pub const LAYERS: Self = Self::Layers { pieces: 2, least_bytes: Self::LEAST_BYTES };
     /// 1 MiB: the announcement and the read of a piece cost about the time that copying this takes.
     pub const LEAST_BYTES: u64 = 1 << 20;
@@ -40,7 +40,7 @@ pub struct WorkerConfig {
     pub rank: usize,
     /// What the engine computes with. Engines of different models refuse each other. Empty if unknown.
     pub model: Model,
-    /// How often a prefill is announced.
+    /// Granularity at which a prefill is announced.
     pub announce: Announce,
     /// Bounds of the protocol.
     pub limits: Limits,
@@ -57,7 +57,7 @@ pub trait ComputeEvent: Send {
     fn wait(&self);
 }
 
-/// What has ended since [`crate::Worker::reports`] was called last.
+/// Requests that have ended since the last call of [`crate::Worker::reports`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Reports {
     /// Held requests of a producer whose blocks are no longer read on this rank: once each.
@@ -66,7 +66,7 @@ pub struct Reports {
     pub received: Vec<String>,
     /// Those of `received` whose fetch failed: the content of their blocks is undefined.
     pub failed: Vec<String>,
-    /// For [`crate::Scheduler::reported`], if the engine can carry it.
+    /// Bytes for [`crate::Scheduler::reported`], if the engine can carry them.
     pub notes: Option<Vec<u8>>,
 }
 
@@ -86,7 +86,7 @@ pub trait WorkerObserver: Send + Sync {
     fn read(&self, _request: &str, _part: ReadPart) {}
 }
 
-/// Why a call of a worker half was refused.
+/// The reason why a call of a worker half was refused.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum WorkerError {

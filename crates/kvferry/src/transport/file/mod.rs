@@ -8,7 +8,7 @@
 //! `pwrite`. Both pass the conformance tests in `tests/file.rs`.
 //!
 //! Ownership: an operation holds its memory ([`Held`](crate::memory::held::Held)) and its file until
-//! the kernel has completed it, whoever still waits for the transfer. So a transfer can end at its
+//! the kernel has completed it, even if no caller waits for the transfer. So a transfer can end at its
 //! deadline although the device does not answer; unregistering the memory then waits for the device.
 //!
 //! Memory and files that are used often are registered with io_uring, for operations past the page cache.

@@ -218,7 +218,7 @@ impl FileRegion {
         Ok(())
     }
 
-    /// Gives up the lock that [`FileRegion::lock_shared`] has taken, whatever is under way.
+    /// Gives up the lock that [`FileRegion::lock_shared`] has taken, even while operations are under way.
     ///
     /// # Errors
     /// `Io`.
