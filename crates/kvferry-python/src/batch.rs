@@ -120,7 +120,7 @@ pub(crate) struct Table<'py> {
     rows: usize,
 }
 
-/// Why a table is no batch.
+/// The reason why a table can't become a batch.
 pub(crate) enum TableError {
     /// An element is no integer of 64 bits without a sign.
     Number(PyErr),
@@ -227,7 +227,7 @@ impl<'py> Table<'py> {
     }
 }
 
-/// One column of a [`Table`].
+/// A column of a [`Table`].
 pub(crate) enum Column<'py> {
     List(Bound<'py, PyList>),
     Numbers(Vec<u64>),

@@ -67,7 +67,7 @@ pub(crate) fn wait<T: Send>(
     })
 }
 
-/// What Python's signal handlers raised during one call.
+/// The exception that Python's signal handlers raised during one call, if any.
 #[derive(Default)]
 struct Signals(Mutex<SignalState>);
 

@@ -111,7 +111,7 @@ pub(crate) struct FileRegion {
 
 #[pymethods]
 impl FileRegion {
-    /// Unique among the regions of this agent's life.
+    /// Unique among the regions of this agent's incarnation.
     #[getter]
     fn id(&self) -> u32 {
         self.file.id().0

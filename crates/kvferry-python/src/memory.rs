@@ -47,7 +47,7 @@ impl Region {
 
 #[pymethods]
 impl Region {
-    /// Unique in this agent's life.
+    /// Unique within this agent's incarnation.
     #[getter]
     fn id(&self) -> u32 {
         self.region.id().0

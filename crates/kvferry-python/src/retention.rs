@@ -128,7 +128,7 @@ impl RetentionConfig {
         self.0.ranges().iter().map(range).collect()
     }
 
-    /// Of blocks whose first token is behind the prompt.
+    /// Priority of blocks whose first token is behind the prompt.
     #[getter]
     fn decode_priority(&self) -> u8 {
         self.0.decode_retention().priority

@@ -63,7 +63,7 @@ pub(crate) struct Store {
     first: PathBuf,
 }
 
-/// One directory, or a sequence of them.
+/// A directory, or a sequence of directories.
 struct Directories(Vec<PathBuf>);
 
 impl FromPyObject<'_, '_> for Directories {
@@ -277,7 +277,7 @@ pub(crate) struct Space {
     open: Arc<Open>,
 }
 
-/// How long blocks are to stay.
+/// Parses the arguments of a call that say how long blocks stay.
 fn retain(py: Python<'_>, priority: u8, duration: Option<f64>, leave: bool) -> PyResult<Retain> {
     if priority > 100 {
         return Err(error::invalid(py, &format!("a priority is 0 to 100, not {priority}")));

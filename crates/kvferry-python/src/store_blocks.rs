@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// detached from the interpreter.
 pub(crate) struct Hashes {
     bytes: Vec<u8>,
-    /// Where each hash ends in `bytes`.
+    /// End of each hash in `bytes`.
     ends: Vec<usize>,
 }
 

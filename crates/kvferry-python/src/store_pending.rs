@@ -36,25 +36,25 @@ impl Put {
         self.0.refused
     }
 
-    /// Of the refused: no segment was free.
+    /// Blocks refused because no segment was free.
     #[getter]
     fn refused_no_space(&self) -> usize {
         self.0.refused_no_space
     }
 
-    /// Of the refused: a process that is stopped holds a lock of the index.
+    /// Blocks refused because a stopped process holds a lock of the index.
     #[getter]
     fn refused_contended(&self) -> usize {
         self.0.refused_contended
     }
 
-    /// Of the refused: the index had no room.
+    /// Blocks refused because the index had no room.
     #[getter]
     fn refused_index_full(&self) -> usize {
         self.0.refused_index_full
     }
 
-    /// Of the refused: too many bytes waited.
+    /// Blocks refused because too many bytes waited.
     #[getter]
     fn refused_waiting(&self) -> usize {
         self.0.refused_waiting

@@ -1,4 +1,4 @@
-//! What an engine tells a router of the blocks in its store.
+//! Events of a store's blocks, as an engine reports them to a router.
 
 use crate::agent::seconds;
 use crate::blocking;

@@ -71,7 +71,7 @@ struct FoundBefore<T> {
     found: T,
     /// Set if it must be looked up again before its next use.
     in_doubt: bool,
-    /// Its position in the order in which entries were found.
+    /// Position of the entry in the order in which entries were found.
     number: u64,
 }
 

@@ -20,7 +20,7 @@ pub enum Announce {
         /// A piece has about as many bytes at least; a chunk with fewer is one piece.
         least_bytes: u64,
     },
-    /// After each chunk of a prefill.
+    /// Announces after each chunk of a prefill.
     Chunks,
     /// Once, when all is ready.
     End,

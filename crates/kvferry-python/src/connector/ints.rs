@@ -39,7 +39,7 @@ struct ListObject {
     items: *const *mut ffi::PyObject,
 }
 
-/// How the running interpreter marks ints.
+/// Tags with which the running interpreter marks ints.
 #[derive(Clone, Copy, Debug)]
 struct Layout {
     /// Bits of [`LongObject::tag`] that say nothing of the value.
@@ -50,7 +50,7 @@ struct Layout {
     one_digit: usize,
 }
 
-/// `None` if this interpreter's ints are read by calls only.
+/// The layout of ints; `None` if this interpreter's ints are read by calls only.
 static LAYOUT: PyOnceLock<Option<Layout>> = PyOnceLock::new();
 
 /// Whether ints in lists are read without a call for each.

@@ -84,7 +84,7 @@ impl SchedulerHalf {
         Ok(Self { half: Mutex::new(Scheduler::new(config, id)), id })
     }
 
-    /// 32 hexadecimal digits, drawn for this life of the engine.
+    /// 32 hexadecimal digits, drawn for this incarnation of the engine.
     #[getter]
     fn engine_id(&self) -> String {
         self.id.to_string()

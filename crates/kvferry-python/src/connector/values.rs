@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 use serde_json::Value;
 
-/// How deep values may be nested: deeper ones count as null.
+/// Largest depth of nested values; deeper ones count as null.
 const DEPTH_MAX: usize = 16;
 
 /// A dict of plain values. What has no JSON value counts as null: parameters of other connectors may

@@ -26,7 +26,7 @@ type Load = (String, f64, u64, Option<(String, String)>);
 pub(crate) struct WorkerHalf(Arc<Half>);
 
 struct Half {
-    /// `None` once it is closed.
+    /// The worker half; `None` once it is closed.
     worker: Mutex<Option<Arc<Worker>>>,
     card: Vec<u8>,
     loads: Arc<Loads>,
@@ -41,13 +41,13 @@ impl Stop for Half {
     }
 }
 
-/// How loads ended, until Python takes them.
+/// Loads that run, and those that have ended until Python takes them.
 #[derive(Default)]
 struct Loads(Mutex<LoadsState>);
 
 #[derive(Default)]
 struct LoadsState {
-    /// When the first read of a load began, and the bytes read so far.
+    /// Time of the first read of a load, and the bytes read so far.
     running: HashMap<String, (Instant, u64)>,
     ended: VecDeque<Load>,
 }
