@@ -21,7 +21,7 @@ const SCHEME: &str = "http://";
 #[serde(transparent)]
 pub struct AgentAddress(String);
 
-/// Where a producing engine is asked: `host:port` of an agent of it, or `http://host:port` of its
+/// The address at which a producing engine is asked: `host:port` of an agent of it, or `http://host:port` of its
 /// bootstrap server, in its canonical form.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(transparent)]

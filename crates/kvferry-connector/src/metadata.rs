@@ -269,7 +269,7 @@ impl ConnectorMetadata {
     }
 }
 
-/// What a worker half tells the scheduler half, if the engine can carry it.
+/// Notes of a worker half to the scheduler half, if the engine can carry them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Notes {
     /// Fetches that ended on this rank.

@@ -50,7 +50,7 @@ pub struct ConsumerParams {
     pub address: ProducerAddress,
     /// The incarnation of that engine that is meant, if it is known.
     pub engine: Option<EngineId>,
-    /// How many tokens the producer has the KV of. If unknown: all that the consumer can use.
+    /// Number of tokens of which the producer has the KV. If unknown: all that the consumer can use.
     pub tokens: Option<u64>,
 }
 
@@ -75,7 +75,7 @@ impl ParamsError {
 }
 
 impl Role {
-    /// What the parameters ask for; `None` if they ask for no handoff.
+    /// Parses the parameters; `None` if they ask for no handoff.
     ///
     /// # Errors
     /// A key is missing or has a wrong value.

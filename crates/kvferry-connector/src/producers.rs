@@ -48,7 +48,7 @@ pub struct ForbiddenProducer {
 }
 
 impl Producers {
-    /// Those of a list: addresses, networks as `10.1.0.0/16`, host names, `*.domain`, `*` for all.
+    /// Parses a list: addresses, networks as `10.1.0.0/16`, host names, `*.domain`, `*` for all.
     ///
     /// # Errors
     /// An entry is none of these.
@@ -57,7 +57,7 @@ impl Producers {
         Ok(Self { rules: rules.collect::<Result<_, _>>()? })
     }
 
-    /// Those of an engine whose operator has named none: with a secret all, since a peer proves it;
+    /// Returns the producers of an engine whose operator has named none: with a secret all, since a peer proves it;
     /// else this host, and the network that the agent listens in.
     pub fn of_agent(agent: &Agent) -> Self {
         if agent.config().secret.is_some() {
@@ -104,7 +104,7 @@ impl Producers {
         }
     }
 
-    /// As [`Producers::check`], of the text of a [`ProducerAddress`] or of an agent's address: it is in its
+    /// Checks, as [`Producers::check`] does, the text of a [`ProducerAddress`] or of an agent's address: it is in its
     /// canonical form.
     pub(crate) fn check_canonical(&self, address: &str) -> Result<(), ForbiddenProducer> {
         match self.may_be(host_and_port(address)) {

@@ -1,4 +1,4 @@
-//! How a rank describes itself: its layout, its regions, and where its agent listens.
+//! Description that a rank gives of itself: its layout, its regions, and the address of its agent.
 
 use crate::address::AgentAddress;
 use kvferry::{Region, RemoteRegion};
@@ -13,7 +13,7 @@ use thiserror::Error;
 pub struct RankMetadata {
     /// Listening address of the rank's agent.
     pub address: AgentAddress,
-    /// What its engine computes with; the same on all ranks of an engine.
+    /// Settings that determine what the rank's engine computes; the same on all ranks of an engine.
     pub model: Model,
     /// The layout of the rank's blocks.
     pub layout: Layout,

@@ -11,7 +11,7 @@ use pyo3::types::{PyBytes, PyList};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How often a thread that gathers looks for signals. Rarely: it waits for as long as its engine lives.
+/// Interval at which a thread that gathers checks for signals. Rarely: it waits for as long as its engine lives.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// Watches blocks of a store by their hashes: which have come, and which have left.

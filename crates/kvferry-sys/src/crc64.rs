@@ -86,8 +86,8 @@ mod folding {
         remainder
     }
 
-    /// What the halves of 16 bytes are multiplied by to move them over `bytes` bytes. The low half has the higher
-    /// powers. One less than the distance: in this order of bits a product is one place too low.
+    /// Factors that move the halves of 16 bytes over `bytes` bytes. The low half has the higher powers. One less than
+    /// the distance: in this order of bits a product is one place too low.
     const fn factors(bytes: usize) -> [u64; STEP / 8] {
         let (low, high) = (x_to(8 * bytes + 63), x_to(8 * bytes - 1));
         [low, high, low, high, low, high, low, high]

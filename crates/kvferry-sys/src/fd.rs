@@ -54,7 +54,7 @@ extern "C" fn after_fork_in_child() {
     }
 }
 
-/// How many forks lie between the first process and this one; counted in the children.
+/// Number of forks between the first process and this one; counted in the children.
 pub fn forks() -> u32 {
     FORKS.load(Ordering::Relaxed)
 }
@@ -91,7 +91,7 @@ pub fn install_fork_handlers() -> io::Result<()> {
     result
 }
 
-/// How many descriptors this process may have open: the current soft limit `RLIMIT_NOFILE`.
+/// Number of descriptors that this process may have open: the current soft limit `RLIMIT_NOFILE`.
 pub fn limit() -> usize {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX))

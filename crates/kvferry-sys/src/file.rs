@@ -39,9 +39,9 @@ pub fn open_regular(path: &Path) -> io::Result<Option<std::fs::File>> {
 /// Options for opening a file.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct How {
-    /// Readable.
+    /// Opened for reading.
     pub read: bool,
-    /// Writable.
+    /// Opened for writing.
     pub write: bool,
     /// Created if it does not exist, with mode 0600.
     pub create: bool,
@@ -49,7 +49,7 @@ pub struct How {
     pub direct: bool,
 }
 
-/// What has to be aligned for access past the page cache; each a power of two.
+/// Alignment that access past the page cache needs; each a power of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Alignment {
     /// Addresses in memory.
@@ -87,7 +87,7 @@ pub fn forget_cached(file: &impl AsFd) {
 /// An open file. Closed in a forked child.
 #[derive(Debug)]
 pub struct File {
-    /// Before the descriptor: rings let go of the file before it is closed.
+    /// The file's registrations, dropped before the descriptor: rings let go of the file before it is closed.
     pins: Pins,
     fd: Tracked<OwnedFd>,
     device: u64,
@@ -229,8 +229,8 @@ impl File {
         }
     }
 
-    /// What a file that was opened past the page cache needs to be aligned; a page where the kernel does
-    /// not say (before Linux 6.1).
+    /// Alignment that a file opened past the page cache needs; a page where the kernel does not report it (before Linux
+    /// 6.1).
     pub fn alignment(&self) -> Alignment {
         let page = Alignment { memory: page(), offset: page() };
         let asked = rustix::fs::statx(&self.fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);

@@ -268,7 +268,7 @@ fn driver() -> Option<&'static Driver> {
     Some(DRIVER.get_or_init(|| Driver(*function)))
 }
 
-/// How many libraries this process has loaded so far, those included that were unloaded.
+/// Number of libraries that this process has loaded so far, including those that were unloaded.
 fn libraries_loaded() -> u64 {
     unsafe extern "C" fn take(
         info: *mut libc::dl_phdr_info,
@@ -287,7 +287,8 @@ fn libraries_loaded() -> u64 {
 }
 
 impl Driver {
-    /// What the driver knows about an address. `None` for memory that is not its own.
+    /// Kind of the memory at an address, as the driver reports it. `None` for memory that is not
+    /// its own.
     fn kind_of(&self, addr: usize) -> Option<Kind> {
         const MEMORY_TYPE: c_int = 2;
         const IS_MANAGED: c_int = 8;

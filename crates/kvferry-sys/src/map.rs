@@ -43,9 +43,9 @@ impl Mapping {
         Ok(Self { base, len })
     }
 
-    /// As [`Mapping::anonymous`], and takes the pages now, where the kernel can (Linux 5.14). They are huge
-    /// pages if the system has free ones and does not forbid them: a device moves contiguous memory in
-    /// fewer parts.
+    /// Maps memory as [`Mapping::anonymous`] does and takes the pages from the system, where the
+    /// kernel can (Linux 5.14). They are huge pages if the system has free ones and does not forbid
+    /// them: a device moves contiguous memory in fewer parts.
     ///
     /// # Errors
     /// As [`Mapping::anonymous`]; `OutOfMemory` if the system has less memory than 64 MiB or more

@@ -39,7 +39,8 @@ pub struct InterfaceAddress {
     pub interface: String,
     /// The address.
     pub address: IpAddr,
-    /// How many leading bits of the address name its network; all of them if the kernel does not say.
+    /// Number of leading bits of the address that name its network; all of them if the kernel does
+    /// not report it.
     pub prefix_len: u8,
 }
 

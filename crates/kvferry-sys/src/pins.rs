@@ -86,7 +86,7 @@ enum Kind {
     File,
 }
 
-/// One place in a table of a ring. Dropped, the place is empty again.
+/// A place in a table of a ring. Dropped, the place is empty again.
 struct Registration {
     ring: Weak<Tables>,
     kind: Kind,

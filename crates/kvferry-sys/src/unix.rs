@@ -76,7 +76,7 @@ fn shares_user_namespace(pid: i32) -> bool {
 /// A received packet.
 #[derive(Debug)]
 pub struct Packet {
-    /// Its length in the caller's buffer; 0 at the end of the connection.
+    /// The packet's length in the caller's buffer; 0 at the end of the connection.
     pub len: usize,
     /// The descriptors that it carried.
     pub fds: Vec<OwnedFd>,

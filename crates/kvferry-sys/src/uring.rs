@@ -84,7 +84,7 @@ struct Register {
 }
 
 impl Register {
-    /// The place of what was used; registers it once its uses weigh `enough`.
+    /// Returns the place of memory or of a file; registers it once its uses weigh `enough`.
     fn place(
         &mut self,
         key: Key,
@@ -193,7 +193,8 @@ impl<T> Ring<T> {
         unsafe { self.tables.ring.completion_shared() }
     }
 
-    /// Why no further memory is registered, such as the limit of locked memory; `None` without a refusal.
+    /// The error for which no further memory is registered, such as the limit of locked memory; `None` without a
+    /// refusal.
     pub fn refusal(&self) -> Option<&io::Error> {
         self.refusal.as_ref()
     }

@@ -102,15 +102,16 @@ impl AgentBuilder {
         self
     }
 
-    /// How files are read and written. Default: io_uring if the system permits it, else threads.
+    /// Sets the engine that reads and writes files. Default: io_uring if the system permits it,
+    /// else threads.
     #[must_use]
     pub fn file_engine(mut self, engine: FileEngine) -> Self {
         self.file_engine = Some(engine);
         self
     }
 
-    /// How long a peer may be silent during a transfer before its session ends with `PeerSilent`,
-    /// 0.1 to 600 s. Default: 3 s.
+    /// Sets the longest silence of a peer during a transfer, after which its session ends with
+    /// `PeerSilent`: 0.1 to 600 s. Default: 3 s.
     #[must_use]
     pub fn silence(mut self, silence: Duration) -> Self {
         self.silence = Some(silence);

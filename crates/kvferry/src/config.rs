@@ -91,8 +91,7 @@ pub struct Config {
     pub checksum: Checksum,
     /// The engine that reads and writes files.
     pub file_engine: FileEngine,
-    /// How long a peer may be silent during a transfer before its session ends, in milliseconds,
-    /// 100 to 600 000.
+    /// Longest silence of a peer during a transfer, after which its session ends, in milliseconds, 100 to 600 000.
     pub silence_ms: u64,
     /// The time limit of a transfer whose caller sets none, in milliseconds, 1 to 86 400 000.
     pub timeout_ms: u64,

@@ -135,7 +135,7 @@ impl Files {
         self.asynchronous(Op::Read, batch, options)
     }
 
-    /// How files are read and written: `uring`, with the reason if memory can't be registered with it, or
+    /// The engine that reads and writes files: `uring`, with the reason if memory can't be registered with it, or
     /// `posix` and the reason why it is not `uring`. `None` before the first file was opened. Text for people.
     pub fn engine(&self) -> Option<String> {
         self.agent.services().storage().shared.engine.text()

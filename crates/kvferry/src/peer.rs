@@ -36,8 +36,8 @@ pub struct PeerSummary {
     pub authenticated: bool,
     /// Whether payload carries CRC32C checksums.
     pub checksum: bool,
-    /// Why the session does not use `local`, the fastest transport within one host; `None` if it
-    /// does. Text for people.
+    /// The reason why the session does not use `local`, the fastest transport within one host; `None` if it does. Text
+    /// for people.
     pub fallback: Option<String>,
 }
 

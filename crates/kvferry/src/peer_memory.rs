@@ -21,8 +21,8 @@ use kvferry_proto::Origin;
 use rustc_hash::FxHashMap;
 use std::net::IpAddr;
 
-/// What a connection may hold without being counted: a request with some 1 500 descriptors,
-/// or the control messages of an exchange. The descriptor limit bounds the sum.
+/// Bytes that a connection may hold without being counted: a request with some 1 500 descriptors, or the control
+/// messages of an exchange. The descriptor limit bounds the sum.
 pub(crate) const FREE_PER_CONNECTION: usize = 64 * 1024;
 
 /// The smallest budget that a configuration may set: a request's largest head and a control message,
@@ -51,13 +51,13 @@ pub(crate) struct PeerMemory {
 /// Kind of memory that an account counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Memory {
-    /// What a connection's peer has sent, and answers that it does not read.
+    /// Bytes that a connection's peer has sent, and answers that it does not read.
     Received,
     /// Messages of this side that a session's peer has not taken.
     Queued,
 }
 
-/// Bytes by what they are for.
+/// Bytes that are held, by their kind.
 #[derive(Debug, Default)]
 struct Held {
     received: Part,
@@ -67,7 +67,7 @@ struct Held {
 #[derive(Debug, Default)]
 struct Part {
     total: usize,
-    /// Never zero.
+    /// Bytes of each host and network; never zero.
     by_holder: FxHashMap<Holder, usize>,
 }
 
@@ -82,7 +82,7 @@ impl Part {
         self.by_holder.get(&holder).copied().unwrap_or(0)
     }
 
-    /// Changes what a host holds, unless it may not have more within `budget`.
+    /// Changes the bytes of a host. False if it would exceed its part of `budget`.
     fn change(&mut self, peer: Origin, from: usize, to: usize, budget: usize) -> bool {
         let (host, network) = (Holder::Host(peer.host()), Holder::Network(peer.network()));
         let [total, of_host, of_network] =

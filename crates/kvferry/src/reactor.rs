@@ -26,9 +26,9 @@ pub(crate) fn now() -> Timestamp {
     Timestamp::from_nanos(clock::boottime_ns())
 }
 
-/// How long a thread that moves data polls before it sleeps. Waking a sleeping processor costs 10
-/// to 100 µs on virtual machines, as much as moving a small batch; polling costs at most this much
-/// per burst of work, and nothing when idle.
+/// Time for which a thread that moves data polls before it sleeps. Waking a sleeping processor
+/// costs 10 to 100 µs on virtual machines, as much as moving a small batch; polling costs at most
+/// this much per burst of work, and nothing when idle.
 pub(crate) const LINGER: Duration = Duration::from_micros(50);
 
 /// The reason for a handler's call: its descriptor is ready. Nothing is ready if the handler is
@@ -329,8 +329,8 @@ struct Entry {
     /// The handler got the event that the peer closed its side, and still waits to write. Its
     /// descriptor is then watched without that event, which the kernel would report again and again.
     half_closed: bool,
-    /// Its token is in `Run::again`, where it must be once: otherwise a handler whose descriptor is
-    /// ready, too, would get one more turn in every round.
+    /// The handler's token is in `Run::again`, where it must be once: otherwise a handler whose
+    /// descriptor is ready, too, would get one more turn in every round.
     again: bool,
 }
 

@@ -22,8 +22,8 @@ pub(crate) struct SuspendDetector {
 }
 
 impl SuspendDetector {
-    /// For a silence window: one beat per quarter; a beat is too old after a quarter and half a
-    /// window.
+    /// Creates a detector for a silence window: one beat per quarter; a beat is too old after a
+    /// quarter and half a window.
     pub(crate) fn new(silence: Duration, now: Timestamp) -> Self {
         let every = silence / 4;
         Self { last: AtomicU64::new(now.as_nanos()), every, limit: every + silence / 2 }

@@ -58,9 +58,9 @@ enum Stage {
     Taken,
 }
 
-/// What the live requests with one handoff share. There are several if a request asks for several
-/// answers (`n > 1`). The first of them that gets blocks fetches it. The others wait for that, and find
-/// the tokens in the engine's cache or compute them.
+/// State that the live requests with one handoff share. There are several of them if a request asks for
+/// several answers (`n > 1`). The first of them that gets blocks fetches the handoff. The others wait for
+/// that, and find the tokens in the engine's cache or compute them.
 #[derive(Debug)]
 struct Handoff {
     state: HandoffState,
@@ -134,7 +134,7 @@ impl Consumed {
         Some(if is_open { self.matched_open(&request.from, computed, usable) } else { Match::NONE })
     }
 
-    /// As [`Consumed::matched`] of a request that has no blocks, whether it was added or not.
+    /// Matches as [`Consumed::matched`] does, for a request that has no blocks, whether it was added or not.
     pub(super) fn matched_open(&self, from: &ConsumerParams, computed: u64, usable: u64) -> Match {
         let all = from.matched(computed, usable);
         match self.handoffs.get(&from.transfer).map(|handoff| handoff.state) {
@@ -145,8 +145,8 @@ impl Consumed {
         }
     }
 
-    /// As [`Consumed::matched`], before the request gets blocks: while too many blocks wait for producers
-    /// that have not answered, it waits without any. `None` if too many requests do: it is not fetched.
+    /// Decides whether a request that matched `found` gets blocks: while too many blocks wait for producers that have
+    /// not answered, it waits without any. `None` if too many requests do: it is not fetched.
     pub(super) fn admit(&mut self, request: &str, found: Match) -> Option<Match> {
         let Some(known) = self.requests.get_mut(request) else { return Some(found) };
         let is_fetched = !matches!(found, Match::NONE | Match::Unknown);

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 /// the engine asks for each of them in each of its steps.
 pub(super) const DEFERRED_MAX: usize = 256;
 
-/// How often the engine asks for a request that finds no room, before it is refused: the answer to its claim
+/// Number of times that the engine asks for a request that finds no room, before it is refused: the answer to its claim
 /// takes a step or two, and a request with an answer needs no room.
 pub(super) const ASKED_MAX: u8 = 8;
 
@@ -23,7 +23,7 @@ const STRANGERS: u32 = 4;
 /// Addresses of producers that have answered, at most. All are forgotten when there are more.
 const ANSWERED_MAX: usize = 4096;
 
-/// How many blocks may be kept for other engines that do nothing with them.
+/// Limit of the blocks that may be kept for other engines that do nothing with them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IdleLimit {
     /// Blocks in the engine's pool. All groups share it, and block numbers are below this.
@@ -107,7 +107,7 @@ impl HeldBlocks {
     }
 }
 
-/// How often each block is held. Requests share those of a common prefix.
+/// Number of holders of each block. Requests share those of a common prefix.
 #[derive(Debug, Default)]
 struct BlockCounts {
     counts: Vec<u32>,

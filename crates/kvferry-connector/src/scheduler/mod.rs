@@ -62,14 +62,13 @@ pub struct SchedulerConfig {
     /// prompt, one step earlier. Else it is complete with the request's end, and may carry side data:
     /// the engine may reuse blocks of a request that goes on before the worker halves learn of it.
     pub eager: bool,
-    /// How many tokens at the end of a prompt the consumer computes again at least: as many as a
-    /// drafter of several tokens looks ahead (vLLM: `num_prefill_lookahead_tokens - 1`). With states,
-    /// windows or chunks it is at least 1: what the last token of the prompt reads is not kept beyond
-    /// that token.
+    /// Smallest number of tokens at the end of a prompt that the consumer computes again: as many as a drafter of
+    /// several tokens looks ahead (vLLM: `num_prefill_lookahead_tokens - 1`). With states, windows or chunks it is at
+    /// least 1: what the last token of the prompt reads is not kept beyond that token.
     pub recomputed_tokens: u32,
     /// The number that stands for no block in the engine's tables, besides [`NULL_BLOCK`].
     pub null_block: Option<u32>,
-    /// How many blocks may be kept for other engines that do nothing with them; `None`: any number.
+    /// Limit of the blocks that may be kept for other engines that do nothing with them; `None`: any number.
     pub idle: Option<IdleLimit>,
 }
 
@@ -244,8 +243,8 @@ impl Scheduler {
         }
     }
 
-    /// How many tokens of the prompt the engine prefills. A producer leaves out those that the consumer
-    /// computes again: see [`SchedulerConfig::recomputed_tokens`]. An engine that cuts prompts calls
+    /// Returns the number of tokens of the prompt that the engine prefills. A producer leaves out those that the
+    /// consumer computes again: see [`SchedulerConfig::recomputed_tokens`]. An engine that cuts prompts calls
     /// [`Scheduler::arrived`] first.
     pub fn prompt_tokens_to_prefill(&self, request: &Request<'_>) -> u64 {
         if let Some(tokens) = self.produced.tokens(request.id) {
@@ -256,7 +255,7 @@ impl Scheduler {
         if produces { self.prefill(request.prompt_tokens) } else { request.prompt_tokens }
     }
 
-    /// How much of a request can be fetched if `computed` of its tokens are cached.
+    /// Returns how much of a request can be fetched if `computed` of its tokens are cached.
     pub fn matched(&mut self, request: &Request<'_>, computed: u64) -> Match {
         let found = self.found(request, computed);
         if let Some(found) = self.consumed.admit(request.id, found) {
@@ -480,7 +479,7 @@ impl Scheduler {
             || self.refused.contains(request)
     }
 
-    /// How many tokens at the end of a prompt the consumer computes again.
+    /// Returns the number of tokens at the end of a prompt that the consumer computes again.
     fn recomputed(&self, prompt_tokens: u64) -> u64 {
         let least = self.config.groups.iter().any(|group| group.kind != Kind::Full);
         u64::from(self.config.recomputed_tokens.max(least.into())).min(prompt_tokens)
@@ -539,7 +538,7 @@ impl GroupRule {
         }
     }
 
-    /// How many blocks of a request's table hold tokens after the first `tokens`.
+    /// Returns the number of blocks of a request's table that hold tokens after the first `tokens`.
     fn blocks_from(&self, table: &BlockTable, tokens: u32) -> u64 {
         let from = tokens / self.block_tokens.max(1);
         let left = from.saturating_sub(table.first) as usize;

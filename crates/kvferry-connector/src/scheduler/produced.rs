@@ -29,7 +29,7 @@ pub(super) struct Request {
     named: bool,
     /// Tokens to hand over.
     tokens: u32,
-    /// Complete with these tokens; else with the request's end.
+    /// Set if the handoff is complete with these tokens; else it is with the request's end.
     eager: bool,
     /// The worker halves know the request's current blocks.
     offered: bool,
@@ -47,9 +47,9 @@ pub(super) struct Request {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     Open,
-    /// The worker halves were told, before its end, that it is not handed over.
+    /// The worker halves were informed, before the request's end, that it is not handed over.
     Withdrawn,
-    /// It has ended, and its blocks are kept until all ranks report it sent.
+    /// The request has ended, and its blocks are kept until all ranks report it sent.
     Held,
 }
 
@@ -363,7 +363,7 @@ impl Request {
         })
     }
 
-    /// Why a request with this end is not handed over; `None` if it is.
+    /// Returns the reason why a request with this end is not handed over; `None` if it is.
     fn verdict(
         &self,
         how: FinishReason,

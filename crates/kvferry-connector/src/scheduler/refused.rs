@@ -7,7 +7,7 @@ use crate::prompt::Unidentified;
 use rustc_hash::FxHashSet;
 use serde::{Deserialize, Serialize};
 
-/// Why a request gets no handoff. It is computed as if it had no parameters.
+/// The reason why a request gets no handoff. It is computed as if it had no parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -24,13 +24,14 @@ pub enum Refused {
     Duplicate,
     /// The request's producer is not among those that this engine accepts.
     ForbiddenProducer,
-    /// The engine's adapter failed with it.
+    /// The engine's adapter failed with the request.
     Internal,
     /// Too many requests wait for producers that have not answered.
     Busy,
     /// The request's prompt may grow after it was computed, as in a session.
     Resumable,
-    /// It asks for the logprobs of its prompt, of which this engine would leave out the last tokens.
+    /// The request asks for the logprobs of its prompt, of which this engine would leave out the
+    /// last tokens.
     PromptLogprobs,
     /// The engine's weights may have changed, and have no name that the other side could compare.
     ChangedWeights,

@@ -1,4 +1,4 @@
-//! What a scheduler half has decided, and how it ended, since the last look.
+//! Counts of what a scheduler half has decided, and of how it ended, in an interval.
 
 use kvferry_proto::WireCode;
 use serde::{Deserialize, Serialize};

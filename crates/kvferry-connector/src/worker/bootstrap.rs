@@ -11,7 +11,7 @@ use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-/// How long a query takes at most, not counting the lookup of the host's name.
+/// Longest time of a query, not counting the lookup of the host's name.
 const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The longest answer, in bytes.

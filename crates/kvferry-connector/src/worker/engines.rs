@@ -11,8 +11,8 @@ use std::time::Duration;
 /// Engines that are kept at most. The least recently used one is dropped first.
 const ENGINES_MAX: usize = 1024;
 
-/// How long after an engine was learned a request for another one at its address fails without a handshake:
-/// a client can make ids up, and an engine does not restart sooner.
+/// Time after an engine was learned for which a request for another one at its address fails
+/// without a handshake: a client can make ids up, and an engine does not restart sooner.
 pub(super) const FRESH: Duration = Duration::from_secs(1);
 
 /// Engines by the address under which requests name them.

@@ -230,8 +230,8 @@ impl Worker {
         }
     }
 
-    /// All layers of the step were launched; `computed` tells when they are done, `None` if they are.
-    /// Once per step.
+    /// Reports that all layers of the step were launched, once per step. `computed` is the event of their completion;
+    /// `None` if they are complete.
     pub fn step_computed(&self, computed: Option<Box<dyn ComputeEvent>>) {
         if self.is_forked() {
             return;

@@ -22,8 +22,8 @@ use std::time::Duration;
 /// from yet take half of the places at most.
 pub(super) const LOOKUPS_MAX: usize = 32;
 
-/// How long actions wait for a lookup. Then they fail and its place is free; its thread may still wait
-/// for the name service, which can't be cancelled.
+/// Longest wait of actions for a lookup. Then they fail and the lookup's place is free; its thread may still wait for
+/// the name service, which can't be cancelled.
 pub(super) const LOOKUP_LIMIT: Duration = Duration::from_secs(5);
 
 /// Threads of lookups at most, those included that have lost their place. Half of them are shared out
@@ -58,7 +58,7 @@ pub(super) struct Names {
     known: FxHashMap<String, FoundBefore<Peer>>,
     /// The answers of bootstrap servers.
     answers: FxHashMap<ProducerAddress, Answer>,
-    /// By the address of the engine that it is for. Each has a thread.
+    /// Lookups by the address of the engine that they are for. Each has a thread.
     lookups: FxHashMap<ProducerAddress, Lookup>,
     /// Addresses and bootstrap servers that a handoff has come from, with the time of its last use.
     proven: FxHashMap<ProducerAddress, u64>,

@@ -9,7 +9,7 @@ use std::ops::Range;
 /// The last piece of a prompt is halved until it is this part of the prompt: one 64th.
 const LAST_PART: u64 = 64;
 
-/// Where the pieces of a step's layers end. The end of the step ends the last one.
+/// Division of a step's layers into pieces. The end of the step ends the last one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Pieces {
     layers: u32,
@@ -20,7 +20,7 @@ pub(super) struct Pieces {
 }
 
 impl Pieces {
-    /// For a step that computes all `layers`, at least 1, of a `chunk` of a prompt of so many `tokens`.
+    /// Divides a step that computes all `layers`, at least 1, of a `chunk` of a prompt of so many `tokens`.
     /// `token_bytes` are those of a token in all layers.
     pub(super) fn new(
         announce: Announce,

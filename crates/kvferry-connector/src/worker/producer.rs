@@ -120,7 +120,7 @@ impl Inner {
 }
 
 impl State {
-    /// What the current step computes of requests that are handed over; none if nothing.
+    /// The parts of the current step that are handed over; `None` if there are none.
     pub(super) fn step(&mut self) -> Option<Arc<[Part]>> {
         if self.step.is_none() && !self.parts.is_empty() {
             self.step = Some(std::mem::take(&mut self.parts).into());

@@ -20,12 +20,12 @@ const LOOKAHEAD: u32 = 64;
 #[derive(Debug)]
 pub(super) struct Memory {
     pub(super) layout: Layout,
-    /// Of a token in all layers, at most. States are not counted: they are read at the end.
+    /// Bytes of a token in all layers, at most. States are not counted: they are read at the end.
     pub(super) token_bytes: u64,
     regions: FxHashMap<RegionId, Region>,
 }
 
-/// One incarnation of a producing engine, with what all handoffs from it share.
+/// One incarnation of a producing engine, with the state that all handoffs from it share.
 #[derive(Debug)]
 pub(super) struct ProducerEngine {
     pub(super) id: EngineId,

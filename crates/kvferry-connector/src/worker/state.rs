@@ -58,9 +58,9 @@ pub(super) struct State {
     /// Actions that [`super::Worker::apply`] received for the next [`super::Worker::fetch`].
     pub(super) requested: Vec<Action>,
     pub(super) cancels: Vec<Cancel>,
-    /// What is done when the rank calls its observer next, in this order.
+    /// Actions that are done when the rank calls its observer next, in this order.
     pub(super) pending: Vec<PendingAction>,
-    /// What the current step computes: `parts` until the engine reports its first layer.
+    /// Parts that the current step computes: `parts` until the engine reports its first layer, then `step`.
     pub(super) parts: Vec<Part>,
     pub(super) step: Option<Arc<[Part]>>,
     /// The ways in which the parts of the current step are announced, without duplicates.
@@ -71,7 +71,8 @@ pub(super) struct State {
     pub(super) fetched: Vec<RequestOutcome>,
     pub(super) lost: Vec<RequestOutcome>,
     pub(super) closed: bool,
-    /// By the number of a code: until when failures with it are not logged, and how many were not.
+    /// Logging of failures by the number of their code: the time until which they are not logged, and how many were
+    /// not.
     failures_logged: FxHashMap<u16, (Timestamp, u64)>,
 }
 
@@ -90,7 +91,7 @@ pub(super) struct FetchedFor {
     pub(super) address: ProducerAddress,
     /// The bootstrap server that named the engine.
     pub(super) bootstrap: Option<ProducerAddress>,
-    /// Why the scheduler half has cancelled it. It may have succeeded by then.
+    /// The reason why the scheduler half has cancelled it. It may have succeeded by then.
     pub(super) cancelled: Option<Failure>,
 }
 
@@ -193,10 +194,9 @@ impl State {
         }
     }
 
-    /// As [`State::doubt_names`], after a failure by which the engine may have moved. A cancelled request,
-    /// which costs a client nothing, is none: each would have the names of a producer that works looked
-    /// up again. For the same reason a request that means another engine than the one that is found is
-    /// not passed on to here.
+    /// Does what [`State::doubt_names`] does, after a failure by which the engine may have moved. A cancelled request,
+    /// which costs a client nothing, is none: each would have the names of a producer that works looked up again. For
+    /// the same reason a request that means another engine than the one that is found is not passed on to here.
     pub(super) fn doubt_names_after(&mut self, code: WireCode, address: &str) {
         let may_have_moved = match code {
             WireCode::Closed

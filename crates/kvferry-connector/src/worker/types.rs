@@ -12,8 +12,8 @@ use thiserror::Error;
 /// Granularity at which a producer's worker half announces that KV is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Announce {
-    /// While prefill computes. The last piece of a prompt is halved until it is a 64th of the prompt: all
-    /// earlier ones are read before the prompt has been computed. Each piece costs a control message.
+    /// While prefill computes, in pieces of layers. The last piece of a prompt is halved until it is a 64th of the
+    /// prompt: all earlier ones are read before the prompt has been computed. Each piece costs a control message.
     Layers {
         /// Pieces of layers, at least 1, of the first chunk and of the last two. Others are whole.
         pieces: u32,
@@ -22,7 +22,7 @@ pub enum Announce {
     },
     /// Announces after each chunk of a prefill.
     Chunks,
-    /// Once, when all is ready.
+    /// Announces once, when all is ready.
     End,
 }
 
@@ -38,7 +38,8 @@ impl Announce {
 pub struct WorkerConfig {
     /// The number of this rank in its engine, from 0.
     pub rank: usize,
-    /// What the engine computes with. Engines of different models refuse each other. Empty if unknown.
+    /// Settings that determine what the engine computes. Engines of different models refuse each other. Empty if
+    /// unknown.
     pub model: Model,
     /// Granularity at which a prefill is announced.
     pub announce: Announce,

@@ -19,8 +19,8 @@ use std::sync::Arc;
 
 /// Bytes of one staging buffer for device memory.
 const STAGE_BYTES: u64 = 512 * 1024;
-/// How many of a batch's last regions are compared with a new piece's: about as many as a model has
-/// layers.
+/// Number of a batch's last regions that are compared with a new piece's: about as many as a model
+/// has layers.
 const LOOK_BACK: usize = 128;
 /// Staging buffers that one cursor uses at the same time, at most.
 const STAGES: usize = 4;

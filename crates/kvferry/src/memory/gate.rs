@@ -43,7 +43,7 @@ impl Touches {
         }
     }
 
-    /// As a word of shared memory. Region ids have 32 bits and are never zero, which leaves 0 and
+    /// Encodes the value as a word of shared memory. Region ids have 32 bits and are never zero, which leaves 0 and
     /// `u64::MAX`.
     pub(crate) fn to_word(self) -> u64 {
         match self {
@@ -59,7 +59,7 @@ impl Touches {
     }
 }
 
-/// One copier's gate: odd while inside, with a bit that shuts it permanently.
+/// The gate of one copier: odd while inside, with a bit that shuts it permanently.
 #[derive(Debug, Default)]
 pub(crate) struct Gate {
     state: AtomicU64,

@@ -91,8 +91,8 @@ impl Region {
         Ok(held.0.span(offset, len).crc64(before))
     }
 
-    /// As [`Region::copy_from`]; returns the CRC as [`Region::crc64`] of the bytes that were copied. If the ranges
-    /// overlap, the copy has unspecified bytes.
+    /// Copies as [`Region::copy_from`] does; returns the CRC, as [`Region::crc64`], of the bytes that were copied. If
+    /// the ranges overlap, the copy has unspecified bytes.
     ///
     /// # Errors
     /// As [`Region::copy_from`].

@@ -30,11 +30,11 @@ const READ: usize = 16 * 1024;
 const READ_PER_CALL: usize = 4 * READ;
 /// Events handled in one call. Some call the user's code.
 const EVENTS_PER_CALL: usize = 64;
-/// How long one call handles events. The event that is being handled when the time ends is the last one.
-/// Some events cost a millisecond, such as long announcements. While 100 sessions have such events, the
-/// heartbeats of the others are 0.2 s late, less than the half second between two of them by default.
+/// Longest time for which one call handles events. The event that is being handled when the time ends is the last one.
+/// Some events cost a millisecond, such as long announcements. While 100 sessions have such events, the heartbeats of
+/// the others are 0.2 s late, less than the half second between two of them by default.
 const EVENTS_TIME: Duration = Duration::from_millis(2);
-/// How often a revoke whose streams are not quiet yet is checked again.
+/// Interval at which a revoke whose streams are not quiet yet is checked.
 const REVOKE_CHECK: Duration = Duration::from_millis(1);
 
 /// Called exactly once, when the handshake has ended.
@@ -68,9 +68,9 @@ impl Budget {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Events {
     None,
-    /// More than one call handles.
+    /// More events are left than one call handles.
     Left,
-    /// The session's end was the last one.
+    /// The session has ended, and no event is left.
     Over,
 }
 

@@ -16,7 +16,7 @@ use kvferry_sys::socket::Socket;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 
-/// How often opening is tried again if the peer has no place for another connection.
+/// Number of further attempts to open a lane if the peer has no place for another connection.
 const BUSY_RETRIES: u32 = 8;
 
 /// Opens one lane. The link gets the lane or the error.

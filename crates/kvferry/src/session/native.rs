@@ -56,7 +56,7 @@ pub(crate) enum Wrote {
     Lost,
 }
 
-/// The way to the peer.
+/// The control connection to the peer, and the frames that wait for it.
 #[derive(Default)]
 struct Wire {
     /// The control connection; `None` when the session is over.
@@ -64,7 +64,7 @@ struct Wire {
     /// Frames of which `at` bytes were written.
     out: Vec<u8>,
     at: usize,
-    /// Bytes of requests of this side among them.
+    /// Bytes of this side's requests in `out`.
     asked: usize,
 }
 
@@ -76,7 +76,7 @@ pub(crate) struct Native {
     /// A reference to this value, for handlers that open lanes.
     this: Weak<Self>,
     session: Mutex<Session>,
-    /// A thread writes the session's frames, also those that others queue meanwhile.
+    /// Set while a thread writes the session's frames, including those that other threads queue meanwhile.
     writing: AtomicBool,
     wire: Mutex<Wire>,
     /// The token of the control connection's handler, on the control thread.

@@ -23,7 +23,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::time::Duration;
 
-/// How long an address may take to answer before the next one is tried as well.
+/// Time after which the next address is tried as well if an address has not answered.
 const STAGGER: Duration = Duration::from_millis(250);
 
 /// The longest first back-off; each further back-off is twice as long.
@@ -32,7 +32,7 @@ const BACKOFF: Duration = Duration::from_millis(20);
 /// The longest back-off.
 const BACKOFF_MAX: Duration = Duration::from_millis(320);
 
-/// How often an attempt is made again if the peer closes the connection without an answer.
+/// Number of further attempts if the peer closes the connection without an answer.
 pub(super) const LOST_MAX: u32 = 3;
 
 /// The shortest time between two background probes of a silent peer.
@@ -90,7 +90,7 @@ pub(super) struct Search<W> {
     waiting: Vec<W>,
     /// Callers that wait for a silent peer until a time of their own.
     patient: Vec<(Timestamp, W)>,
-    /// Oldest first.
+    /// Attempts that run, oldest first.
     running: VecDeque<Attempt>,
     dropped: Vec<u64>,
     /// Addresses to try, the first of them at `next_at`.
@@ -106,7 +106,7 @@ pub(super) struct Search<W> {
     failure: Option<Error>,
     /// An error that ends the search.
     verdict: Option<Error>,
-    /// Attempts wait for [`Search::release`].
+    /// Set while attempts wait for [`Search::release`].
     is_held: bool,
     silence: Option<Silence>,
 }

@@ -48,7 +48,7 @@ pub(crate) enum Progress {
     Done,
 }
 
-/// One share of a transfer, driven by the caller's thread or by an I/O thread.
+/// A share of a transfer, driven by the caller's thread or by an I/O thread.
 pub(crate) trait Drive: Send {
     /// The descriptor that [`Progress::Wait`] waits for; it never changes.
     fn fd(&self) -> Option<BorrowedFd<'_>> {
@@ -75,14 +75,14 @@ fn lanes_wanted(job: &Job) -> usize {
     shares(&job.core, by_size, job.core.sizing.stripe_default, job.streams)
 }
 
-/// How many lanes a batch should use: as many as the caller asked for, else as many as its size
-/// justifies, up to `default`.
+/// Returns the number of lanes that a batch should use: as many as the caller asked for, else as
+/// many as its size justifies, up to `default`.
 pub(crate) fn shares(core: &Core, by_size: u64, default: usize, wished: Option<usize>) -> usize {
     let by_default = usize::try_from(by_size).unwrap_or(usize::MAX).min(default);
     wished.unwrap_or(by_default).clamp(1, core.sizing.streams_per_peer)
 }
 
-/// When a share gives its lane to waiting transfers: not before its first frame.
+/// Decides before which frame a share gives its lane to waiting transfers: never before its first.
 #[derive(Debug, Default)]
 pub(crate) struct Yielding {
     has_begun: bool,

@@ -37,7 +37,7 @@ pub(crate) const SMALL_BYTES: u64 = 256 * 1024;
 /// Bytes that a lane keeps allocated for the head of its next request.
 const HEAD_KEPT: usize = 256 * 1024;
 
-/// One connection that data moves on, used by one transfer at a time.
+/// A connection that data moves on, used by one transfer at a time.
 #[derive(Debug)]
 pub(crate) struct Lane {
     pub(crate) id: StreamId,
@@ -198,7 +198,7 @@ struct Pool {
     permits_taken: usize,
 }
 
-/// How many lanes the link should open now; the pool already counts them as opening.
+/// Number of lanes that the link should open; the pool already counts them as opening.
 #[must_use]
 pub(crate) struct Open(pub(crate) usize);
 
@@ -341,7 +341,7 @@ impl Lanes {
         withdrawn.is_some()
     }
 
-    /// At most `more` idle lanes, for a transfer that has a lane already.
+    /// Takes at most `more` idle lanes for a transfer that has a lane already.
     pub(crate) fn acquire_idle(&self, more: usize) -> (Vec<Arc<Lane>>, Open) {
         let mut pool = lock(&self.pool);
         if !pool.waiters.is_empty() || self.end.get().is_some() {

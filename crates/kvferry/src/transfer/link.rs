@@ -100,7 +100,7 @@ pub(crate) trait Backend: Send + Sync {
     /// Tells the peer that the session ends, for the reason in `code`.
     fn close(&self, _code: WireCode) {}
 
-    /// Why the session is over or ending, if the link has not ended yet.
+    /// The error with which the session ends or has ended, if the link has not ended yet.
     fn closing(&self, _link: &Link) -> Option<Error> {
         None
     }
@@ -182,7 +182,7 @@ pub(crate) trait Route: Send + Sync {
     /// Starts a job on I/O threads; returns at once.
     fn submit(&self, link: &Arc<Link>, job: &Arc<Job>) -> Offered;
 
-    /// Why the peer is gone, if the route has evidence of that. Called when no route took a batch.
+    /// The error of a peer that is gone, if the route has evidence of that. Called when no route took a batch.
     fn peer_loss(&self, _link: &Arc<Link>) -> Option<Error> {
         None
     }
@@ -198,7 +198,7 @@ pub(crate) struct Link {
     pub(crate) address: String,
     pub(crate) peer_addr: SocketAddr,
     backend: Arc<dyn Backend>,
-    /// Fastest first.
+    /// Routes to the peer, fastest first.
     routes: RwLock<SmallVec<[Arc<dyn Route>; 2]>>,
     /// The reason why there is no faster route.
     obstacle: OnceLock<String>,
@@ -206,13 +206,13 @@ pub(crate) struct Link {
     pub(crate) messages: MessageQueue,
     /// Transfers of this side and requests of the peer that are in progress.
     in_flight: AtomicUsize,
-    /// How much this side waits for that only the peer's messages can bring.
+    /// Number of waits of this side that only the peer's messages can end.
     watches: AtomicUsize,
     /// Processes that copy directly, out of this process's sight. See [`Copying`].
     copying: AtomicUsize,
-    /// The control thread has been woken since the link was last idle for a heartbeat interval.
+    /// Set when the control thread has been woken since the link was last idle for a heartbeat interval.
     watched: AtomicBool,
-    /// When something was in progress last, on the agent's clock; valid while `watched` is not set.
+    /// Time at which something was in progress last, on the agent's clock; valid while `watched` is not set.
     used_ns: AtomicU64,
 }
 
@@ -300,7 +300,7 @@ impl Link {
         self.backend.flush(self);
     }
 
-    /// Why the session is over or ending, if the link has not ended yet.
+    /// The error with which the session ends or has ended, even if the link has not ended yet.
     pub(crate) fn session_end(&self) -> Option<Error> {
         self.end().cloned().or_else(|| self.backend.closing(self))
     }
@@ -353,7 +353,7 @@ impl Link {
         let _ = self.obstacle.set(obstacle);
     }
 
-    /// Why not every byte takes the fastest route; `None` if the session had no choice.
+    /// The reason why not every byte takes the fastest route; `None` if the session had no choice.
     pub(crate) fn obstacle(&self) -> Option<String> {
         self.obstacle.get().cloned().or_else(|| {
             read(&self.routes).iter().find_map(|route| route.obstacle().map(str::to_owned))
@@ -432,8 +432,8 @@ impl Link {
         self.watch();
     }
 
-    /// This side waits for a message of the peer, until [`Link::end_watch`]. Runs the heartbeat as [`Link::begin`]
-    /// does. A peer can have this side wait for it, so a watch does not count as use of the session.
+    /// Begins a wait of this side for a message of the peer, which ends with [`Link::end_watch`]. Runs the heartbeat as
+    /// [`Link::begin`] does. A peer can have this side wait for it, so a watch does not count as use of the session.
     pub(crate) fn begin_watch(&self) {
         self.watches.fetch_add(1, Ordering::SeqCst);
         self.watch();

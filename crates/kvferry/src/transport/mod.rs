@@ -210,7 +210,7 @@ impl Services {
         self.foreign.iter().find_map(|service| service.dialer())
     }
 
-    /// Why sessions do not use the fastest transport although both ends may have it.
+    /// The reason why sessions do not use the fastest transport although both ends may have it.
     pub(crate) fn obstacle(&self) -> Option<String> {
         let fastest = TABLE.iter().rfind(|transport| transport.is_native())?.kind();
         (!self.allow(fastest)).then(|| format!("this agent does not allow {fastest}"))

@@ -52,7 +52,7 @@ impl FileEngine {
     }
 }
 
-/// One read or write of a contiguous range. Holds all that it needs.
+/// A read or write of a contiguous range. Holds all that it needs.
 pub(super) struct Operation {
     pub(super) way: Way,
     pub(super) file: Arc<File>,
@@ -82,7 +82,7 @@ pub(super) trait Queue: Send {
     /// Adds an operation; the caller has looked whether the queue is full.
     fn push(&mut self, operation: Operation);
 
-    /// Starts what was pushed.
+    /// Starts the operations that were pushed.
     fn submit(&mut self) -> io::Result<()>;
 
     /// Whether everything that was submitted was taken; else [`Queue::submit`] has to be called again.

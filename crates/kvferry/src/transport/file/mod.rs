@@ -106,7 +106,7 @@ impl Service for Storage {
     }
 }
 
-/// Behind files there is no peer, so nothing can be asked of it.
+/// The backend of the link to files, which have no peer that could be asked.
 struct NoPeer;
 
 impl Backend for NoPeer {

@@ -20,7 +20,8 @@ use std::time::{Duration, Instant};
 const LANE_MAX: usize = 16;
 /// File systems that may take as many threads as they can at the same time.
 const LANES_BUSY_MAX: usize = 8;
-/// How long a pool that ends waits for its threads. A thread whose device does not answer ends later.
+/// Longest wait of a pool that ends for its threads. A thread whose device does not answer ends
+/// later.
 const JOIN_MAX: Duration = Duration::from_secs(1);
 
 /// Threads that are started as operations come, and sleep in between.

@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 /// Whether a file is read and written past the page cache (`O_DIRECT`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum DirectIo {
-    /// Where the file system has it and a range's offset, length and memory are aligned; the other
-    /// ranges, and the ends of a range, go through the page cache.
+    /// Used where the file system has it and a range's offset, length and memory are aligned; the other ranges, and the
+    /// ends of a range, go through the page cache.
     #[default]
     Auto,
     /// Never.
@@ -65,7 +65,7 @@ impl FileOptions {
         Self { direct, ..self }
     }
 
-    /// What [`FileRegion::path`] and errors call a file that is given as a descriptor. A file that is opened by its
+    /// Name of a file that is given as a descriptor, in [`FileRegion::path`] and errors. A file that is opened by its
     /// path has that name.
     #[must_use]
     pub fn name(self, name: impl Into<PathBuf>) -> Self {

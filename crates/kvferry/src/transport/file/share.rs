@@ -30,12 +30,12 @@ const IN_FLIGHT_BYTES_MAX: usize = 32 << 20;
 /// other. Few enough that sorting delays nothing. Reads through the page cache are not sorted: the kernel
 /// would take them for a sequential reader, and read ahead instead of reading several blocks at once.
 const SORTED_PAIRS: usize = 4096;
-/// How long a stopped transfer whose deadline has passed waits for the device.
+/// Longest wait of a stopped transfer, whose deadline has passed, for the device.
 const DEVICE_GRACE: Duration = Duration::from_millis(20);
-/// How often a caller's thread that waits for the device looks whether the agent was shut down: nothing
-/// wakes it then.
+/// Interval at which a caller's thread that waits for the device checks whether the agent was shut down: nothing wakes
+/// it then.
 const CLOSED_CHECK: Duration = Duration::from_millis(100);
-/// When operations that the kernel did not take are given to it again.
+/// Time after which operations that the kernel did not take are submitted again.
 const RESUBMIT_AFTER: Duration = Duration::from_millis(10);
 
 /// The file regions of a batch.
@@ -127,7 +127,7 @@ pub(super) struct FileShare {
     is_callers: bool,
     /// Kept until the share is dropped: the descriptor that its driver waits for.
     queue: Option<Leased>,
-    /// All frames, once the share has begun; they are complete when the last operation is.
+    /// The transfer's frames, once the share has begun; they are complete when the last operation is.
     frames: Vec<Frame>,
     order: Order,
     /// The next byte without an operation: its pair, and the bytes of the pair before it.

@@ -39,8 +39,8 @@ const NOT_THE_PEER: &str = "the process that listens on the peer's local name is
 /// trip: tens of microseconds within a host.
 const ROUNDS: u32 = 32;
 
-/// How long the peer's local socket may stay silent before the first of these requests. The peer answers
-/// sooner, unless its host is busy, and its first transfer does not wait for requests.
+/// Silence of the peer's local socket after which the first of these requests is sent. The peer
+/// answers sooner, unless its host is busy, and its first transfer does not wait for requests.
 const ROUNDS_AFTER: Duration = Duration::from_millis(10);
 
 /// Attaches to the peer of a newly established session, if it is on this host.

@@ -251,7 +251,8 @@ impl Walk<'_> {
         self.targets.ranges[at.piece]
     }
 
-    /// One for each span: spans end where pairs do, and only the first begins within one.
+    /// Returns the remote range of each span: spans end where pairs do, and only the first begins
+    /// within one.
     fn ranges(&self) -> impl Iterator<Item = At> {
         let first = self.at;
         self.targets.ranges[first.piece..].iter().enumerate().map(move |(i, range)| {

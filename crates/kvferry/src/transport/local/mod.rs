@@ -60,7 +60,7 @@ const PACKETS_PER_CALL: usize = 64;
 
 const ENDED: &str = "the peer's process is gone, or runs another program";
 
-/// How often the connection to the peer is checked while bytes are copied.
+/// Interval at which the connection to the peer is checked while bytes are copied.
 const CHECK_EVERY: Duration = Duration::from_millis(1);
 
 /// The abstract name that an agent listens at.
@@ -148,7 +148,7 @@ struct LocalPeer {
 }
 
 impl LocalPeer {
-    /// Why the kernel does not permit copies by pid, if it does not.
+    /// The reason why the kernel does not permit copies by pid, if it does not.
     pub(crate) fn obstacle(&self) -> Option<&str> {
         self.vm.as_ref().err().map(String::as_str)
     }
@@ -182,7 +182,7 @@ impl LocalPeer {
         Ok(())
     }
 
-    /// Why a peer that is gone left: it may have sent a goodbye.
+    /// The error of a peer that is gone: its goodbye, or else a reset.
     fn loss(&self, how: String) -> Error {
         self.farewell().unwrap_or_else(|| Error::new(ErrorKind::PeerReset, how))
     }

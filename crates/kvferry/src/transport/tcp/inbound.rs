@@ -41,10 +41,10 @@ pub(crate) struct InboundStream {
     /// The allocation for the next request's pieces; empty between requests.
     pieces: Arc<Pieces>,
     wake: Option<Wake>,
-    /// The link counts a request in progress.
+    /// Set while the link counts a request in progress.
     busy: bool,
-    /// When the reactor calls again to see whether the peer left its request unfinished. It is left
-    /// as it is while requests move on, and so set once per silence limit at most.
+    /// Time at which the reactor calls again to see whether the peer left its request unfinished.
+    /// It is left as it is while requests move on, and so set once per silence limit at most.
     stall_check: Option<Timestamp>,
     /// Memory of heads and pieces.
     account: Account,
