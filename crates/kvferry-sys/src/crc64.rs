@@ -124,7 +124,7 @@ mod folding {
         }
     }
 
-    /// Any address is aligned for it.
+    /// Vector that may lie at any address.
     #[derive(Clone, Copy)]
     #[repr(C, packed)]
     struct Unaligned(__m512i);
@@ -180,7 +180,7 @@ mod folding {
         bytes
     }
 
-    /// `bytes` moved over as many bytes as `factors` says, and those that are there.
+    /// Returns `bytes` moved by the distance of `factors`, added to `there`.
     #[inline]
     #[target_feature(enable = "avx512f,vpclmulqdq")]
     fn moved(bytes: __m512i, factors: __m512i, there: __m512i) -> __m512i {
@@ -198,7 +198,7 @@ mod folding {
     pub(super) const STEP: usize = 64;
     pub(super) const LEN_MIN: usize = STEP;
 
-    /// There is none.
+    /// The type without values: other processors have no folder.
     #[derive(Clone, Copy, Debug)]
     pub(super) enum Folder {}
 

@@ -50,7 +50,7 @@ pub enum Way {
 pub struct Range<'a> {
     /// The registrations of the memory that the range is a part of.
     pub pins: &'a Pins,
-    /// The range among those of `pins`.
+    /// Number of the range among those of `pins`.
     pub number: u64,
     /// Valid until `pins` is closed.
     pub span: HostSpan,

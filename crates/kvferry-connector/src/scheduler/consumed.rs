@@ -51,7 +51,7 @@ enum Stage {
     /// The request has no blocks yet.
     Open,
     Fetching {
-        /// The worker halves were told to end the fetch.
+        /// Set once the worker halves have been asked to end the fetch.
         cancelled: bool,
     },
     /// The request was fetched, or is computed.

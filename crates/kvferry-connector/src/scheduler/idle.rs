@@ -42,7 +42,7 @@ pub(super) struct HeldBlocks {
     all: BlockCounts,
     /// Blocks of the requests in `by_age`.
     unclaimed: BlockCounts,
-    /// Requests that the worker halves were not told to give up, oldest first.
+    /// Requests that the worker halves have not been asked to give up, oldest first.
     by_age: BTreeMap<u64, String>,
     ages: u64,
 }
@@ -83,7 +83,7 @@ impl HeldBlocks {
         is_over.then_some(oldest)
     }
 
-    /// The worker halves give the request up if no consumer has asked for it.
+    /// Records that the worker halves give the request up if no consumer has asked for it.
     pub(super) fn given_up(&mut self, held: &mut HeldFor) {
         if let Some(age) = held.age.take() {
             self.by_age.remove(&age);

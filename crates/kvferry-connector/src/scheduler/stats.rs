@@ -20,7 +20,7 @@ pub struct Stats {
     pub freed: u64,
     /// Producer's requests that have ended and were handed over.
     pub offered: u64,
-    /// Tokens of those.
+    /// Tokens of the requests in `offered`.
     pub offered_tokens: u64,
     /// Producer's requests that were withdrawn, by code.
     pub withdrawn: BTreeMap<String, u64>,

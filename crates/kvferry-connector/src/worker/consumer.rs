@@ -341,7 +341,7 @@ impl Inner {
         }
     }
 
-    /// An action failed before the rank began it, perhaps because the engine has moved.
+    /// Refuses an action that failed before the rank began it, perhaps because the engine has moved.
     fn fail(&self, state: &mut State, action: Action, failure: &Failure) {
         if !matches!(action, Action::Free(_)) {
             state.doubt_names_after(failure.code, action.address().as_str());
@@ -467,7 +467,7 @@ impl Inner {
     }
 }
 
-/// Another engine than the one that a request means is at its address.
+/// The failure of a request whose address leads to another engine than the one it means.
 fn restarted() -> Failure {
     failure(WireCode::StaleIncarnation, "the producing engine was restarted".to_owned())
 }

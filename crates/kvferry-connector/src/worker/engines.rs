@@ -57,7 +57,7 @@ impl Engines {
         self.known.get(address).map(|known| known.engine.id)
     }
 
-    /// The engine that a handshake found, if it is known, under any address.
+    /// The engine that a handshake found, if it is known under any address.
     pub(super) fn of(&self, rank: usize, pairing: &Pairing) -> Option<Arc<ProducerEngine>> {
         let mut engines = self.known.values().map(|known| &known.engine);
         engines.find(|engine| engine.is_of(rank, pairing)).map(Arc::clone)

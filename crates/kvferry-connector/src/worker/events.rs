@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
 /// An announcement that waits for an event.
 pub(super) enum Job {
-    /// Layers of a step, after those that a piece ended with last.
+    /// Layers of a step, after those with which the last piece ended.
     Layers(Arc<[Part]>, Range<u32>),
     Step(Arc<[Part]>),
     /// The end of a request, with its side data.

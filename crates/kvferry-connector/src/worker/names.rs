@@ -96,7 +96,7 @@ struct Answer {
     engines: bootstrap::Engines,
     answered: Timestamp,
     in_doubt: bool,
-    /// Ids that it was asked for.
+    /// Ids for which the server was asked.
     asked: VecDeque<EngineId>,
     used: u64,
 }

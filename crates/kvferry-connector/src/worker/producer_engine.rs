@@ -41,13 +41,13 @@ struct ProducerRank {
     /// The rank's encoded metadata, from which the maps were made.
     card: Box<[u8]>,
     share: Share,
-    /// Maps everything but states.
+    /// Map of everything but states.
     map: Arc<Map>,
     /// Maps states. They are valid only at the end: until then the producer changes them in place.
     states: Arc<Map>,
     layers: u32,
     groups: u32,
-    /// Tokens of a block of the group with the smallest ones.
+    /// Tokens per block of the group with the smallest blocks.
     block_tokens: u32,
     regions: FxHashMap<RegionId, RemoteRegion>,
 }

@@ -122,7 +122,7 @@ impl ProducedRequest {
         }
     }
 
-    /// Nothing of it can be fetched any more.
+    /// Withdraws the request: nothing of it can be fetched after this.
     pub(super) fn withdraw(&self, rank: &Rank, code: WireCode, detail: &str) {
         let mut inner = self.lock();
         inner.attempt += 1;
@@ -131,7 +131,7 @@ impl ProducedRequest {
         }
     }
 
-    /// Withdraws it if no consumer has asked for it.
+    /// Withdraws the request if no consumer has asked for it.
     pub(super) fn reclaim(&self, rank: &Rank) {
         let inner = self.lock();
         if inner.offered && inner.ended.is_none() {
@@ -157,7 +157,7 @@ impl ProducedRequest {
         inner.complete(rank, side_data);
     }
 
-    /// Has its end reported from now on. True if it has ended already.
+    /// Holds the request, so that its end is reported. True if it has ended already.
     pub(super) fn hold(&self, rank: &Rank) -> bool {
         let mut inner = self.lock();
         inner.held = true;
@@ -169,7 +169,7 @@ impl ProducedRequest {
         inner.ended.is_some() || !inner.offered
     }
 
-    /// Whether its end is reported once it has ended.
+    /// Whether the request's end is reported once it has ended.
     pub(super) fn is_held(&self) -> bool {
         self.lock().held
     }

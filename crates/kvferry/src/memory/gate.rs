@@ -155,7 +155,7 @@ fn back_off(waits: &mut u32) {
     }
 }
 
-/// Waits before a waiting thread sleeps, and looks at the time.
+/// Number of rounds before a waiting thread sleeps and checks the time.
 const SPINS: u32 = 100;
 
 /// A copier that was inside its gate, and may still be: what it copies to or from hangs, such as a mapped

@@ -242,7 +242,7 @@ pub(super) fn refuse(socket: &Socket, code: WireCode, detail: &str) {
     refuse_with(socket, code, detail, None);
 }
 
-/// `mac` is the proof that the session of a stream refuses it.
+/// Sends a refusal. `mac` is the proof that the session of a stream refuses it.
 fn refuse_with(socket: &Socket, code: WireCode, detail: &str, mac: Option<Vec<u8>>) {
     let refused = Refused { code, detail: detail.to_owned(), aux: 0, mac };
     // The first bytes that we send on this connection fit the socket's buffer.

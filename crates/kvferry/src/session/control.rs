@@ -93,7 +93,7 @@ pub(crate) struct Control {
     active: bool,
     /// Time of the next check whether the heartbeat must still run.
     check_active_at: Option<Timestamp>,
-    /// The session counts in the gauge `sessions`.
+    /// Set while the session counts in the gauge `sessions`.
     counted: bool,
     /// The number of an accepted session, while the peer may add streams to it.
     accepted: Option<SessionId>,
@@ -341,7 +341,7 @@ impl Control {
         self.end(error);
     }
 
-    /// The connection fails before anything is sent on it.
+    /// Ends a connection that fails before anything is sent on it.
     fn never_began(&mut self, error: Error) -> Next {
         self.link.core.counters.handshakes_failed.one();
         self.end(error);

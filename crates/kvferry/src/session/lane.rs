@@ -96,7 +96,7 @@ impl Dial {
         self.fail(error)
     }
 
-    /// The peer accepted the connection and closed it without an answer.
+    /// Tries again after the peer accepted the connection and closed it without an answer.
     fn closed_unanswered(&mut self, e: io::Error, now: Timestamp) -> Next {
         let error = self.lost_error(e);
         self.retry(error, LOST_MAX, now)

@@ -16,7 +16,7 @@ use std::time::Duration;
 /// The defect in the models of the current test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mutant {
-    /// Nothing.
+    /// No defect.
     None,
     /// Sequentially consistent accesses are acquire and release only.
     WeakOrder,

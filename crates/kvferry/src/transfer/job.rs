@@ -128,7 +128,7 @@ pub struct TransferStats {
     pub descriptors: usize,
     /// Lanes or copying threads that moved the bytes.
     pub streams: usize,
-    /// The transport that moved them; `None` for an empty batch.
+    /// The transport that moved the bytes; `None` for an empty batch.
     pub transport: Option<TransportKind>,
 }
 
@@ -174,7 +174,7 @@ pub(crate) struct Job {
     state: Mutex<State>,
     changed: Condvar,
     event: OnceLock<EventFd>,
-    /// Shares must end as soon as they can.
+    /// Set when shares must end as soon as they can.
     stopped: AtomicBool,
 }
 

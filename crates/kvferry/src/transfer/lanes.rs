@@ -109,7 +109,7 @@ struct Waiters {
     /// Transfers that also need a permit.
     large: VecDeque<Waiter>,
     last: u64,
-    /// The transfer that got a lane last passed one that had waited longer.
+    /// Set if the transfer that got a lane last passed one that had waited longer.
     passed: bool,
 }
 

@@ -136,7 +136,7 @@ pub(crate) enum Offered {
     Taken,
     /// The route can't reach the batch's memory, for this reason; another route may.
     Elsewhere(&'static str),
-    /// The peer would refuse it.
+    /// The peer would refuse the batch.
     Refused(Error),
 }
 
@@ -187,7 +187,7 @@ pub(crate) trait Route: Send + Sync {
         None
     }
 
-    /// The link has ended.
+    /// Called when the link has ended.
     fn close(&self, _link: &Link) {}
 }
 

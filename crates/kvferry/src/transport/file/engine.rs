@@ -219,7 +219,7 @@ impl Drop for Leased {
 struct Chosen {
     /// The threads, if io_uring is not used.
     pool: Option<Arc<Pool>>,
-    /// The engine, and why it is not io_uring.
+    /// The engine's name, with the reason if it is not io_uring.
     text: String,
 }
 

@@ -91,7 +91,7 @@ pub(super) struct Target {
     /// Offset in the file.
     pub(super) offset: u64,
     pub(super) len: u64,
-    /// Past the page cache.
+    /// Set for access past the page cache.
     pub(super) is_direct: bool,
 }
 

@@ -52,7 +52,7 @@ struct TargetRegion {
 pub(crate) enum Unreached {
     /// The peer would refuse the pair with this number.
     Refused { code: WireCode, pair: usize },
-    /// Another transport may reach it.
+    /// Another transport may reach the memory.
     Elsewhere,
 }
 

@@ -36,7 +36,7 @@ pub(crate) struct Share {
     /// A notification to send once everything before it is answered.
     notification: Option<Notification>,
     yielding: Yielding,
-    /// The lane ends once no device copies for it.
+    /// Set if the lane ends once no device copies for it.
     dying: bool,
     ended: bool,
 }
@@ -243,7 +243,7 @@ impl Share {
         }
     }
 
-    /// A request has ended.
+    /// Handles the end of a request.
     fn answered(&mut self, outcome: Outcome<Option<Frame>>) -> Step {
         self.sink = None;
         match outcome {
