@@ -1,7 +1,7 @@
 //! Files for one user alone: opened without following a link, made so that no other user may read or write them.
 //!
 //! In a directory that another user may write to, the name of a file may lead elsewhere. What is opened here is the
-//! file of that name itself, or nothing. Whose it is, and who may write to it, its metadata say.
+//! file of that name itself, or nothing. Its metadata give its owner and the users that may write to it.
 
 use crate::retry_on_intr;
 use rustix::fs::{Mode, OFlags};

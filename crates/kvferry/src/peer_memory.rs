@@ -10,7 +10,7 @@
 //! before all is taken, by dynamic thresholds, as the buffers of a switch are shared. A network may hold a half of
 //! what is still free, and a host as much as its network may still get. One host alone gets a fifth of the budget, and all
 //! hosts of one network get a third. Of those that take what they can, each further network gets two thirds of what the one
-//! before got, and each further host of a network two fifths. Hosts are told apart by their addresses ([`Origin`]),
+//! before got, and each further host of a network two fifths. Addresses distinguish hosts ([`Origin`]),
 //! however many connections they open.
 //!
 //! Messages that this side queues for slow peers ([`Memory::Queued`]) take at most a half of the budget, and none of a

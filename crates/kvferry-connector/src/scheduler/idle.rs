@@ -96,7 +96,7 @@ impl HeldBlocks {
         self.all.remove(&held.blocks);
     }
 
-    /// The number of held blocks that the worker halves were not told to give up.
+    /// Number of held blocks that the worker halves have not been asked to give up.
     pub(super) const fn unclaimed(&self) -> usize {
         self.unclaimed.distinct
     }

@@ -349,7 +349,7 @@ impl Inner {
         self.refuse(state, action, failure);
     }
 
-    /// An action failed before the rank began it, for a reason that says nothing about the engine's address.
+    /// Refuses an action that failed before the rank began it, for a reason unrelated to the engine's address.
     fn refuse(&self, state: &mut State, action: Action, failure: &Failure) {
         let Failure { code, detail, addresses } = failure;
         let fetch = match action {

@@ -140,14 +140,14 @@ impl State {
         self.unanswered.insert(transfer, request);
     }
 
-    /// A producer of the handoff has answered: its request is in the next report, unless that says that its
-    /// fetch has ended.
+    /// Records that a producer of the handoff has answered. The next report has its request, unless it reports the end
+    /// of its fetch.
     pub(super) fn answered_by_producer(&mut self, transfer: &HandoffId) {
         self.answered.extend(self.unanswered.remove_entry(transfer));
     }
 
-    /// The handoff was freed, or its fetch has ended, which is all that the next report says of it. Another handoff of
-    /// a request with this id is another matter.
+    /// Forgets the answer to a handoff that was freed, or whose fetch has ended: the next report has only its end.
+    /// Other handoffs of a request with this id are not affected.
     pub(super) fn forget_answer(&mut self, transfer: &HandoffId) {
         self.unanswered.remove(transfer);
         self.answered.remove(transfer);
@@ -232,7 +232,7 @@ impl PendingAction {
 }
 
 impl Action {
-    /// Turns the fetch of a request into a free: its producer is only told that it is not needed.
+    /// Replaces the fetch of a request by a free, which tells the producer that it is not needed.
     pub(super) fn give_up(&mut self, request: &str, code: WireCode) {
         if let Self::Fetch(fetch) = self
             && fetch.request == request

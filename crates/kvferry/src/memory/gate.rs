@@ -127,7 +127,7 @@ impl Gate {
         self.pending.load(Ordering::SeqCst) > 0
     }
 
-    /// Shuts the gate and waits until it is quiet, as those do who look at it from time to time.
+    /// Shuts the gate and waits until it is quiet, as the threads do that check it from time to time.
     #[cfg(test)]
     pub(crate) fn shut_and_wait(&self) {
         self.shut();
