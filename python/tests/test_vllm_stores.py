@@ -17,6 +17,7 @@ import kvferry
 import pytest
 import vllm_stand_in as vllm
 from kvferry import _adapters
+from kvferry._core import Core
 from test_identity import soon
 
 BLOCK, BLOCKS = 4096, 8
@@ -231,6 +232,15 @@ def test_a_reset_of_the_connector_alone_leaves_blocks_of_other_weights(stored: M
     engine.reset(can_reset=False)
     assert engine.lookup(0) == "MISS" and not engine.stores(0)
     engine.reset()
+    assert engine.stores(0)
+
+
+def test_a_store_whose_engine_is_out_of_reach_goes_on_after_a_reset(stored: Made) -> None:
+    """Nothing tells it when vLLM's cache is emptied."""
+    engine = stored()
+    engine.made._core = Core(None)
+    assert engine.stores(0)
+    engine.reset(can_reset=False)
     assert engine.stores(0)
 
 
