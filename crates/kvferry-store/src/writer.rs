@@ -445,8 +445,8 @@ fn begin(core: &Core, segment: u32) -> io::Result<Appender> {
 /// Seals a segment. One that can't be sealed is as good while there is power, and slower to open after a restart.
 /// That is noted for all processes. A segment that could not be synced gets no footer: a device that has failed to write
 /// pages may report the next sync of them as done, and a restart takes what a footer lists for whole. False if its
-/// directory hangs, or a write that was given up is under way in it: it is as it was, and to be sealed later. What is
-/// written late must not land in what another process has put there.
+/// directory hangs, a write that was given up is under way in it, or it can't be unlocked: it is still this process's, and to
+/// be sealed later. What is written late must not land in what another process has put there.
 pub(crate) fn seal(core: &Core, appender: &mut Appender) -> bool {
     let segment = appender.segment();
     if core.disk.is_held(segment) {

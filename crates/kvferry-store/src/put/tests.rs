@@ -161,7 +161,6 @@ fn a_sync_covers_a_block_that_another_process_has_written_while_it_waited_here()
 const HANG_AFTER: Duration = Duration::from_secs(2);
 
 impl Bench {
-    /// Two directories.
     /// Two directories in memory, which answer also while the machine's disk is busy. `None` where they can't be mounted.
     fn two_in_memory(&self) -> Option<([HangingDisk; 2], StoreOptions)> {
         let mount = |name| {
