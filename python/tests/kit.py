@@ -143,8 +143,15 @@ class Child:
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
         if number is signal.SIGSTOP:
-            # The signal takes effect asynchronously.
-            eventually(lambda: Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
+            # The signal takes effect asynchronously, in each thread for itself.
+            eventually(self._is_stopped)
+
+    def _is_stopped(self) -> bool:
+        try:
+            stats = [stat.read_text() for stat in Path(f"/proc/{self.process.pid}/task").glob("*/stat")]
+        except FileNotFoundError:
+            return False  # a thread has ended meanwhile
+        return all(stat.rsplit(")", 1)[1].split()[0] == "T" for stat in stats)
 
     def kill(self) -> None:
         self.process.kill()
