@@ -1130,8 +1130,11 @@ def test_a_mount_point_can_not_be_renamed_so_that_entries_in_it_and_beside_it_ar
     monkeypatch.setattr(_identity, "process_began", lambda: began)
     mounts = tmp_path / "mounts"
     monkeypatch.setattr(_weights, "_MOUNTS", mounts)
-    escaped = str(data).replace(" ", "\\040")
-    mounts.write_text(f"36 35 98:0 / {escaped} rw,noatime shared:1 - ext4 /dev/sda rw\n")
+    # The test's own folder, too: other processes make entries beside it.
+    for mounted in (tmp_path, data):
+        escaped = str(mounted).replace(" ", "\\040")
+        with mounts.open("a") as file:
+            file.write(f"36 35 98:0 / {escaped} rw,noatime shared:1 - ext4 /dev/sda rw\n")
     before = weights(model)
     # A folder beside the mount point, and one in it.
     (tmp_path / "log").mkdir()
