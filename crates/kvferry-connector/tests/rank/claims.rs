@@ -119,7 +119,7 @@ fn a_fetch_goes_on_after_its_session_gave_its_place_to_another_one() {
     let _bound = bounded();
     // However long the next session takes.
     let limits = Limits { reconnect: PATIENCE, ..Limits::default() };
-    let mut d = Node::with("tcp", &limits);
+    let mut d = Node::patient("tcp", &limits);
     let claimant = Claimant::listen(Incarnation(7));
     let pool = d.pool.remote();
     d.fetch(1, 8, &claimant.address, &pool);
@@ -138,7 +138,7 @@ fn a_fetch_goes_on_after_its_session_gave_its_place_to_another_one() {
 fn a_fetch_from_a_peer_that_gives_up_several_sessions_in_a_row_fails() {
     let _bound = bounded();
     let limits = Limits { reconnect: PATIENCE, rendezvous: PATIENCE, ..Limits::default() };
-    let mut d = Node::with("tcp", &limits);
+    let mut d = Node::patient("tcp", &limits);
     let claimant = Claimant::listen(Incarnation(7));
     let pool = d.pool.remote();
     d.fetch(1, 8, &claimant.address, &pool);

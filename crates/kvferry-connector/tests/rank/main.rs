@@ -33,6 +33,8 @@ struct Node {
     pool: Region,
     rank: Rank,
     free: Vec<u32>,
+    /// How long its fetches may take.
+    budget: Duration,
 }
 
 fn id(n: usize) -> HandoffId {
@@ -57,16 +59,25 @@ impl Node {
     }
 
     fn with(transports: &str, limits: &Limits) -> Self {
+        Self::with_silence(transports, limits, SILENCE)
+    }
+
+    /// Its fetches and its peers may take as long as a test.
+    fn patient(transports: &str, limits: &Limits) -> Self {
+        Self { budget: PATIENCE, ..Self::with_silence(transports, limits, PATIENCE) }
+    }
+
+    fn with_silence(transports: &str, limits: &Limits, silence: Duration) -> Self {
         let address = SocketAddr::from(([127, 0, 0, 1], 0));
         let transports = Transports::parse(transports).expect("names");
-        let builder = Agent::builder().transports(transports).silence(SILENCE).listen(address);
+        let builder = Agent::builder().transports(transports).silence(silence).listen(address);
         let agent = builder.start().expect("it starts");
         let len = (LAYERS * BLOCKS) as usize * BYTES;
         let pool = agent.allocate(len, Access::READ).expect("memory");
         let rank = Rank::start(&agent, limits).expect("no other message handler");
         // Scattered, as in an engine that has run for a while.
         let free = (0..BLOCKS).map(|block| block * 97 % BLOCKS).collect();
-        Self { agent, pool, rank, free }
+        Self { agent, pool, rank, free, budget: BUDGET }
     }
 
     fn address(&self) -> String {
@@ -117,7 +128,7 @@ impl Node {
             Ok(batch)
         };
         let source = Source { address: from.parse().expect("an address"), readers: 1 };
-        self.rank.fetch(&id(request), &[source], BUDGET, Box::new(map)).expect("a new name");
+        self.rank.fetch(&id(request), &[source], self.budget, Box::new(map)).expect("a new name");
         blocks
     }
 
