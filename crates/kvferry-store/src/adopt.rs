@@ -64,7 +64,7 @@ impl Adoption {
         &self.empty
     }
 
-    /// How many directories the store has.
+    /// Number of directories that the store has.
     pub fn directories(&self) -> u32 {
         self.arranged.count()
     }

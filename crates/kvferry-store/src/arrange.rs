@@ -38,7 +38,7 @@ pub(crate) struct Arranged {
     pub(crate) superblock: Option<Superblock>,
     /// The version of that superblock.
     pub(crate) format: u32,
-    /// In the order of their numbers.
+    /// The directories, ordered by number.
     pub(crate) directories: Vec<Directory>,
     /// Whether making the store was interrupted.
     pub(crate) is_being_made: bool,
@@ -58,19 +58,19 @@ pub(crate) struct Directory {
 
 #[derive(Debug)]
 pub(crate) enum State {
-    /// Its superblock says what it is.
+    /// The directory has a superblock of this release's format, with an id.
     Marked,
-    /// So it does, in the format of an earlier release, and without an id.
+    /// The directory has a superblock that says which one it is, but of an earlier format, or without an id.
     Old,
-    /// It has no superblock that says which directory it is, and belongs to the store.
+    /// The directory belongs to the store, but has no superblock that says which one it is.
     Unmarked,
-    /// It is empty. It may be the folder that a device was mounted at.
+    /// The directory is empty. It may be the folder that a device was mounted at.
     Empty,
-    /// It can't be read.
+    /// The directory cannot be read.
     Lost(io::Error),
 }
 
-/// What is in a directory.
+/// Contents of a directory.
 enum Found {
     Store(Superblock, u32),
     /// No superblock.
@@ -85,10 +85,10 @@ struct Segments {
     stores: BTreeSet<[u8; 16]>,
 }
 
-/// Whose stores are looked at.
+/// Owners whose stores are accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Whose {
-    /// This process's user's. Another one's is refused.
+    /// Only this process's user: another user's store is refused.
     Own,
     Any,
 }
@@ -292,7 +292,7 @@ impl Directory {
     }
 }
 
-/// What is wrong with an empty directory of a store.
+/// The error of a store's directory that is empty.
 pub(crate) fn is_empty() -> io::Error {
     let what = "it is empty: mount its device, or, if the device is gone, let the directory take \
                 its place by `kvferry store adopt` with all directories of the store, or by \
@@ -300,7 +300,7 @@ pub(crate) fn is_empty() -> io::Error {
     io::Error::new(io::ErrorKind::NotFound, what)
 }
 
-/// Why an empty directory is not adopted though that was asked for.
+/// The error of an empty directory that is not adopted, although asked for, because another one is lost.
 fn is_empty_beside_lost() -> io::Error {
     let what = "it is empty, and is not adopted while another directory of the store is lost, as its \
                 number can't be told: open the store again once the other one can be read, or let \

@@ -64,7 +64,7 @@ pub(crate) fn alone(directories: &[PathBuf], superblock: &Superblock) -> Result<
     Ok(Alone { _locks, _beacon })
 }
 
-/// What is removed beside what the store does not need.
+/// Removals beside those of files that the store does not need.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Wishes {
     /// The oldest segments, until a process can open the store with this capacity and lose nothing.
@@ -73,10 +73,10 @@ pub struct Wishes {
     pub namespace: Option<u64>,
 }
 
-/// What to do.
+/// Steps that [`Cleaner::plan`] proposes.
 #[derive(Debug, Default)]
 pub struct Plan {
-    /// In this order.
+    /// The steps, in the order in which they must be carried out.
     pub steps: Vec<Step>,
     /// Blocks of the namespace that stay, because their segments have blocks of others.
     pub namespace_blocks_left: u64,
@@ -84,7 +84,7 @@ pub struct Plan {
     pub segments_left: u64,
 }
 
-/// One thing to do.
+/// A change of one file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Remove a file.
@@ -95,14 +95,14 @@ pub enum Step {
         disk_bytes: u64,
         /// Blocks in it.
         blocks: u64,
-        /// Why it is not needed.
+        /// Reason why the file is not needed.
         why: Why,
     },
     /// Write the footer of a segment whose process was killed. A start then reads it at once.
     Seal {
         /// The segment.
         segment: u32,
-        /// Its file.
+        /// Path of the segment's file.
         path: PathBuf,
     },
     /// Give a segment a number below the capacity's count of segments: a process that opens the store
@@ -110,27 +110,27 @@ pub enum Step {
     Renumber {
         /// The segment.
         segment: u32,
-        /// Its file.
+        /// Path of the segment's file.
         path: PathBuf,
-        /// Its new number.
+        /// The segment's new number.
         to: u32,
     },
 }
 
-/// Why a file is removed.
+/// Reason to remove a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Why {
     /// An interrupted write left it.
     Temporary,
-    /// It has no valid header: never used, or damaged.
+    /// The file has no valid header: the segment was never used, or the header is damaged.
     Header,
-    /// It does not have the length of a segment.
+    /// The file does not have the length of a segment.
     Length,
-    /// It has no block.
+    /// The segment has no block.
     Empty,
-    /// It has only blocks of the namespace.
+    /// The segment has only blocks of the namespace.
     Namespace,
-    /// It is one of the oldest, and the capacity is smaller.
+    /// The segment is among the oldest, and the capacity is smaller.
     Capacity,
 }
 

@@ -49,17 +49,17 @@ pub struct Files {
 /// A segment's file.
 #[derive(Debug)]
 pub struct Segment {
-    /// Its number, as the file's name has it.
+    /// Number of the segment, as in the file's name.
     pub number: u32,
     /// The file.
     pub path: PathBuf,
     /// Bytes that the file takes on the device.
     pub disk_bytes: u64,
-    /// What is in it.
+    /// Contents of the file.
     pub state: State,
 }
 
-/// What is in a segment's file.
+/// Contents of a segment's file.
 #[derive(Debug)]
 pub enum State {
     /// Blocks, or none yet.
@@ -75,7 +75,7 @@ pub enum State {
     Unreadable(log::Error),
 }
 
-/// What became of the blocks that [`Files::verify`] has read.
+/// Result of [`Files::verify`].
 #[derive(Debug, Default)]
 pub struct Verified {
     /// Blocks that a reader would not get, and why.
@@ -127,7 +127,7 @@ impl Files {
         Ok(Self { disk, superblock, format })
     }
 
-    /// What the store's segments share.
+    /// The store's superblock.
     pub fn superblock(&self) -> &Superblock {
         &self.superblock
     }

@@ -10,10 +10,10 @@ use rustc_hash::FxHashSet;
 use std::io::{self, Write};
 use std::time::Duration;
 
-/// After this long, blocks that a process was writing are written.
+/// Pause before damaged blocks of unsealed segments are read again: a process may have been writing them.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// What was exported.
+/// Progress or result of an export.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Exported {
     /// Blocks, each of which is in the stream once.

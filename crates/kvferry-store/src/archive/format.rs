@@ -61,7 +61,7 @@ const HEADER_MAGIC: [u8; 8] = *b"kvfexprt";
 const RECORD_MAGIC: [u8; 8] = *b"kvfblock";
 const END_MAGIC: [u8; 8] = *b"kvfexend";
 
-/// What a stream is of.
+/// Header of a stream: the export's id, and the store that the blocks are from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) export: [u8; 16],
@@ -77,7 +77,7 @@ pub(super) struct Record {
     pub(super) created_ms: u64,
 }
 
-/// What a whole stream has.
+/// End of a stream: how many records it has, and how many bytes of data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct End {
     pub(super) export: [u8; 16],
@@ -85,7 +85,7 @@ pub(super) struct End {
     pub(super) bytes: u64,
 }
 
-/// What begins at a place of a stream.
+/// Decoded part of a stream, without a record's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Part {
     Header(Header),

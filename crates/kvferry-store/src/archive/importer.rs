@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 
 /// Memory for blocks that are written at once.
 const MEMORY_BYTES: usize = 16 << 20;
-/// How long a block waits for space.
+/// Longest time that a block waits for space.
 const SPACE_TIMEOUT: Duration = Duration::from_secs(10);
 const SPACE_EVERY: Duration = Duration::from_millis(2);
 
-/// What became of a stream's blocks.
+/// Counts and result of an import.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Imported {
     /// Stored now.
@@ -41,7 +41,7 @@ pub struct Imported {
     pub missing: u64,
     /// The stream was cut: it has no end.
     pub is_cut: bool,
-    /// Why the stream could not be read further.
+    /// The error that ended reading before the end of the stream.
     pub read_error: Option<String>,
     /// Bytes of the stream that were read.
     pub read_bytes: u64,

@@ -7,7 +7,7 @@ use std::io::{self, Read};
 /// Bytes that are read at once.
 const READ_BYTES: usize = 1 << 20;
 
-/// What a stream has at a place.
+/// Item that [`Reader`] finds in a stream.
 #[derive(Debug)]
 pub(super) enum Found {
     Record(Record, Vec<u8>),
@@ -20,10 +20,10 @@ pub(super) enum Found {
 #[derive(Debug)]
 pub(super) struct Reader<R> {
     from: R,
-    /// What was read and not consumed, from `begin` on.
+    /// Bytes that were read; those from `begin` on are not consumed.
     buffer: Vec<u8>,
     begin: usize,
-    /// Of the stream that is read. `None` where one begins.
+    /// Export id of the current stream. `None` between streams.
     export: Option<[u8; 16]>,
     is_stream: bool,
     /// The bytes before were damaged, too.

@@ -34,7 +34,7 @@ impl Index {
         self.layout.buckets + bucket as usize * size_of::<u32>()
     }
 
-    /// Where a reader of a bucket's chain goes.
+    /// Next step of a reader in the chain of `bucket`.
     #[inline]
     pub(super) fn follow(&self, link: Option<Link>, bucket: u32) -> Step {
         match link {
@@ -122,7 +122,7 @@ impl Default for Lookup {
 struct Ahead<'a> {
     index: &'a Index,
     keys: &'a [Key],
-    /// Of the keys on their way, by their position modulo the length.
+    /// Lookups in progress, indexed by the key's position modulo [`ON_THEIR_WAY`].
     lookups: [Lookup; ON_THEIR_WAY],
 }
 

@@ -49,7 +49,7 @@ const SLEEP_MAX: Duration = Duration::from_secs(1);
 /// How far a subscriber has read. For [`Member::unsubscribe`] of the member that made it.
 #[derive(Debug)]
 pub struct Changes {
-    /// By the member's number.
+    /// Position read in each ring, indexed by the member's number.
     read: [u64; MAX_MEMBERS],
     /// The ring that the next call begins with, so that none is left out.
     first: usize,
@@ -59,10 +59,10 @@ pub struct Changes {
     is_lost: bool,
 }
 
-/// What [`Member::poll`] found.
+/// Result of [`Member::poll`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Polled {
-    /// All entries were read.
+    /// Every entry was read.
     All,
     /// There may be more.
     More,

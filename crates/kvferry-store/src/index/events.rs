@@ -27,7 +27,7 @@ pub const RING_LEN: usize = RING_WORDS as usize * 4;
 /// Words before the slots of `Used` and `Added`.
 const HEADER: usize = 4;
 
-/// What happened to blocks.
+/// Event that a member reports to the keeper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event<'a> {
     /// A request used these blocks, in the order of its prompt, and `missing` more were not there.
@@ -36,10 +36,10 @@ pub enum Event<'a> {
         now_ms: u64,
         /// Blocks of the prompt behind `slots`.
         missing: u32,
-        /// None if the first block was missing.
+        /// The slots; empty if the first block was missing.
         slots: &'a [SlotId],
     },
-    /// These blocks were inserted, in the order of their prompt.
+    /// Blocks were inserted, in the order of their prompt.
     Added {
         /// Milliseconds.
         now_ms: u64,
@@ -56,7 +56,7 @@ pub enum Event<'a> {
     },
 }
 
-/// What [`Index::drain`] could not deliver, since the last time.
+/// Events that [`Index::drain`] could not deliver, since the previous call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Drained {
     /// `Used` and `Added` events that did not fit into the ring.

@@ -1,4 +1,4 @@
-//! Where each part of the index lies in the shared memory.
+//! Offsets of the index's parts in the shared memory.
 
 use super::bitmap::Bitmap;
 use super::changes::CHANGES_LEN;
@@ -43,11 +43,11 @@ pub(super) const NO_SPACE: usize = 384;
 pub(super) const VAIN_LOOKS: usize = 388;
 /// Counts those that read the changes. Seldom written, and read by each writer.
 pub(super) const SUBSCRIBERS: usize = 448;
-/// On which they wait; 32 bits.
+/// Word that the subscribers wait on; 32 bits.
 pub(super) const BELL: usize = 512;
 /// The member that is the keeper; 0: none.
 pub(super) const KEEPER: usize = 576;
-/// Where the keeper listens: two words.
+/// Name at which the keeper listens: two words.
 pub(super) const SECRET: [usize; 2] = [584, 592];
 
 /// The sizes that an index is made with.
@@ -55,7 +55,7 @@ pub(super) const SECRET: [usize; 2] = [584, 592];
 pub struct Geometry {
     /// Blocks at most, from 1 to [`MAX_SLOTS`].
     pub slots: u32,
-    /// From 1 to [`MAX_SEGMENTS`].
+    /// Number of segments, from 1 to [`MAX_SEGMENTS`].
     pub segments: u32,
     /// The segment of a page is its number divided by this. All pages have numbers of 32 bits.
     pub pages_per_segment: u32,

@@ -196,17 +196,17 @@ impl Index {
 pub struct Member {
     pub(super) index: Arc<Index>,
     id: MemberId,
-    /// `None` while it is dropped.
+    /// The member's mark of life; `None` only during `drop`.
     mark: Option<Mark>,
     /// One thread writes events at a time. The words of one event, kept for their allocation.
     pub(super) events: Mutex<Vec<SlotId>>,
-    /// One thread writes changes at a time.
+    /// Held while a thread writes changes.
     pub(super) changes: Mutex<()>,
     forks: u32,
 }
 
 impl Member {
-    /// This member.
+    /// Id of this member.
     pub fn id(&self) -> MemberId {
         self.id
     }
@@ -239,7 +239,7 @@ impl Member {
         self.die_in_part();
     }
 
-    /// As if its process could not be seen.
+    /// Clears the identity of the member's process, as if the process could not be seen.
     #[cfg(test)]
     pub(crate) fn forget_process(&self) {
         for at in PROCESS {

@@ -124,7 +124,7 @@ impl Index {
         self.shared.word(layout::CLOCK).store(clock, Relaxed);
     }
 
-    /// What [`Index::set_clock`] has set; 0 by default.
+    /// Value that [`Index::set_clock`] has set; 0 by default.
     pub fn clock(&self) -> u64 {
         self.shared.word(layout::CLOCK).load(Relaxed)
     }

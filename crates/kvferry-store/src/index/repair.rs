@@ -1,4 +1,4 @@
-//! What a dead member leaves, and counters after a death.
+//! Repair after the death of a member: its slots, locks and segments' counters.
 
 use super::layout;
 use super::member::{Member, MemberId};

@@ -28,14 +28,14 @@ const UNVERIFIED: u64 = 4;
 /// Blocks were copied to the segment, and may not be on the disk in it. They may be on the disk in older segments alone.
 const COPIES: u64 = 8;
 
-/// What may be done with a segment.
+/// State of a segment, which says how it may be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SegmentState {
     /// Nothing lives in it.
     Free,
     /// The member appends blocks to it.
     Active(MemberId),
-    /// It takes no more blocks.
+    /// The segment takes no more blocks.
     Sealed,
     /// It can't be used: its device has no space for it, or fails. Nothing lives in it.
     Withheld,
@@ -46,7 +46,7 @@ pub enum SegmentState {
 /// A segment, as it was when it was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Who may change it.
+    /// State, which says which member may change the segment.
     pub state: SegmentState,
     /// Distinguishes what was written since it was last claimed from what was written before.
     pub incarnation: u64,
@@ -296,7 +296,7 @@ impl Index {
         self.live_in(segment).store(0, Release);
     }
 
-    /// All segments.
+    /// Iterates over all segments.
     pub fn segments(&self) -> impl Iterator<Item = (u32, Segment)> + '_ {
         (0..self.layout.geometry.segments).map(|number| (number, self.segment(number)))
     }
@@ -342,7 +342,7 @@ impl Index {
     }
 }
 
-/// What a block of `len` bytes adds to a segment's counters.
+/// Amount that a block of `len` bytes adds to a segment's counters: a block, and its pages.
 pub(super) fn weight(len: u32) -> u64 {
     1 << 32 | u64::from(len.div_ceil(PAGE))
 }

@@ -43,9 +43,9 @@ const RETENTION: usize = 12;
 /// A block of the index, as it was when it was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Its number while it is in the index.
+    /// Number of the block while it is in the index.
     pub slot: SlotId,
-    /// Its name.
+    /// Key of the block.
     pub key: Key,
     /// Checksum of its data, combined with its identity.
     pub sum: u64,
@@ -55,9 +55,9 @@ pub struct Entry {
     pub page: u32,
     /// Bytes of its data.
     pub len: u32,
-    /// When it was last used, in the caller's unit.
+    /// Time of the last use, in the caller's unit.
     pub used_at: u32,
-    /// The caller's.
+    /// Opaque; set by the caller.
     pub retention: u32,
     pub(super) version: Version,
 }
@@ -69,7 +69,7 @@ pub(super) struct Version(u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
     Free,
-    /// By the member of this number.
+    /// Held by the member of this number.
     Held(u8),
     Live,
 }
@@ -104,7 +104,7 @@ impl Version {
     }
 }
 
-/// Where a chain goes on.
+/// Next element of a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Link {
     Slot(SlotId),
@@ -201,7 +201,7 @@ impl Slot<'_> {
         read(version).or_else(|| read(self.version()))
     }
 
-    /// As [`Slot::entry`], also while the block is moved again and again.
+    /// Like [`Slot::entry`], but tries again as often as the block is moved while it is read.
     pub(super) fn settled(&self) -> Option<Entry> {
         loop {
             let version = self.version();

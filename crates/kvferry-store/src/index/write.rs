@@ -26,7 +26,7 @@ pub struct New {
     pub now: u32,
 }
 
-/// What [`Member::insert`] did.
+/// Result of [`Member::insert`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Inserted {
     /// The block is in this slot.
@@ -39,7 +39,7 @@ pub enum Inserted {
     Contended,
 }
 
-/// What points to a slot of a chain.
+/// Predecessor of a slot in its chain.
 #[derive(Clone, Copy, Debug)]
 enum Place {
     First,

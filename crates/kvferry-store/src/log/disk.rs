@@ -1,4 +1,4 @@
-//! What the log needs of a device.
+//! The interface of a device that the log needs.
 
 use std::io;
 

@@ -217,7 +217,7 @@ pub fn sum(data: &[u8], check: u64) -> u64 {
     digest.finalize() ^ check
 }
 
-/// What the log knows of a block beside its place.
+/// Metadata of a block in the log, without its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Block {
     /// The block's key in the index.
@@ -226,7 +226,7 @@ pub struct Block {
     pub parent: Option<[u64; 2]>,
     /// See [`sum`].
     pub sum: u64,
-    /// Of the block's full identity. It is stored so that data can be verified without the identity.
+    /// Check of the block's full identity. It is stored so that data can be verified without the identity.
     pub check: u64,
     /// Opaque.
     pub namespace: u64,
@@ -241,7 +241,7 @@ pub struct Block {
 /// A block and where its data begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// What the writer said of the block.
+    /// Metadata that the writer gave.
     pub block: Block,
     /// The first page of its data in the segment.
     pub page: u32,
@@ -281,7 +281,7 @@ impl Record {
     }
 }
 
-/// One use of a segment.
+/// Header of a segment, which describes one use of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentHeader {
     /// The store that the segment belongs to.
@@ -290,9 +290,9 @@ pub struct SegmentHeader {
     pub segment: u32,
     /// Greater than that of every earlier use of any segment of the store.
     pub incarnation: u64,
-    /// From the system's source of random bytes, new for each incarnation.
+    /// Random bytes from the system, new for each incarnation.
     pub nonce: [u8; 16],
-    /// When this incarnation began, Unix milliseconds.
+    /// Time at which this incarnation began, Unix milliseconds.
     pub created_ms: u64,
 }
 
@@ -431,7 +431,7 @@ impl SegmentHeader {
     }
 }
 
-/// Where a sealed segment's footer is.
+/// Trailer of a sealed segment: where the footer is, and its sum.
 #[derive(Clone, Copy, Debug)]
 pub struct Trailer {
     /// Records in the footer.

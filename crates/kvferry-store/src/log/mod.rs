@@ -33,7 +33,7 @@ pub use superblock::Superblock;
 
 use std::io;
 
-/// Why an operation on the log failed.
+/// Error of an operation on the log.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -74,9 +74,9 @@ pub enum Error {
     /// The directory or its superblock cannot be read or written.
     #[error("cannot {doing}")]
     Directory {
-        /// What was attempted.
+        /// The operation that failed.
         doing: &'static str,
-        /// What the system answered.
+        /// The system's error.
         source: io::Error,
     },
     /// A segment cannot be read or written. Other segments are not affected.
@@ -84,9 +84,9 @@ pub enum Error {
     Segment {
         /// The segment.
         segment: u32,
-        /// What was attempted.
+        /// The operation that failed.
         doing: &'static str,
-        /// What the device answered.
+        /// The device's error.
         source: io::Error,
     },
 }

@@ -35,7 +35,7 @@ pub struct Scanned {
     pub records: Vec<Record>,
     /// The page behind the last block.
     pub end: u32,
-    /// Why pages could not be read that may list more blocks.
+    /// The error of pages that could not be read and may list more blocks.
     pub unreadable: Option<Arc<io::Error>>,
 }
 
@@ -90,7 +90,7 @@ pub fn seal<D: Disk>(disk: &D, store: &Superblock, scanned: &mut Scanned) -> Res
     Ok(())
 }
 
-/// Why a block failed [`verify`].
+/// Reason why a block failed [`verify`].
 #[derive(Debug)]
 pub enum Fault {
     /// The device did not return its data.

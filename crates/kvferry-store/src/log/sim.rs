@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What a device writes whole or not at all.
+/// Size of a sector, which a device writes whole or not at all.
 const SECTOR_BYTES: usize = 512;
 
 /// Memory that a block is written from or read into.
@@ -15,7 +15,7 @@ pub(super) type Memory = Arc<Mutex<Vec<u8>>>;
 /// The bytes of all segments.
 pub(super) type Image = BTreeMap<u32, Vec<u8>>;
 
-/// What reached the disk, in order.
+/// An operation that reached the disk.
 #[derive(Clone, Debug)]
 pub(super) enum Event {
     Write { segment: u32, offset: usize, bytes: Vec<u8> },
@@ -222,11 +222,11 @@ impl Disk for SimDisk {
 /// Goes through the events of a disk and cuts its life off at any of them.
 pub(super) struct Replay<'a> {
     events: &'a [Event],
-    /// What survives a power cut for certain.
+    /// Bytes that are certain to survive a power cut.
     durable: Image,
     /// Writes since the last sync of their segment.
     volatile: Vec<&'a Event>,
-    /// What the host sees.
+    /// Bytes that the host reads.
     seen: Image,
 }
 

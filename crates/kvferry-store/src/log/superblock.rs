@@ -33,11 +33,11 @@ pub struct Superblock {
     pub store: [u8; 16],
     /// The size of the segments.
     pub geometry: Geometry,
-    /// When the store was created, Unix milliseconds.
+    /// Creation time of the store, Unix milliseconds.
     pub created_ms: u64,
     /// The number of the directory, from 0 on.
     pub directory: u32,
-    /// How many directories the store has. 0 in format 1, which does not say.
+    /// Number of directories that the store has. 0 in format 1, which does not record it.
     pub directories: u32,
     /// Random; of this directory. It tells a device from another one that was in its place before. 0 in earlier
     /// formats, and while the store is being made.
@@ -61,7 +61,7 @@ impl Superblock {
         read(private::open(&directory.join(FILE), false))
     }
 
-    /// As [`Superblock::read`], and `Refused` if the file is not this user's alone.
+    /// Like [`Superblock::read`], but `Refused` if the file is not this user's alone.
     pub(crate) fn read_own(directory: &Path, user: &FileUser) -> Result<Option<(Self, u32)>> {
         read(own::open(&directory.join(FILE), false, user))
     }
@@ -72,7 +72,7 @@ impl Superblock {
             .map_err(|source| Error::Directory { doing: "write kvferry.store", source })
     }
 
-    /// As [`Superblock::write`], until that is given up.
+    /// Like [`Superblock::write`], but fails once `given_up` is set.
     pub(crate) fn replace(&self, directory: &Path, given_up: &GivenUp) -> io::Result<()> {
         let (new, to) = (directory.join(NEW_FILE), directory.join(FILE));
         let bytes = self.encode();
@@ -184,7 +184,7 @@ pub(crate) mod cut {
         LEFT.with_borrow(Arc::clone)
     }
 
-    /// This thread works for another one.
+    /// Lets this thread count its steps with those of another one, for which it works.
     pub(crate) fn follow(other: Left) {
         LEFT.set(other);
     }

@@ -4,7 +4,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
-/// All points, in the order in which changes reach them.
+/// Crash points, in the order in which changes reach them.
 pub(super) const POINTS: [&str; 11] = [
     "insert: held",
     "insert: filled",

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::thread;
 use std::time::Duration;
 
-/// What the child is to do.
+/// Environment variable that names the child's task.
 const ROLE: &str = "KVFERRY_INDEX_ROLE";
 /// A path of the index's memory.
 const MEMORY: &str = "KVFERRY_INDEX_MEMORY";
