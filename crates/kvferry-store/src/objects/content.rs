@@ -36,7 +36,7 @@ pub(crate) fn name_of(namespace: u64, key: Key) -> String {
     format!("v1/{namespace:016x}/{:016x}{:016x}", key.0[0], key.0[1])
 }
 
-/// What a reader knows of a block before it has it.
+/// Identity of a block that is to be fetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Wanted {
     pub(crate) key: Key,
@@ -44,12 +44,12 @@ pub(crate) struct Wanted {
     pub(crate) check: u64,
 }
 
-/// Why an object is not used.
+/// Reason why an object is not used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unusable {
-    /// There is none, or none that this release can read.
+    /// No such object exists, or none that this release can read.
     Unknown,
-    /// It is not what was uploaded.
+    /// The object is not what was uploaded.
     Damaged(&'static str),
 }
 

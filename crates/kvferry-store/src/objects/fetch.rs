@@ -47,7 +47,7 @@ const NO_ROOM_AGAIN: Duration = Duration::from_millis(2);
 /// Milliseconds between two log lines about damaged objects.
 const DAMAGED_EVERY_MS: u64 = 10_000;
 
-/// One call of [`Space::prefetch`].
+/// State of one call of [`Space::prefetch`].
 #[derive(Debug)]
 pub(crate) struct Prefetch {
     space: Space,
@@ -60,7 +60,7 @@ pub(crate) struct Prefetch {
     window: usize,
     /// Blocks of the window, by their place in the prompt.
     asked: Vec<(usize, Answer)>,
-    /// Of these, blocks that have not arrived.
+    /// Number of blocks in `asked` that have not arrived.
     open: usize,
 }
 
@@ -124,7 +124,7 @@ impl Prefetch {
     }
 }
 
-/// How putting blocks on the disk ended.
+/// Result of putting blocks that have arrived on the disk.
 enum Taken {
     /// There is more to ask for.
     More,
@@ -142,7 +142,7 @@ enum Taken {
 struct Stalled {
     number: u64,
     prefetch: Prefetch,
-    /// When it began to wait in vain.
+    /// Time since which the prefetch waits without progress.
     since_ms: u64,
 }
 
@@ -154,12 +154,12 @@ pub(crate) struct Fetched {
 }
 
 impl Fetched {
-    /// What its record says, stored at a time.
+    /// Record of the block, with `now_s` as the time of its put.
     pub(crate) fn block(&self, now_s: u32) -> Block {
         Block { time: now_s, ..self.block }
     }
 
-    /// Its bytes, followed by zeros up to a whole page.
+    /// Bytes of the block, followed by zeros up to a whole page.
     pub(crate) fn data(&self) -> &[u8] {
         &self.content[HEADER_BYTES..]
     }
@@ -229,11 +229,11 @@ impl Handle {
 
 struct Fetcher {
     shared: Arc<Shared>,
-    /// For the ends of requests. They hold nothing else of the store.
+    /// Sender for the ends of requests, which hold nothing else of the store.
     events: Sender<Event>,
     unseen: Arc<AtomicUsize>,
     active: FxHashMap<u64, Prefetch>,
-    /// They count as active, too.
+    /// Prefetches that wait for space; they count as active, too.
     stalled: Vec<Stalled>,
     waiting: VecDeque<Box<Prefetch>>,
     /// The number of the next prefetch.
@@ -428,7 +428,7 @@ impl Fetcher {
         }
     }
 
-    /// What a request has brought.
+    /// Notes the end of a request and verifies the object that it brought.
     fn judge(&mut self, key: Key, permit: Permit, outcome: Outcome<Got>) -> Answer {
         self.shared.note(Direction::Down, permit, &outcome);
         let now_ms = self.shared.now_ms();

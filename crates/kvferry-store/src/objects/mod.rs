@@ -46,11 +46,11 @@ pub trait Objects: Send + Sync + fmt::Debug {
     /// Begins to write an object.
     fn put(&self, name: &str, content: Vec<u8>, if_exists: IfExists, done: Done<()>);
 
-    /// Where it is, for log lines: no secrets.
+    /// Location of the object store, for log lines: no secrets.
     fn location(&self) -> &str;
 }
 
-/// How the reading of an object ended.
+/// Result of reading an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Got {
     /// The object's bytes.
@@ -64,9 +64,9 @@ pub enum Got {
 /// What becomes of an object that exists when it is to be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IfExists {
-    /// It stays as it is, which is a success.
+    /// The object stays as it is, which is a success.
     Keep,
-    /// It is replaced.
+    /// The object is replaced.
     Replace,
 }
 
@@ -159,7 +159,7 @@ impl Default for Settings {
 }
 
 impl ObjectTier {
-    /// With the defaults below.
+    /// A tier with the default settings, which the methods below change.
     pub fn new(objects: Arc<dyn Objects>) -> Self {
         Self { objects, settings: Settings::default() }
     }
@@ -210,7 +210,7 @@ impl ObjectTier {
     }
 }
 
-/// What both directions of an open store's tier share.
+/// State that uploads and fetches of an open store's tier share.
 #[derive(Debug)]
 pub(crate) struct Shared {
     settings: Settings,
@@ -229,7 +229,7 @@ impl Shared {
         self.core.clock.now_ms()
     }
 
-    /// When the store was made, in Unix seconds.
+    /// Creation time of the store, in Unix seconds.
     fn created_s(&self) -> u64 {
         self.core.superblock.created_ms / 1000
     }

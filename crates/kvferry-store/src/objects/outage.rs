@@ -15,7 +15,7 @@ pub(crate) struct Patience {
     pub(crate) away_max: Duration,
 }
 
-/// What requests are for.
+/// Direction of requests: uploads or fetches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Direction {
     Up,
@@ -26,12 +26,12 @@ pub(crate) enum Direction {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
     Answered,
-    /// It answered that it does not allow this.
+    /// The object store answered that it does not allow the request.
     Refused,
     Failed,
 }
 
-/// A request that may be made. Its end must be told.
+/// Permission to make one request. The caller must report its end with `ended`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Permit {
     probes_answers: bool,
@@ -45,7 +45,7 @@ impl Permit {
     }
 }
 
-/// What the end of a request has changed.
+/// Change of availability that the end of a request brought.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
     None,
@@ -77,7 +77,7 @@ impl Gate {
         self.answers.is_away() || self.refusals[direction as usize].is_away()
     }
 
-    /// When a request may be made: `None`: now.
+    /// Time before which no request may be made. `None`: a request may be made at once.
     pub(crate) fn look(&self, direction: Direction, now_ms: u64) -> Option<u64> {
         let not_before = |outage: &Outage| match outage.look(now_ms) {
             Admission::NotBefore { ms } => Some(ms),
@@ -168,7 +168,7 @@ impl Outage {
         self.away.is_some()
     }
 
-    /// What [`Outage::admit`] would say.
+    /// The answer that [`Outage::admit`] would give.
     fn look(&self, now_ms: u64) -> Admission {
         match self.away {
             None => Admission::Yes,

@@ -21,9 +21,9 @@ use std::time::{Duration, Instant};
 
 /// Bytes of uploads under way, beside the first one: they are in memory.
 const IN_FLIGHT_BYTES: u64 = 256 << 20;
-/// How often a block's upload is tried while those of others succeed.
+/// Failures after which a block is not tried again. A failure counts if another upload has succeeded since the last.
 const TRIES_MAX: u32 = 3;
-/// How often a block that is moved meanwhile is read.
+/// Most tries to read a block that is moved while it is read.
 const READS_MAX: u32 = 3;
 
 /// Blocks that wait for their upload.
@@ -36,9 +36,9 @@ pub(crate) struct Queue {
 #[derive(Debug, Default)]
 struct State {
     waiting: VecDeque<Job>,
-    /// Of the blocks that wait or are being uploaded.
+    /// Keys of the blocks that wait or are being uploaded.
     keys: FxHashSet<[u64; 2]>,
-    /// Of those that wait.
+    /// Bytes of the blocks that wait.
     bytes: u64,
     ended: Vec<(Sent, Outcome<()>)>,
     /// Uploads under way, and their bytes.
@@ -55,7 +55,7 @@ struct State {
 struct Job {
     block: Block,
     tries: u32,
-    /// How many uploads had succeeded when its last try failed.
+    /// Number of uploads that had succeeded when the last try failed.
     failed_after: Option<u64>,
 }
 
@@ -131,7 +131,7 @@ impl State {
         Some(job)
     }
 
-    /// What was taken is no longer under way.
+    /// Takes a block out of the counts of uploads under way.
     fn landed(&mut self, block: &Block) {
         self.in_flight -= 1;
         self.in_flight_bytes -= u64::from(block.len);
@@ -198,7 +198,7 @@ impl Uploader {
     }
 }
 
-/// What the thread does next.
+/// Next action of the upload thread.
 enum Next {
     Settle(Vec<(Sent, Outcome<()>)>),
     Upload(Job),

@@ -8,14 +8,14 @@ pub(super) const SLOTS_MAX: usize = (1 << 31) - 2;
 /// The run of a block whose run is not formed yet.
 pub(super) const PENDING: u32 = (1 << 31) - 2;
 
-/// What is before a block.
+/// Predecessor of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Link {
-    /// It begins a prompt.
+    /// No predecessor: the block begins a prompt.
     Root,
     /// The block before it was removed.
     Lost,
-    /// This block, known or not.
+    /// The block in this slot, known or not.
     Behind(Slot),
 }
 
@@ -159,7 +159,7 @@ impl Blocks {
         }
     }
 
-    /// All slots, whether they hold a known block or not.
+    /// Range of all slots, whether they hold a known block or not.
     pub(super) fn all_slots(&self) -> std::ops::Range<Slot> {
         0..Slot::try_from(self.words.len()).expect("at most SLOTS_MAX")
     }

@@ -1,4 +1,4 @@
-//! What has left, remembered for a while.
+//! Runs that have left, remembered for a while.
 
 use super::Key;
 use super::reuse::IntervalId;
@@ -20,7 +20,7 @@ pub(super) struct Ghost {
 pub(super) struct Ghosts {
     capacity: usize,
     by_key: FxHashMap<Key, Ghost>,
-    /// With ghosts that were taken or replaced since.
+    /// Ghosts, the oldest first, including those that were taken or replaced since.
     by_age: VecDeque<(Key, IntervalId)>,
 }
 

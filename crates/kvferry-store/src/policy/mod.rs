@@ -75,10 +75,10 @@ const REMEMBERED_MAX: usize = 1 << 16;
 /// The choice of samples is the same in every run.
 const SEED: u64 = 20_251_123;
 
-/// What is known of a block when it is used.
+/// Earlier uses of a block, as known when it is used again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Known {
-    /// Zero: nothing.
+    /// Number of uses. Zero: the block is not known.
     uses: u32,
     used_at: u64,
 }
@@ -99,7 +99,7 @@ impl Standing {
         self.worth
     }
 
-    /// What leaves first is less.
+    /// Orders blocks by eviction: the block that leaves first is the least.
     pub(crate) fn total_cmp(&self, other: &Self) -> std::cmp::Ordering {
         let first = (self.level, self.is_needed).cmp(&(other.level, other.is_needed));
         first.then(self.worth.total_cmp(&other.worth)).then(self.used_at.cmp(&other.used_at))
@@ -307,7 +307,7 @@ impl Policy {
         self.with_those_before(self.pins.keys().copied())
     }
 
-    /// These blocks, and those before them.
+    /// Returns the blocks in `slots`, and those before them.
     pub(crate) fn with_those_before(&self, slots: impl Iterator<Item = Slot>) -> FxHashSet<Slot> {
         let mut held = FxHashSet::default();
         for last in slots {
@@ -321,7 +321,7 @@ impl Policy {
         held
     }
 
-    /// What a block is worth beside others, without those behind it.
+    /// Standing of a block, without the worth of those behind it.
     pub(crate) fn standing(&self, now_ms: u64, slot: Slot) -> Standing {
         let id = self.blocks.run(slot).filter(|id| *id != PENDING);
         let Some(run) = id.map(|id| self.runs.get(id)) else { return Standing::default() };

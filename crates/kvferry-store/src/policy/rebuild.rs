@@ -9,13 +9,13 @@ use rustc_hash::FxHashMap;
 /// A block that an index holds.
 #[derive(Clone, Copy, Debug)]
 pub struct Kept {
-    /// Its slot.
+    /// Slot of the block.
     pub slot: Slot,
     /// The slot of the block before it in its prompt.
     pub parent: Option<Slot>,
-    /// When it was last used.
+    /// Time of the block's last use.
     pub used_at_ms: u64,
-    /// As it was stored.
+    /// Retention with which the block was stored.
     pub retention: Retention,
 }
 

@@ -9,14 +9,14 @@ const REQUESTS_MAX: usize = 256;
 /// A request of which blocks are missing.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Request {
-    /// Its last block that is cached.
+    /// Slot of the request's last cached block.
     pub(super) tail: Option<Slot>,
     pub(super) at: u64,
     /// Blocks that are not cached.
     pub(super) missing: usize,
     /// Blocks that were not known before.
     pub(super) new: usize,
-    /// How often the last known block was used before.
+    /// Number of earlier uses of the request's last known block.
     pub(super) turns: u32,
 }
 

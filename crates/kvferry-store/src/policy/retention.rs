@@ -1,4 +1,4 @@
-//! How long a block is to stay, as its owner wishes.
+//! Retention: how long a block is to stay, as its owner wishes.
 
 /// The unit of [`Retention::until_s`] in [`Retention::to_bits`].
 const UNIT_S: u32 = 16;
@@ -12,18 +12,18 @@ const PRIORITY_SHIFT: u32 = 25;
 pub struct Retention {
     /// 0 to 100.
     pub priority: u8,
-    /// When it ends, in seconds on the policy's clock.
+    /// End of the retention, in seconds on the policy's clock.
     pub until_s: Option<u32>,
-    /// What a block is when its time has ended.
+    /// Treatment of the block after the end.
     pub then: Then,
 }
 
-/// What a block is when its retention has ended.
+/// Treatment of a block after the end of its retention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Then {
-    /// It has the default priority.
+    /// The block gets the default priority.
     Default,
-    /// It leaves at the next occasion.
+    /// The block leaves at the next occasion.
     Leave,
 }
 
@@ -43,7 +43,7 @@ impl Retention {
             | self.until_s.map_or(0, units)
     }
 
-    /// From what [`Retention::to_bits`] gives. Any number has a meaning.
+    /// Decodes [`Retention::to_bits`]. Every number is valid.
     pub fn from_bits(bits: u32) -> Self {
         let priority = u8::try_from(bits >> PRIORITY_SHIFT).expect("seven bits");
         let until_s = match bits & UNTIL_MAX {

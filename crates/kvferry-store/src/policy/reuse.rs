@@ -22,15 +22,15 @@ const NODES_MAX: usize = 4096;
 const BORROWED: [f32; LEVELS] = [1.0, 2.0, 4.0, 8.0, 16.0];
 /// The weight of a bin's neighbours.
 const NEIGHBOURS: f32 = 0.25;
-/// After that many requests, what was observed counts less by this factor.
+/// Number of requests after which observed counts are multiplied by `FORGET`.
 const LEARN_EVERY: u32 = 50;
 const FORGET: f32 = 0.98;
 const HAZARD_MAX: f32 = 0.999;
 
-/// What classes are made of.
+/// Traits of a use, which determine the class of the block.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Traits {
-    /// How often the block was used, this time included.
+    /// Number of uses of the block, including this one.
     pub(super) uses: u32,
     /// Whether it is the last of its prompt.
     pub(super) is_end: bool,
@@ -43,7 +43,7 @@ pub(super) struct Traits {
 }
 
 impl Traits {
-    /// One number per level, the most telling first.
+    /// Path of the class: a number per level, the most telling first.
     fn path(self) -> [u8; LEVELS] {
         let few = |n: u32| {
             let size = if n <= 4 { n } else { 2 + bits(u64::from(n)) };
@@ -91,7 +91,7 @@ pub(super) struct ClassId(u32);
 pub(super) struct IntervalId(u64);
 
 impl IntervalId {
-    /// One that is not observed.
+    /// Id of an interval that is not observed.
     pub(super) const NONE: Self = Self(u64::MAX);
 }
 
@@ -111,7 +111,7 @@ struct Counts {
 #[derive(Debug)]
 struct Class {
     path: [u8; LEVELS],
-    /// Its node of each level; the last ones may be the same.
+    /// Node at each level; the last levels may share one.
     nodes: [u32; LEVELS],
     /// Expected uses per millisecond kept, at the beginning of each bin.
     worth: [f64; BINS + 1],
@@ -123,9 +123,9 @@ pub(super) struct Reuse {
     intervals: VecDeque<Interval>,
     /// The number of the first of `intervals`.
     first: u64,
-    /// For each bin, the interval that reaches it next.
+    /// Next interval to reach each bin.
     cursors: [u64; BINS],
-    /// By level and path to it.
+    /// Index into `counts`, by a node's level and path.
     nodes: FxHashMap<(u8, [u8; LEVELS]), u32>,
     counts: Vec<Counts>,
     class_of: FxHashMap<[u32; LEVELS], ClassId>,
@@ -135,7 +135,7 @@ pub(super) struct Reuse {
 }
 
 impl Reuse {
-    /// At most `capacity` intervals are observed.
+    /// Observes at most `capacity` intervals.
     pub(super) fn new(capacity: usize) -> Self {
         Self {
             capacity,

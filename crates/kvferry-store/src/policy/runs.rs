@@ -18,24 +18,24 @@ pub(super) struct Run {
     pub(super) last: Slot,
     /// Zero: the entry is free.
     pub(super) len: u32,
-    /// How many blocks it had at first.
+    /// Number of blocks in the run before any of them left.
     pub(super) whole: u32,
-    /// How often they were used, and when last.
+    /// Number of uses of the run's blocks, and the time of the last.
     pub(super) uses: u32,
     pub(super) used_at: u64,
     pub(super) interval: IntervalId,
     pub(super) class: ClassId,
     /// [`Retention::to_bits`].
     retention: u32,
-    /// Its place among the candidates of its level.
+    /// Index in the candidates of its level.
     place: u32,
     level: u8,
     is_in_pool: bool,
-    /// Its end has left and is remembered, or is not worth it.
+    /// Set if the run's end has left and is remembered, or is not worth remembering.
     pub(super) is_remembered: bool,
 }
 
-/// What a run is made of.
+/// Parameters of a run to form.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct New {
     pub(super) last: Slot,
@@ -67,15 +67,15 @@ impl Run {
 pub(super) struct Runs {
     runs: Vec<Run>,
     free: Vec<u32>,
-    /// By level.
+    /// Candidates, indexed by level.
     candidates: Vec<Vec<u32>>,
-    /// One bit for each level that has candidates.
+    /// Set of the levels that have candidates: a bit for each.
     levels: u128,
-    /// When retentions end, in seconds.
+    /// Ends of retentions in seconds, with the run.
     ends: BTreeSet<(u32, u32)>,
     /// Candidates of the lowest level that were found to be worth little.
     pool: Vec<u32>,
-    /// One of them whose blocks leave one after the other.
+    /// Run of the pool whose blocks leave one after the other.
     chosen: Option<u32>,
 }
 

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 /// Cuts are tried in so many passes, each through the whole record.
 const PASSES: usize = 31;
-/// What is tried with each `make test`.
+/// Time limit of the tests that `make test` runs.
 const QUICK: Duration = Duration::from_secs(8);
 /// The slow test, at most: about what all cuts take.
 const SLOW: Duration = Duration::from_secs(110);
@@ -23,7 +23,7 @@ const KILLS_EVERY: usize = 3;
 /// Tries one cut alone: `CUT:SEED`.
 const ALONE: &str = "KVFERRY_POWER_CUT";
 
-/// What stores did, and what there was before.
+/// Recorded operations of stores, and the files before them.
 struct Record {
     before: World,
     events: Vec<Event>,
@@ -46,7 +46,7 @@ pub(super) enum Cut {
     Kill,
 }
 
-/// What all cuts together have shown.
+/// Counts over all cuts.
 #[derive(Debug, Default)]
 pub(super) struct Seen {
     pub(super) cuts: usize,

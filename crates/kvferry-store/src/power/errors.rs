@@ -32,9 +32,9 @@ const LINES_EVERY: Duration = Duration::from_secs(10);
 /// A store that the failing operations find.
 #[derive(Clone, Copy, Debug)]
 enum Start {
-    /// None: it is made.
+    /// No store: it is made.
     New,
-    /// One that is full, so that space must be freed.
+    /// A full store, so that space must be freed.
     Full,
 }
 
@@ -45,7 +45,7 @@ struct Case {
     fault: Fault,
 }
 
-/// What the store logs.
+/// Journal of the lines that stores log.
 fn lines() -> &'static Journal {
     static LINES: OnceLock<Journal> = OnceLock::new();
     LINES.get_or_init(|| {
@@ -60,14 +60,14 @@ fn lines_about(folder: &Path) -> Vec<String> {
     lines().take_with(&folder.to_string_lossy())
 }
 
-/// What a case has shown.
+/// Result of a case.
 #[derive(Clone, Debug, Default)]
 struct Outcome {
     /// Calls that returned an error.
     errors: usize,
     /// Blocks that were counted as failed or refused.
     failed: u64,
-    /// What was logged.
+    /// Lines that were logged.
     lines: Vec<String>,
     /// The operations that failed.
     injected: Vec<String>,

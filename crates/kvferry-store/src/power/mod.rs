@@ -27,7 +27,7 @@ const CAPACITY: u64 = (10 << 20) + (1 << 16);
 const ROOM: u64 = 84 << 10;
 /// Blocks that a thread has memory for.
 const ROOMS: usize = 4;
-/// What ends in a moment has this long.
+/// Time limit for what takes a moment.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A folder of its own, removed at the end.

@@ -29,9 +29,9 @@ struct Known {
     /// When puts of it began, and ended with it stored, and by which process.
     stored: Vec<(usize, usize, usize)>,
     evicted: usize,
-    /// When the write began of the last copy that a sync covers.
+    /// Moment at which the write began of the last copy that a sync covers.
     durable: usize,
-    /// When the last put of it began that a call of `sync` or `close` covers.
+    /// Moment at which the last put began that a call of `sync` or `close` covers.
     synced: usize,
 }
 
@@ -57,7 +57,7 @@ impl Oracle {
         oracle
     }
 
-    /// All blocks that are ever stored.
+    /// Ids of all blocks that are ever stored, in order.
     pub(super) fn blocks(&self) -> Vec<u64> {
         let mut blocks: Vec<_> = self.blocks.keys().copied().collect();
         blocks.sort_unstable();
@@ -149,13 +149,13 @@ impl Oracle {
         (bytes.len() == pages && bytes.starts_with(&content)).then_some(block)
     }
 
-    /// What is known of a block.
+    /// Describes the recorded history of a block.
     pub(super) fn history(&self, block: u64) -> String {
         let written: Vec<_> = self.written.iter().filter(|it| it.block == block).collect();
         format!("{:?}, written and not synced: {written:?}", self.blocks[&block])
     }
 
-    /// Why a block must be there after a loss of power; `None` if it need not be.
+    /// Reason why a block must be there after a loss of power; `None` if it need not be.
     pub(super) fn survives_power(&self, block: u64) -> Option<&'static str> {
         let known = &self.blocks[&block];
         if known.synced > known.evicted {
@@ -166,7 +166,7 @@ impl Oracle {
         (is_stored && known.durable > known.evicted).then_some("its segment was synced")
     }
 
-    /// Why a block must be there after a kill.
+    /// Reason why a block must be there after a kill; `None` if it need not be.
     pub(super) fn survives_kill(&self, block: u64) -> Option<&'static str> {
         let known = &self.blocks[&block];
         let is_stored = known.stored.iter().any(|it| it.1 > known.evicted);

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 static RECORDERS: Mutex<Vec<Arc<Recorder>>> = Mutex::new(Vec::new());
 
-/// What happened, in order. Steps of several threads overlap.
+/// Entry of a record. Steps of several threads overlap.
 #[derive(Clone, Debug)]
 pub(crate) enum Event {
     Begin(usize, Op),
@@ -17,7 +17,7 @@ pub(crate) enum Event {
     Note(Note),
 }
 
-/// What the test did.
+/// Observation that the test adds to the record.
 #[derive(Clone, Debug)]
 pub(crate) enum Note {
     /// A block was stored by a put that began when there were so many events.
@@ -27,7 +27,7 @@ pub(crate) enum Note {
 }
 
 impl Event {
-    /// Without bytes.
+    /// Describes the event without its bytes.
     pub(crate) fn in_short(&self) -> String {
         match self {
             Self::Begin(step, op) => format!("step {step}: {}", op.name()),
@@ -78,13 +78,13 @@ struct State {
     fault: Option<Fault>,
     /// Operations on files, of which some may fail.
     operations: usize,
-    /// Those that were made to fail.
+    /// Operations that were made to fail.
     injected: Vec<String>,
     /// Steps after which the thread that takes the next one ends.
     kill_after: Option<usize>,
 }
 
-/// What a thread unwinds with that [`Recording::kill_after`] ends.
+/// Payload of the unwinding that [`Recording::kill_after`] starts in a thread.
 pub(crate) struct Killed;
 
 /// A recorder of a folder, until it is dropped.
@@ -162,7 +162,7 @@ impl Op {
         matches!(self, Self::Sync(_) | Self::SyncDirectory(_) | Self::SyncSegment(_))
     }
 
-    /// Without bytes.
+    /// Describes the operation without its bytes.
     fn name(&self) -> String {
         match self {
             Self::Write { path, pieces } => {

@@ -14,7 +14,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// What a device writes whole or not at all.
+/// Size of a sector, which a device writes whole or not at all.
 const SECTOR_BYTES: usize = 512;
 
 #[derive(Clone, Debug)]
@@ -39,7 +39,7 @@ enum Node {
 #[derive(Clone, Debug, Default)]
 struct File {
     durable: Vec<u8>,
-    /// What a read returns.
+    /// Bytes that a read returns.
     seen: Vec<u8>,
     /// The length that was asked for: not durable before the first sync.
     len: usize,
