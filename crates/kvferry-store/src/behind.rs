@@ -34,9 +34,9 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long a pass waits while no segment at all is freed.
+/// Longest time that a pass waits while no segment is freed.
 pub(crate) const NO_SPACE_MAX: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
-/// How often blocks that are left are tried again where no segment is freed.
+/// Interval between tries of blocks that are left, while no segment is freed.
 pub(crate) const RETRY_EVERY: Duration = Duration::from_secs(1);
 /// The least time between two passes that nothing has asked for.
 const PASS_EVERY: Duration = Duration::from_millis(20);
@@ -339,7 +339,7 @@ fn pass(space: &Space, host: &Host, end: u64, patience: Patience, due: Option<In
     }
 }
 
-/// Why not all blocks of a put were stored.
+/// The reason why not all blocks of a put were stored; `None` if all were.
 fn not_stored(put: &Put) -> Option<NotStored> {
     match put {
         Put { failed: 1.., .. } => Some(NotStored::Failed),

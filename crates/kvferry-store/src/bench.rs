@@ -1,4 +1,4 @@
-//! What tests of this crate put blocks with.
+//! Fixture of this crate's tests: a folder, an agent, and memory for blocks.
 
 use kvferry::{Access, Agent, Region};
 use std::path::PathBuf;

@@ -29,7 +29,7 @@ impl Clock {
         Self { at_boot_ms: signed(now_ms).saturating_sub(signed(boot_ms)) }
     }
 
-    /// From [`Clock::to_word`] of the first process.
+    /// Restores the clock that the first process stored with [`Clock::to_word`].
     pub(crate) fn from_word(word: u64) -> Self {
         Self { at_boot_ms: word.cast_signed() }
     }
@@ -46,7 +46,7 @@ impl Clock {
         u64::try_from(self.at_boot_ms.saturating_add_unsigned(boot_ms)).unwrap_or(0)
     }
 
-    /// In seconds, as the index has it.
+    /// The store's time in seconds, the unit of the index.
     pub(crate) fn now_s(&self) -> u32 {
         u32::try_from(self.now_ms() / 1000).unwrap_or(u32::MAX)
     }
@@ -75,11 +75,11 @@ mod tests {
 
     /// A host whose system clock jumps, and a store on it.
     struct Host {
-        /// Since the store was made.
+        /// True time since the store was made.
         real_ms: u64,
         /// The time at which the host was started.
         started_ms: u64,
-        /// How far the system's clock is ahead of the time.
+        /// Error of the system's clock: positive if it is ahead of the true time.
         ahead_ms: i64,
         /// The latest time in the store.
         newest_ms: u64,

@@ -1,4 +1,4 @@
-//! What the parts of a store in one process share.
+//! State that all parts of an open store share within one process.
 
 use crate::clock::Clock;
 use crate::disk::{Directories, is_of_device};
@@ -32,17 +32,17 @@ pub(crate) struct Core {
     pub(crate) member: Member,
     pub(crate) clock: Clock,
     pub(crate) counters: Counters,
-    /// What the keeper knows of the processes that were connected to it.
+    /// Members whose connections to this process, the keeper, are open, and those whose connections have closed.
     connections: Mutex<Connections>,
-    /// Segments on which an operation that was given up is in progress, with the state that they have meanwhile, and the
-    /// one that they are to have then.
+    /// Segments with an operation in progress that was given up: number, state until the operation ends, and state
+    /// afterwards.
     late: Mutex<Vec<(u32, SegmentState, SegmentState)>>,
     /// Segments of the keeper's own that could not be sealed as their directory hangs.
     unsealed: Mutex<Vec<Appender>>,
     /// Held, shared, by each call that reads or writes, and alone by the store's `close`: what such a call wrote after
     /// another process had opened the store again could be in that process's way.
     pub(crate) calls: RwLock<()>,
-    /// When a fault may be logged again.
+    /// Time before which no other fault is logged.
     quiet_until_ms: AtomicU64,
 }
 

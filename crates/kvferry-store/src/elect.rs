@@ -28,12 +28,12 @@ use std::time::{Duration, Instant};
 /// The file with the keeper's name, and the one that replaces it.
 pub(crate) const KEEPER: &str = "keeper";
 const NEW: &str = "keeper.new";
-/// What the keeper's name begins with; 32 hexadecimal digits follow.
+/// Prefix of the keeper's name; 32 hexadecimal digits follow.
 const PREFIX: &str = "kvferry-keeper-";
 const NAME_LEN: usize = PREFIX.len() + 32;
 /// The permissions to write that other users may have.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
-/// How long writing the name is waited for.
+/// Longest wait until the name is written.
 const ANNOUNCE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Pauses between tries to take the beacon.
 const BEACON_PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(60));
@@ -144,14 +144,14 @@ pub(crate) fn check_user(channel: &Channel) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
 }
 
-/// What a process finds that has met no other one in the store's directories, and tries to take the beacon.
+/// Result of taking the beacon, for a process that has met no other one in the store's directories.
 #[derive(Debug)]
 pub(crate) enum Taken {
-    /// This process has it now.
+    /// The beacon is this process's.
     Now(Channel),
     /// A process of this user listens there: it has the store open, and none of these directories.
     ByOwnUser,
-    /// By another user's program, or by one that does not listen.
+    /// Another user's program has it, or a program that does not listen.
     ByOther,
 }
 
@@ -174,7 +174,7 @@ pub(crate) fn take(beacon: &[u8]) -> io::Result<Taken> {
 pub(crate) struct Beacon {
     name: Vec<u8>,
     channel: Option<Channel>,
-    /// When to try again, and the pause after that.
+    /// Time of the next try, and the pause after that one.
     next: Instant,
     pause: Duration,
     began: Instant,
@@ -187,7 +187,7 @@ impl Beacon {
         Self { name, channel, next: now, pause, began: now, is_told: false }
     }
 
-    /// Where other processes connect. `None`: it is not taken yet.
+    /// Channel on which other processes connect. `None`: the beacon is not taken yet.
     pub(crate) fn channel(&self) -> Option<&Channel> {
         self.channel.as_ref()
     }

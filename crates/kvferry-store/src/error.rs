@@ -29,7 +29,7 @@ pub enum Error {
     Busy {
         /// The store's first directory.
         path: PathBuf,
-        /// What happened.
+        /// Details of the failed attempt, or empty.
         detail: String,
     },
     /// The call needs a store that no process has open.
@@ -43,15 +43,15 @@ pub enum Error {
     Format {
         /// The store's directory.
         path: PathBuf,
-        /// What is wrong, and what to do.
+        /// Description of the fault, and what the user can do.
         what: String,
     },
     /// An object store can't be used as asked.
     #[error("the object store {location}: {what}")]
     Objects {
-        /// Its URL, without secrets.
+        /// URL of the object store, without secrets.
         location: String,
-        /// What is wrong, and what to do.
+        /// Description of the fault, and what the user can do.
         what: String,
     },
     /// The agent refused: memory that is not registered, an agent that was shut down.

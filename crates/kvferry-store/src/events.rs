@@ -14,16 +14,16 @@ use crate::store::{Inner, Store};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What has happened to a block.
+/// A change of a block's presence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// It is in the store.
+    /// The block is in the store.
     Stored(Key),
-    /// It is not in the store: evicted, damaged, lost with its device, or replaced.
+    /// The block is not in the store: evicted, damaged, lost with its device, or replaced.
     Removed(Key),
 }
 
-/// How far [`Events::poll`] came.
+/// Result of [`Events::poll`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Polled {
     /// Nothing is left to read at the moment.

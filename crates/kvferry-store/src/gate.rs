@@ -22,12 +22,12 @@ const SLOW: u32 = 6;
 /// A thread that is awake later than it should by so much, or more, was not only kept waiting by others.
 const SLEPT_MIN: Duration = Duration::from_millis(500);
 
-/// How long an operation may take.
+/// Kind of an operation, which sets its time limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pace {
-    /// It reads or writes bytes, opens a file, or lists a directory.
+    /// Reads or writes bytes, opens a file, or lists a directory.
     Quick,
-    /// It syncs, makes or removes files.
+    /// Syncs, makes or removes files.
     Slow,
 }
 
@@ -173,7 +173,7 @@ const NEVER: u64 = u64::MAX;
 pub(crate) struct Gate {
     path: PathBuf,
     limit: Duration,
-    /// When this was made. `hangs_at` is counted from here.
+    /// Time at which the gate was made; `hangs_at` counts from it.
     made: Instant,
     /// When the directory hangs unless an operation ends, in nanoseconds. It changes under the lock of `doing`, and is
     /// read without it: most of those who ask find that nothing is in progress, or that it has not been for long.
@@ -192,7 +192,7 @@ struct Doing {
     /// Counts operations.
     count: u64,
     is_closed: bool,
-    /// When it was last found out that this process had slept.
+    /// Latest time at which this process was found to have slept.
     woke: Option<Instant>,
 }
 
@@ -318,7 +318,7 @@ impl Gate {
         self.note_first(&doing);
     }
 
-    /// As if all operations in progress had begun so much earlier.
+    /// Makes all operations in progress appear to have begun earlier.
     #[cfg(test)]
     pub(crate) fn age(&self, by: Duration) {
         let mut doing = lock(&self.doing);
@@ -338,19 +338,19 @@ impl Gate {
         self.error(begun)
     }
 
-    /// How long until the directory hangs, if no operation ends.
+    /// Time until the directory hangs, if no operation ends.
     pub(crate) fn left(&self) -> Duration {
         let doing = lock(&self.doing);
         let first = doing.begun.first_key_value();
         first.map_or(self.limit, |((at, _), _)| at.saturating_duration_since(Instant::now()))
     }
 
-    /// How long an operation of [`Pace::Quick`] may take.
+    /// Time limit of an operation of [`Pace::Quick`].
     pub(crate) fn limit(&self) -> Duration {
         self.limit
     }
 
-    /// How long the operation may take that the directory waits for first.
+    /// Time limit of the operation in progress whose deadline is the earliest.
     #[cfg(test)]
     pub(crate) fn first_limit(&self) -> Option<Duration> {
         let doing = lock(&self.doing);

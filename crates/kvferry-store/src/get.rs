@@ -64,7 +64,7 @@ struct Own {
     check: u64,
 }
 
-/// How a read of a block ended.
+/// Result of reading a block.
 enum Read {
     Right,
     /// The block was moved: it may be right at its new place.

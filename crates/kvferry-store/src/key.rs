@@ -13,7 +13,7 @@ pub const HASH_LEN_MIN: usize = 16;
 /// Bytes of a block's hash, at most.
 pub const HASH_LEN_MAX: usize = 64;
 
-/// By which the index finds a block. Zero means "none".
+/// Key by which the index finds a block. Zero means "none".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key(pub [u64; 2]);
 

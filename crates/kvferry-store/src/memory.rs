@@ -1,4 +1,4 @@
-//! Where the bytes of blocks are in memory.
+//! Ranges of host memory that hold the bytes of blocks.
 
 use crate::error::{Error, Result};
 use crate::host;
@@ -10,8 +10,7 @@ use std::sync::Arc;
 /// Bytes of a block, at most.
 pub const BLOCK_LEN_MAX: u64 = 64 << 20;
 
-/// Where the bytes of a block are in host memory: one range of a region, or several in order, such as one
-/// per layer.
+/// Place of a block's bytes in host memory: one range of a region, or several in order, such as one per layer.
 #[derive(Clone, Debug, Default)]
 pub struct BlockMemory {
     pieces: SmallVec<[Piece; 1]>,
@@ -43,7 +42,7 @@ impl BlockMemory {
         self
     }
 
-    /// As long as this value lives, nothing else is put there.
+    /// Keeps `owner`, and with it the memory, from being reused as long as this value lives.
     #[must_use]
     pub(crate) fn kept_by(self, owner: &Arc<host::Block>) -> Self {
         Self { owner: Some(Arc::clone(owner)), ..self }

@@ -35,7 +35,7 @@ struct Shared<T> {
 #[derive(Debug)]
 struct State<T> {
     outcome: Option<Arc<Result<T>>>,
-    /// One for each task that waits.
+    /// Wakers of the tasks that wait.
     wakers: Vec<Waker>,
 }
 
@@ -181,7 +181,7 @@ pub(crate) struct Pool {
     threads_max: usize,
     /// Bytes that may wait, unless nothing does.
     bytes_max: u64,
-    /// While nothing is carried out for so long, another thread takes part.
+    /// Time without progress after which another thread takes part.
     patience: Option<Duration>,
     queue: Arc<Queue>,
     threads: Mutex<Vec<JoinHandle<()>>>,

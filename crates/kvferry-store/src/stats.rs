@@ -1,4 +1,4 @@
-//! What a store counts.
+//! Counters of a store.
 
 use crate::store::Put;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -28,7 +28,7 @@ macro_rules! counters {
             pub host_blocks: u64,
             /// Bytes that they take.
             pub host_bytes: u64,
-            /// Of these, bytes of blocks that are not on the disk yet.
+            /// Bytes of blocks in host memory that are not on the disk yet.
             pub waiting_bytes: u64,
             /// Of the blocks in host memory, those that could not be written yet. They are tried again, and count as
             /// refused or failed if they never are.
@@ -61,9 +61,9 @@ macro_rules! counters {
 counters! {
     /// Blocks that were asked for.
     asked,
-    /// Of these, blocks that were read and whose sums were right.
+    /// Blocks that were read and whose sums were right.
     hits,
-    /// Of these, blocks that were in host memory.
+    /// Hits on blocks in host memory.
     host_hits,
     /// Of the hits, blocks that another call was reading at the same time.
     shared_hits,
@@ -79,13 +79,13 @@ counters! {
     present,
     /// Blocks that were not stored, for one of the reasons below.
     refused,
-    /// Of these, blocks for which no segment was free.
+    /// Blocks that were refused because no segment was free.
     refused_no_space,
-    /// Of these, blocks that the index could not take because a process that is stopped holds a lock.
+    /// Blocks that were refused because a stopped process holds a lock of the index.
     refused_contended,
-    /// Of these, blocks for which the index had no room.
+    /// Blocks that were refused because the index had no room.
     refused_index_full,
-    /// Of these, blocks that were put in the background while too many bytes waited.
+    /// Blocks that were refused because they were put in the background while too many bytes waited.
     refused_waiting,
     /// Blocks that were not stored, or not read, because of a device's error.
     failed,
@@ -99,7 +99,8 @@ counters! {
     uploaded,
     /// Blocks that were not uploaded: too many waited, they had left the disk, or uploading them failed for good.
     upload_dropped,
-    /// Requests to upload a block that failed. A block is tried three times.
+    /// Requests to upload a block that failed. A block is dropped after three that count: another upload has succeeded
+    /// since the last.
     upload_failed,
     /// Blocks that were fetched from the object store.
     fetched,

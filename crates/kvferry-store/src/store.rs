@@ -289,7 +289,7 @@ impl Store {
         self.0.core.superblock.geometry.max_block_bytes()
     }
 
-    /// When the store was made, in Unix milliseconds, and the seconds since.
+    /// Creation time of the store in Unix milliseconds, and the seconds since.
     pub(crate) fn times(&self) -> (u64, u32) {
         (self.0.core.superblock.created_ms, self.0.core.clock.now_s())
     }
@@ -419,7 +419,7 @@ pub struct Retain {
     pub priority: u8,
     /// When it ends, after the put; rounded up to 16 seconds. `None`: never.
     pub duration: Option<Duration>,
-    /// What blocks are when it has ended.
+    /// Treatment of the blocks after the end.
     pub then: Then,
 }
 
@@ -452,13 +452,13 @@ pub struct Put {
     pub refused: usize,
     /// Not stored, because of a device's error.
     pub failed: usize,
-    /// Of the refused: no segment was free.
+    /// Refused because no segment was free.
     pub refused_no_space: usize,
-    /// Of the refused: a process that is stopped holds a lock of the index.
+    /// Refused because a stopped process holds a lock of the index.
     pub refused_contended: usize,
-    /// Of the refused: the index had no room.
+    /// Refused because the index had no room.
     pub refused_index_full: usize,
-    /// Of the refused: too many bytes waited.
+    /// Refused because too many bytes waited.
     pub refused_waiting: usize,
 }
 
@@ -491,7 +491,7 @@ impl Put {
     }
 }
 
-/// Why blocks were not stored.
+/// Reason why blocks were not stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NotStored {
     Refused(Refusal),
@@ -499,7 +499,7 @@ pub(crate) enum NotStored {
     Failed,
 }
 
-/// Why blocks were refused.
+/// Reason why blocks were refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
     NoSpace,
@@ -517,7 +517,7 @@ pub struct Pin {
 }
 
 impl Pin {
-    /// How many blocks, from the beginning of the prompt.
+    /// Number of pinned blocks, from the beginning of the prompt.
     pub fn blocks(&self) -> usize {
         self.blocks
     }
@@ -540,17 +540,17 @@ impl Drop for Pin {
 pub struct Space {
     pub(crate) store: Arc<Inner>,
     pub(crate) identity: Identity,
-    /// `None` in a task of the store itself.
+    /// Keeps the store open. `None` in a task of the store itself.
     _open: Option<Arc<Open>>,
 }
 
 impl Space {
-    /// For a task in the background, which the store waits for when it is closed.
+    /// Clone for a task in the background, which the store waits for when it is closed.
     pub(crate) fn for_task(&self) -> Self {
         Self { store: Arc::clone(&self.store), identity: self.identity.clone(), _open: None }
     }
 
-    /// For a task whose blocks come with their names.
+    /// Space of a task whose blocks come with their names.
     fn of_task(store: &Arc<Inner>) -> Self {
         let identity = Namespace::new("").identity();
         Self { store: Arc::clone(store), identity, _open: None }
@@ -644,7 +644,7 @@ impl Space {
         self.put_since(prompt, first, memory, retain, Instant::now())
     }
 
-    /// As [`Space::put`], of a call that began at `called`.
+    /// Like [`Space::put`], for a call that began at `called`.
     fn put_since<H: AsRef<[u8]>>(
         &self,
         prompt: &[H],

@@ -27,13 +27,13 @@ struct Results<T> {
 }
 
 impl Team {
-    /// Of `threads`, with the caller's.
+    /// Creates a team of `threads`, including the caller's.
     pub(crate) fn new(threads: usize) -> Self {
         let threads = threads.max(1);
         Self { beside: Pool::new(threads - 1, u64::MAX), threads }
     }
 
-    /// As [`Pool::patience`].
+    /// See [`Pool::patience`].
     #[must_use]
     pub(crate) fn patience(self, longest: std::time::Duration) -> Self {
         Self { beside: self.beside.patience(longest), ..self }
@@ -65,7 +65,7 @@ impl Team {
         std::mem::take(&mut done.unwrap_or_else(PoisonError::into_inner).of_part)
     }
 
-    /// As [`Pool::close_unless`].
+    /// See [`Pool::close_unless`].
     pub(crate) fn close_unless(&self, gives_up: impl Fn() -> bool) {
         self.beside.close_unless(gives_up);
     }

@@ -46,9 +46,9 @@ const STORED_COST: usize = 8;
 pub struct Report {
     /// The group's number in [`Store::watch`].
     pub group: u32,
-    /// They have left the store; else they have come.
+    /// True if the blocks have left the store, false if they have come.
     pub is_removed: bool,
-    /// Their hashes, as they were added.
+    /// Hashes of the blocks, as they were added.
     pub hashes: Vec<Box<[u8]>>,
 }
 
@@ -56,7 +56,7 @@ pub struct Report {
 #[derive(Debug)]
 pub struct Watch {
     store: Arc<Inner>,
-    /// Before `names` where both are locked.
+    /// Locked before `names` where both are locked.
     reader: Mutex<Reader>,
     names: Mutex<Names>,
 }
@@ -83,7 +83,7 @@ struct Names {
 /// Watched blocks. The maps have an order, so that all of them can be looked at in batches.
 #[derive(Debug)]
 struct Group {
-    /// Of the parts of a block.
+    /// Identities of the parts of a block.
     parts: Vec<Identity>,
     /// The hashes of those that were reported as stored.
     here: BTreeMap<Stem, Box<[u8]>>,
@@ -102,7 +102,7 @@ struct Unsure {
     last: Option<Stem>,
 }
 
-/// What is known of a block.
+/// State of a watched block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Kind {
     #[default]
@@ -122,7 +122,7 @@ struct Absent {
     number: u64,
 }
 
-/// What is to be reported, in its order.
+/// Reports that wait to be read, in order.
 #[derive(Debug, Default)]
 struct Reports {
     queue: VecDeque<Reported>,
@@ -136,7 +136,7 @@ enum Reported {
         is_removed: bool,
         hash: Box<[u8]>,
     },
-    /// All of these were removed: their group is watched no more.
+    /// Removal of all blocks in `here`, because their group is not watched any more.
     Group {
         group: u32,
         here: BTreeMap<Stem, Box<[u8]>>,
@@ -369,7 +369,7 @@ impl Names {
         self.reports.len <= self.groups.iter().map(kept).sum()
     }
 
-    /// What the index says of a block that is in these parts.
+    /// Looks up a block that is in these parts.
     fn look(&self, store: &Inner, parts: &[Identity], stem: Stem) -> Kind {
         let core = &store.core;
         let mut kind = if parts.is_empty() { Kind::Absent } else { Kind::Here };

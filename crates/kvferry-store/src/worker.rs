@@ -35,7 +35,7 @@ pub(crate) struct Worker {
 #[derive(Debug, Default)]
 struct Tasks {
     look: bool,
-    /// This process has become the keeper.
+    /// Set when this process has become the keeper.
     begin: bool,
     /// Processes have left: there may be something to repair.
     repair: bool,
@@ -55,9 +55,9 @@ impl Tasks {
 struct Retries {
     /// The time between two looks, and when the next one is due. `None`: none is.
     next: Option<(Duration, Instant)>,
-    /// Since when each look has found no segment that could be freed.
+    /// Time since which no look has found a segment that could be freed.
     stuck_since: Option<Instant>,
-    /// It was logged.
+    /// Set once this was logged.
     is_told: bool,
 }
 

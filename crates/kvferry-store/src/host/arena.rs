@@ -52,7 +52,7 @@ pub(crate) struct Extent {
 }
 
 impl Extent {
-    /// Its first `len` bytes.
+    /// Memory of the extent's first `len` bytes.
     pub(crate) fn memory(&self, len: u64) -> BlockMemory {
         debug_assert!(len <= self.len);
         BlockMemory::new(&self.arena.region, self.at, len)

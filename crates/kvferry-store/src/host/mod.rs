@@ -64,20 +64,20 @@ pub(crate) struct Waiting {
     /// Keeps the memory that is written.
     pub(crate) block: Arc<Block>,
     pub(crate) record: log::Block,
-    /// Why it could not be written when that was last tried.
+    /// Reason why the last try to write the block failed.
     pub(crate) left: Option<NotStored>,
     /// When it may be tried again, and after how long once more. `None`: whenever others are.
     again: Option<(Instant, Duration)>,
 }
 
-/// What has become of a block that is to wait.
+/// Result of asking that a block wait for its write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Taken {
-    /// It waits from now on.
+    /// The block did not wait before; it waits from here on.
     Now,
-    /// It waited before.
+    /// The block waited before. The reason is that of its last failed write.
     Before(Option<NotStored>),
-    /// It is not here, or too much waits.
+    /// The block is not in the tier, or too many bytes wait.
     No,
 }
 
@@ -85,9 +85,9 @@ pub(crate) enum Taken {
 #[derive(Debug)]
 pub(crate) struct Block {
     pub(crate) key: Key,
-    /// Of the whole name.
+    /// Check of the block's whole name.
     pub(crate) check: u64,
-    /// Of its bytes alone.
+    /// Checksum of the block's bytes alone.
     pub(crate) sum: u64,
     pub(crate) len: u64,
     extent: Extent,
@@ -104,7 +104,7 @@ impl Block {
     }
 }
 
-/// What a tier holds.
+/// Usage of a tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Held {
     pub(crate) blocks: u64,
@@ -135,7 +135,7 @@ impl Host {
         Held { blocks, bytes: self.arena.used(), waiting }
     }
 
-    /// How many of these blocks, from the first, are here.
+    /// Number of leading `keys` whose blocks are in the tier.
     pub(crate) fn prefix(&self, keys: &[Key]) -> usize {
         let state = lock(&self.state);
         keys.iter().take_while(|key| state.slots.contains_key(key)).count()

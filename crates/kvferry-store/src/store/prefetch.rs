@@ -1,4 +1,4 @@
-//! What a store does with its object tier.
+//! Prefetches from the object tier, and the flush of uploads.
 
 use super::{Inner, Put, Refusal, Space, Store};
 use crate::error::Result;
@@ -74,7 +74,7 @@ impl Space {
         let _ = self.store.pool.submit(0, false, Box::new(task));
     }
 
-    /// How many blocks are here, from the first.
+    /// Number of leading `blocks` that are in the store.
     pub(crate) fn prefix_of(&self, blocks: &[Wanted]) -> usize {
         let keys: Vec<_> = blocks.iter().map(|it| it.key).collect();
         self.find(&keys).len()
