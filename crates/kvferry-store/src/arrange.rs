@@ -1,4 +1,4 @@
-//! Which directories a store has, and in which order.
+//! The directories of a store, and their order.
 //!
 //! Each directory says which store it belongs to, which number it has there, and how many directories there are: its
 //! superblock. So the caller may give the directories in any order. [`arrange`] reads the superblocks and changes
@@ -34,7 +34,8 @@ const COUNTS: usize = 16;
 /// The directories of a store.
 #[derive(Debug)]
 pub(crate) struct Arranged {
-    /// Of the directories that have a superblock, the one of the lowest number. `None`: there is no store yet.
+    /// The superblock of the directory with the lowest number, among those that have one. `None`: there is no store
+    /// yet.
     pub(crate) superblock: Option<Superblock>,
     /// The version of that superblock.
     pub(crate) format: u32,
@@ -44,7 +45,7 @@ pub(crate) struct Arranged {
     pub(crate) is_being_made: bool,
     /// Whether empty directories take the places of lost ones. False at first.
     pub(crate) adopts: bool,
-    /// How long a directory may take to answer when it is written to. Without an end at first.
+    /// Time limit of a directory that is written to. No limit at first.
     pub(crate) limit: Duration,
 }
 
@@ -102,8 +103,8 @@ pub(crate) fn arrange(paths: &[PathBuf], whose: Whose) -> Result<Arranged> {
     arrange_found(paths, paths.iter().map(|path| look(path, whose)).collect())
 }
 
-/// As [`arrange`], of this process's user. Of several directories, one that does not answer within `limit` is lost. Those
-/// of `hanging` are not asked.
+/// Like [`arrange`], but only for stores of this process's user. Of several directories, one that does not answer
+/// within `limit` is lost. Those of `hanging` are not asked.
 pub(crate) fn arrange_within(
     paths: &[PathBuf],
     limit: Duration,

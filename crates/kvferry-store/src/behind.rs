@@ -54,13 +54,13 @@ pub(crate) struct Behind {
 
 #[derive(Debug, Default)]
 struct Work {
-    /// Passes that were asked for, and those of them that have ended: one pass answers all who asked before it.
+    /// Numbers of the passes that were asked for and that have ended. A pass answers all that were asked for before it.
     asked: u64,
     done: u64,
     /// The next pass is also for blocks that are to be tried later.
     is_for_all: bool,
-    /// Of the pass that is under way: the last one of `asked` that it answers, and the number below which it has tried
-    /// all blocks.
+    /// State of the current pass: the last one of `asked` that it answers, and the number below which it has tried all
+    /// blocks.
     under_way: Option<(u64, u64)>,
     /// Callers wait no longer: the store is being closed.
     is_hurried: bool,
@@ -70,7 +70,7 @@ struct Work {
     waits_for_space: bool,
     #[cfg(test)]
     passes: u64,
-    /// How often the thread has waited or looked whether it is to begin a pass.
+    /// Number of times that the thread has waited, or looked whether to begin a pass.
     #[cfg(test)]
     looks: u64,
 }
@@ -93,7 +93,7 @@ impl Behind {
         self.ask_for(space, false)
     }
 
-    /// As [`Behind::ask`], also for blocks that are to be tried later, if so.
+    /// Like [`Behind::ask`]; if `all`, also for blocks that are to be tried later.
     fn ask_for(&self, space: &Space, all: bool) -> u64 {
         let asked = self.change(&space.store.core.member, |work| {
             work.asked += 1;

@@ -19,7 +19,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// How long a lock is waited for: a process that ends may hold one for a moment.
+/// Longest wait for a lock: a process that ends may hold one for a moment.
 const LOCK_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// A store that no process has open.
@@ -34,7 +34,7 @@ pub struct Cleaner {
 #[derive(Debug)]
 pub(crate) struct Alone {
     _locks: [Locks; 2],
-    /// `None`: another user's program has it.
+    /// The store's beacon. `None`: another user's program has it.
     _beacon: Option<Channel>,
 }
 
@@ -159,7 +159,7 @@ impl Cleaner {
         Ok(Self { files, segments, _alone })
     }
 
-    /// What to do.
+    /// Plans the steps that clean the store.
     ///
     /// # Errors
     /// `InvalidArgument` for a capacity that no process could open the store with.

@@ -17,8 +17,8 @@ pub(crate) struct Clock {
 }
 
 impl Clock {
-    /// For the first process that opens a store, which was made at `created_ms`, Unix time. `newest_ms` is the
-    /// latest time in the store.
+    /// Starts the clock in the first process that opens a store. `created_ms` is when the store was made, Unix
+    /// time; `newest_ms` is the latest time in the store.
     pub(crate) fn begin(created_ms: u64, newest_ms: u64) -> Self {
         Self::new(created_ms, newest_ms, Self::unix_ms(), boot_ms())
     }

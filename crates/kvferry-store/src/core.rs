@@ -115,7 +115,7 @@ impl Core {
         self.disk.hangs(self.superblock.geometry.locate(entry.page).0)
     }
 
-    /// How many of these blocks, from the first, are in directories that do not hang.
+    /// Number of leading blocks whose directories do not hang.
     pub(crate) fn readable(&self, found: &[Entry]) -> usize {
         if found.is_empty() || !self.disk.is_any_hanging() {
             return found.len();
@@ -183,7 +183,7 @@ impl Core {
         free_wanted(processes, self.member.geometry().segments.saturating_sub(withheld)) as usize
     }
 
-    /// Frees a segment, in which no block lives, on the disk. Returns the state that it is to have.
+    /// Frees a segment without live blocks on the disk. Returns the state that it is to have.
     pub(crate) fn freed(&self, segment: u32) -> SegmentState {
         match log::free(&self.disk, segment) {
             Ok(()) => SegmentState::Free,

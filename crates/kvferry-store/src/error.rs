@@ -1,6 +1,6 @@
-//! What can go wrong for a caller.
+//! Errors that callers of a store get.
 //!
-//! Faults of a disk are not among it: they cost hits, and are counted ([`Stats`](crate::Stats)).
+//! Faults of a disk are not among them: they cost hits, and are counted ([`Stats`](crate::Stats)).
 
 use std::io;
 use std::path::PathBuf;

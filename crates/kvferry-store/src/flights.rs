@@ -14,7 +14,7 @@ use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// How often a call that follows another looks whether it is to go on by itself.
+/// Interval at which a call that follows another looks whether it is to go on by itself.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 #[derive(Debug, Default)]

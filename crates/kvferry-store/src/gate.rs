@@ -1,4 +1,4 @@
-//! Which operations on the files of a directory are in progress, and whether its device hangs.
+//! Tracks the operations in progress on the files of a directory, and whether its device hangs.
 //!
 //! A device that hangs neither completes an operation nor fails it, so a thread that waits for it may wait for ever.
 //! Each operation holds its directory's [`Gate`]. A directory hangs while an operation is in progress for longer than
@@ -17,7 +17,7 @@ use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How many times as long an operation may take that works on a whole file, such as to sync it.
+/// Factor on the time limit for an operation that works on a whole file, such as to sync it.
 const SLOW: u32 = 6;
 /// A thread that is awake later than it should by so much, or more, was not only kept waiting by others.
 const SLEPT_MIN: Duration = Duration::from_millis(500);
@@ -56,8 +56,8 @@ pub(crate) fn is_hang(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|it| it.is::<Hangs>())
 }
 
-/// What `ask` says of each directory, on a thread of its own where there are several. One that has not answered within
-/// `limit` hangs; its thread ends, and drops what it was told, once it answers.
+/// Calls `ask` for each directory, on a thread of its own where there are several. A directory that has not answered
+/// within `limit` hangs; its thread ends once `ask` returns, and the late answer is dropped.
 pub(crate) fn ask_all<T: Send + 'static>(
     paths: &[PathBuf],
     limit: Duration,
@@ -88,7 +88,7 @@ pub(crate) fn ask_all<T: Send + 'static>(
     answers.into_iter().zip(paths).map(|(it, path)| it.unwrap_or_else(|| hangs(path))).collect()
 }
 
-/// Tells a thread that it is not waited for any more.
+/// Flag that tells a thread that no other one waits for its operation any more.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct GivenUp(Arc<AtomicBool>);
 
@@ -103,7 +103,7 @@ impl GivenUp {
     }
 }
 
-/// How long directories may take that are written to before their [`Gate`]s exist.
+/// Time limit of directories that are written to before their [`Gate`]s exist.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bounds {
     /// The store has several directories: for one that hangs, nothing waits.
@@ -175,8 +175,8 @@ pub(crate) struct Gate {
     limit: Duration,
     /// Time at which the gate was made; `hangs_at` counts from it.
     made: Instant,
-    /// When the directory hangs unless an operation ends, in nanoseconds. It changes under the lock of `doing`, and is
-    /// read without it: most of those who ask find that nothing is in progress, or that it has not been for long.
+    /// Time at which the directory hangs unless an operation ends, in nanoseconds. It changes under the lock of
+    /// `doing`, and is read without it: most readers find no operation in progress, or only a recent one.
     hangs_at: AtomicU64,
     doing: Mutex<Doing>,
     /// An operation has ended.
@@ -185,7 +185,7 @@ pub(crate) struct Gate {
 
 #[derive(Debug, Default)]
 struct Doing {
-    /// When operations in progress have begun, by the time from which on the directory hangs.
+    /// Begin of each operation in progress, by the time from which on the directory hangs, and the operation's number.
     begun: BTreeMap<(Instant, u64), Instant>,
     /// Operations in progress that were given up, with the segment of each.
     given_up: BTreeMap<u64, u32>,
@@ -203,7 +203,7 @@ pub(crate) struct Entered {
     key: (Instant, u64),
 }
 
-/// What a thread has that waits for the end of an operation which another one carries out.
+/// Handle of a thread that waits for the end of an operation which another one carries out.
 #[derive(Debug)]
 pub(crate) struct Waiter {
     gate: Arc<Gate>,
@@ -211,8 +211,9 @@ pub(crate) struct Waiter {
 }
 
 impl Waiter {
-    /// Waits no longer for an operation on a segment, which is *held* until the operation ends. That is one with its
-    /// leaving the directory: who finds no operation in progress finds no segment held. False if it has ended.
+    /// Stops waiting for an operation on a segment, which is *held* until the operation ends. An operation leaves the
+    /// directory and releases its segment in one step: a thread that finds no operation in progress finds no segment
+    /// held. False if the operation has ended.
     pub(crate) fn give_up(&self, segment: u32) -> bool {
         let mut doing = lock(&self.gate.doing);
         let is_in_progress = doing.begun.keys().any(|(_, count)| *count == self.count);

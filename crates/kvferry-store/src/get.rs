@@ -26,11 +26,11 @@ const CACHED_BYTES: u64 = 1 << 20;
 /// Blocks that a call wants.
 #[derive(Debug)]
 pub(crate) struct Wanted {
-    /// Of the prompt, from its beginning to the last block that is wanted.
+    /// Keys of the prompt, from its beginning to the last block that is wanted.
     pub(crate) keys: Vec<Key>,
     /// The first block that is wanted.
     pub(crate) first: usize,
-    /// Of each block that is wanted: the check of its name, and its memory.
+    /// Check of the name of each block that is wanted, and its memory.
     pub(crate) checks: Vec<u64>,
     pub(crate) memory: Vec<BlockMemory>,
     /// Blocks of the prompt in all.
@@ -229,7 +229,7 @@ impl Space {
         Ok(usize::from(self.is_right(own, read)?))
     }
 
-    /// How many blocks of a part that was read are right, from the first.
+    /// Number of leading blocks that are right, in a part that was read.
     fn judge_all(&self, part: &[Own], is_read: bool) -> Result<usize> {
         for (at, own) in part.iter().enumerate() {
             // One by one where the part can't be read, to find what can.

@@ -154,7 +154,7 @@ impl Files {
         Ok(self.disk.list()?.keys().all(|number| *number < segments))
     }
 
-    /// When a block was put, in milliseconds of Unix time, rounded down to seconds of the store's time.
+    /// Time at which a block was put, in milliseconds of Unix time, rounded down to seconds of the store's time.
     pub fn put_at_ms(&self, record: &Record) -> u64 {
         self.superblock.created_ms + u64::from(record.block.time) * 1000
     }

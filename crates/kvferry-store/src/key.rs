@@ -55,7 +55,7 @@ impl Namespace {
         }
     }
 
-    /// What says how the bytes of a block are laid out: data type, layers, heads, tokens in a block.
+    /// Sets the fingerprint of how the bytes of a block are laid out: data type, layers, heads, tokens in a block.
     #[must_use]
     pub fn layout(self, fingerprint: impl Into<Vec<u8>>) -> Self {
         Self { layout: fingerprint.into(), ..self }
@@ -157,12 +157,12 @@ impl Identity {
         Key(if key == [0, 0] { [1, 0] } else { key })
     }
 
-    /// How a hash of this key begins, if it is of this namespace.
+    /// Returns the first 16 bytes of the hash that has this key in this namespace.
     pub(crate) fn stem_of(&self, key: &Key) -> [u64; 2] {
         [key.0[0] ^ self.mask[0], key.0[1] ^ self.mask[1]]
     }
 
-    /// What is compared, together with the sum of its bytes, when a block is read.
+    /// Returns the check of a name, which is compared, together with the sum of its bytes, when a block is read.
     pub(crate) fn check(&self, hash: &[u8]) -> u64 {
         word(blake3::keyed_hash(&self.secret, hash).as_bytes())
     }

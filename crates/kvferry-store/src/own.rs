@@ -1,10 +1,10 @@
-//! Whose the files of a store are.
+//! Ownership and permissions of a store's files.
 //!
-//! A store's files are for its user alone: who may write to them changes what models read, who may read them reads
-//! prompts. In a directory that others may write to, a name may lead to a file of theirs. So each file is opened
-//! without following a link, and what was opened is looked at before it is used: it is a regular file, this user's,
-//! and others have no access to it. Access that others have by the file's mode is taken away: earlier releases made
-//! files by the process's umask, and mounting a volume may add a group's.
+//! A store's files are for its user alone: a user who can write to them changes what models read, and one who can
+//! read them reads prompts. In a directory that others may write to, a name may lead to a file of theirs. So each
+//! file is opened without following a link, and checked before it is used: it is a regular file, this user's, and
+//! others have no access to it. Access that others have by the file's mode is taken away: earlier releases made files
+//! by the process's umask, and mounting a volume may add a group's.
 //!
 //! A file system may give files that this process makes to another user: NFS does with `root_squash`. There, files of
 //! that user are this process's.
@@ -91,7 +91,7 @@ fn refused(path: &Path, metadata: &Metadata, what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::PermissionDenied, text)
 }
 
-/// How others can change what is in a directory, and what to do; `None` if they can't.
+/// Describes how others can change the contents of a directory, and what to do; `None` if they can't.
 pub(crate) fn way_in(directory: &Path) -> Option<String> {
     let metadata = directory.metadata().ok()?;
     let (owner, mode) = (metadata.uid(), metadata.mode() & 0o7777);

@@ -168,7 +168,7 @@ impl<T> Drop for Promise<T> {
     }
 }
 
-/// How often it is looked whether a thread has ended, or a directory hangs.
+/// Interval at which waiting threads look whether a thread has ended, or a directory hangs.
 pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(1);
 
 type Task = Box<dyn FnOnce() + Send>;

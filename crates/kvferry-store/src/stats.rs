@@ -30,8 +30,8 @@ macro_rules! counters {
             pub host_bytes: u64,
             /// Bytes of blocks in host memory that are not on the disk yet.
             pub waiting_bytes: u64,
-            /// Of the blocks in host memory, those that could not be written yet. They are tried again, and count as
-            /// refused or failed if they never are.
+            /// Blocks in host memory that could not be written at the last try. They are tried again, and count as
+            /// refused or failed if they never are written.
             pub unwritten_blocks: u64,
             /// Processes that have the store open.
             pub processes: u64,
@@ -65,7 +65,7 @@ counters! {
     hits,
     /// Hits on blocks in host memory.
     host_hits,
-    /// Of the hits, blocks that another call was reading at the same time.
+    /// Hits on blocks that another call was reading at the same time.
     shared_hits,
     /// Blocks that were read from the disk, also to look at them once more.
     disk_reads,

@@ -77,8 +77,8 @@ pub(crate) const CHUNK_BYTES: u64 = 2 << 20;
 #[derive(Clone, Debug)]
 pub struct Store(Arc<Inner>, Arc<Open>);
 
-/// What users hold of a store, but not its own threads: the last one that is dropped closes it, and returns when
-/// that is done.
+/// Handle of a user's clones of a store, which the store's own threads do not hold: the last one that is dropped closes
+/// the store, and returns when that is done.
 #[derive(Debug)]
 struct Open(Arc<Inner>);
 
@@ -397,7 +397,7 @@ impl Inner {
         self.membership.stop(gives_up);
     }
 
-    /// Why blocks in host memory could not be written, when that was last tried.
+    /// Number of blocks in host memory that could not be written at the last try.
     fn unwritten(&self) -> usize {
         self.host.as_ref().map_or(0, |host| host.left(u64::MAX))
     }
@@ -412,12 +412,12 @@ impl Inner {
     }
 }
 
-/// How long blocks are to stay: what TensorRT-LLM's `KvCacheRetentionConfig` says of a range of tokens.
+/// Retention of blocks: what TensorRT-LLM's `KvCacheRetentionConfig` says of a range of tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Retain {
     /// 0 to 100; blocks of a lower priority leave first. 35 by default.
     pub priority: u8,
-    /// When it ends, after the put; rounded up to 16 seconds. `None`: never.
+    /// Time after the put at which the retention ends; rounded up to 16 seconds. `None`: never.
     pub duration: Option<Duration>,
     /// Treatment of the blocks after the end.
     pub then: Then,
@@ -441,7 +441,7 @@ impl Retain {
     }
 }
 
-/// What became of the blocks of a put. They add up to the blocks that were given.
+/// Result of a put. The counts add up to the blocks that were given.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Put {
     /// Stored now. With a tier in host memory, blocks may be there only, until they are written.
@@ -751,7 +751,7 @@ impl Space {
         })
     }
 
-    /// As [`Space::find`], with the keys that were needed to find that there are no more.
+    /// Like [`Space::find`], but also returns the keys that were computed to find the end of the prefix.
     fn find_prompt<H: AsRef<[u8]>>(&self, prompt: &[H]) -> Result<(Vec<Key>, Vec<Option<Entry>>)> {
         for hash in prompt {
             Identity::check_hash(hash.as_ref())?;
@@ -786,7 +786,7 @@ impl Space {
         }
     }
 
-    /// How many of the blocks that were found, from the first, a get would not miss because a directory hangs.
+    /// Number of leading blocks of `found` that a get can read: the rest is behind one whose directory hangs.
     pub(crate) fn readable(&self, keys: &[Key], found: &[Option<Entry>]) -> usize {
         let core = &self.store.core;
         if found.is_empty() || !core.disk.is_any_hanging() {

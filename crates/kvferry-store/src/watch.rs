@@ -33,12 +33,12 @@ use std::time::{Duration, Instant};
 const EXPECTED_MAX: usize = 1 << 16;
 /// Changes that are looked at while the names are locked.
 const BATCH: usize = 256;
-/// Batches until reports are told of, though more changes come.
+/// Batches after which reports are announced, although more changes come.
 const BATCHES: usize = 64;
-/// After the first change, the thread that gathers waits for others, so that a run of them costs one wake-up. A report
-/// is late by as much.
+/// Time for which the gathering thread waits after the first change, so that a run of changes costs one wake-up. A
+/// report is late by as much.
 const GATHER_FOR: Duration = Duration::from_millis(20);
-/// What a report of a stored block counts for in [`Watch::take`]: to publish one takes an engine longer than a removal.
+/// Cost of a report of a stored block in [`Watch::take`]: to publish one takes an engine longer than a removal.
 const STORED_COST: usize = 8;
 
 /// Blocks of one group that were stored, or removed.
@@ -74,9 +74,9 @@ struct Names {
     /// Names whose blocks have not come, by [`Absent::number`].
     expected: BTreeMap<u64, (u32, Stem)>,
     added: u64,
-    /// By a directory's number, whether gets miss its blocks, as it hangs or is lost.
+    /// Whether gets miss the blocks of a directory because it hangs or is lost, by the directory's number.
     silent: Vec<bool>,
-    /// All names from here on are to be looked up, as changes were lost.
+    /// Place from which on all names are to be looked up, as changes were lost.
     unsure: Option<Unsure>,
 }
 
@@ -358,7 +358,7 @@ impl Watch {
 }
 
 impl Names {
-    /// Which directories are silent, if others are than before and all names can be judged again.
+    /// Returns which directories are silent, if that has changed and all names can be judged again.
     fn heard(&self, store: &Inner) -> Option<Vec<bool>> {
         let silent = store.core.disk.silent();
         (silent != self.silent && self.has_room()).then_some(silent)

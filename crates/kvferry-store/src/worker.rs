@@ -50,7 +50,7 @@ impl Tasks {
     }
 }
 
-/// When a keeper looks again that can free no segment, or that waits for the end of a process.
+/// Times at which a keeper looks again if it can free no segment, or waits for the end of a process.
 #[derive(Debug, Default)]
 struct Retries {
     /// The time between two looks, and when the next one is due. `None`: none is.

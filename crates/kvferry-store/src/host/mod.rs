@@ -33,7 +33,8 @@ pub(crate) const HOST_BYTES_MIN: u64 = 1 << 20;
 const BLOCKS_MAX: u64 = 1 << 24;
 /// The part of the tier that may wait to be written.
 const WAITING_SHARE: u64 = 2;
-/// How long a block is not tried again whose lock a stopped process holds: each try writes its bytes anew.
+/// Shortest and longest pause before another try of a block whose lock a stopped process holds: each try writes its
+/// bytes anew.
 const AGAIN_MIN: Duration = Duration::from_secs(1);
 const AGAIN_MAX: Duration = Duration::from_secs(60);
 
@@ -66,7 +67,7 @@ pub(crate) struct Waiting {
     pub(crate) record: log::Block,
     /// Reason why the last try to write the block failed.
     pub(crate) left: Option<NotStored>,
-    /// When it may be tried again, and after how long once more. `None`: whenever others are.
+    /// Time of the next try, and the pause before it. `None`: the block is tried when others are.
     again: Option<(Instant, Duration)>,
 }
 
@@ -141,7 +142,8 @@ impl Host {
         keys.iter().take_while(|key| state.slots.contains_key(key)).count()
     }
 
-    /// Those of these blocks that are here. A block of another name that has the same key is not.
+    /// Finds those of these blocks that are in the tier. A block of another name that has the same key does not
+    /// count.
     pub(crate) fn find(&self, names: impl Iterator<Item = (Key, u64)>) -> Vec<Option<Arc<Block>>> {
         let state = lock(&self.state);
         let find = |(key, check)| {
@@ -290,7 +292,7 @@ impl Host {
         }
     }
 
-    /// As [`Host::leave`], of blocks that are tried again after a time which becomes longer with each try.
+    /// Like [`Host::leave`], but the blocks are tried again after a pause, which doubles with each try.
     pub(crate) fn leave_for_long(&self, numbers: impl Iterator<Item = u64>, why: NotStored) {
         let mut state = lock(&self.state);
         for number in numbers {
@@ -306,7 +308,7 @@ impl Host {
         lock(&self.state).waiting.range(..below).next().is_some()
     }
 
-    /// How many blocks that wait, with numbers below this, could not be written when that was last tried.
+    /// Number of waiting blocks with numbers below `below` that could not be written at the last try.
     pub(crate) fn left(&self, below: u64) -> usize {
         lock(&self.state).waiting.range(..below).filter(|(_, it)| it.left.is_some()).count()
     }

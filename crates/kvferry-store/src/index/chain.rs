@@ -105,7 +105,7 @@ pub(super) fn find_prefix(index: &Index, keys: &[Key], out: &mut Vec<Entry>) -> 
     out.len() - before
 }
 
-/// Of a key: its bucket, and where in the chain its lookup is.
+/// State of a key's lookup: its bucket, and its position in the chain.
 #[derive(Clone, Copy)]
 struct Lookup {
     bucket: u32,

@@ -46,7 +46,7 @@ const ARMED: u32 = 1;
 /// The longest sleep of a subscriber: the process that was to wake it may have been killed.
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 
-/// How far a subscriber has read. For [`Member::unsubscribe`] of the member that made it.
+/// Position of a subscriber in all rings. It belongs to the member that made it: see [`Member::unsubscribe`].
 #[derive(Debug)]
 pub struct Changes {
     /// Position read in each ring, indexed by the member's number.

@@ -73,20 +73,20 @@ enum Kind {
     Removed = 3,
 }
 
-/// Each returns whether the event made its ring more than half full: then the keeper should be
-/// woken. A ring that is full loses the event.
+/// Each method returns whether the event made its ring more than half full: then the keeper should
+/// be woken. A ring that is full loses the event.
 impl Member {
-    /// Tells [`Event::Used`].
+    /// Writes an [`Event::Used`].
     pub fn note_used(&self, now_ms: u64, missing: u32, slots: &[SlotId]) -> bool {
         self.note(Kind::Used, &stamped(now_ms, missing), slots)
     }
 
-    /// Tells [`Event::Added`].
+    /// Writes an [`Event::Added`].
     pub fn note_added(&self, now_ms: u64, parent: Option<SlotId>, slots: &[SlotId]) -> bool {
         self.note(Kind::Added, &stamped(now_ms, parent.map_or(0, |parent| parent + 1)), slots)
     }
 
-    /// Tells [`Event::Removed`].
+    /// Writes an [`Event::Removed`].
     pub fn note_removed(&self, slot: SlotId) -> bool {
         self.note(Kind::Removed, &[], &[slot])
     }

@@ -35,7 +35,8 @@ pub(super) const NEXT_INCARNATION: usize = 192;
 pub(super) const PINS_CHANGED: usize = 256;
 /// Counts segments that became free; 32 bits.
 pub(super) const FREED: usize = 320;
-/// On which threads wait for that; 32 bits. Beside the count, so that a thread can be woken for another reason.
+/// Word on which threads wait for freed segments; 32 bits. It is apart from the count, so that a thread can be
+/// woken for another reason.
 pub(super) const FREED_BELL: usize = 324;
 /// Counts puts that found no free segment; 32 bits.
 pub(super) const NO_SPACE: usize = 384;

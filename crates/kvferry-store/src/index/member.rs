@@ -119,7 +119,7 @@ impl Index {
         (word != 0).then(|| MemberId::from_word(word))
     }
 
-    /// Where the keeper listens. While it changes, two words that are no name.
+    /// Name at which the keeper listens. While it changes, the two words may be of no name.
     pub fn secret(&self) -> [u64; 2] {
         layout::SECRET.map(|at| self.shared.word(at).load(Acquire))
     }
@@ -196,9 +196,9 @@ impl Index {
 pub struct Member {
     pub(super) index: Arc<Index>,
     id: MemberId,
-    /// The member's mark of life; `None` only during `drop`.
+    /// The mark that the kernel sets when the process ends; `None` only during `drop`.
     mark: Option<Mark>,
-    /// One thread writes events at a time. The words of one event, kept for their allocation.
+    /// Held while a thread writes events. The words of one event, kept for their allocation.
     pub(super) events: Mutex<Vec<SlotId>>,
     /// Held while a thread writes changes.
     pub(super) changes: Mutex<()>,

@@ -159,7 +159,7 @@ impl Index {
         (slot < self.layout.geometry.slots).then(|| self.slot(slot).entry()).flatten()
     }
 
-    /// All blocks, by slot. Blocks that come or go meanwhile may be left out.
+    /// Iterates over all blocks, by slot. Blocks that come or go meanwhile may be left out.
     pub fn iter(&self) -> impl Iterator<Item = Entry> + '_ {
         (0..self.high_water()).filter_map(|slot| self.entry(slot))
     }

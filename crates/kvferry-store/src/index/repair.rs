@@ -47,8 +47,8 @@ impl Member {
         true
     }
 
-    /// Counts again what lives, in the index and in each segment. Returns how many counters other
-    /// members changed meanwhile: these are as they were.
+    /// Counts the live blocks again, in the index and in each segment. Returns the number of counters that
+    /// other members changed meanwhile: these stay as they were.
     pub fn recount(&self) -> usize {
         let load = |segment| self.live_in(segment).load(Acquire);
         let before: Vec<u64> = (0..self.geometry().segments).map(load).collect();

@@ -1,4 +1,4 @@
-//! The segments of the disk: who writes which, and what lives in them.
+//! The segments of the disk: their states, the members that own them, and their live blocks.
 
 use super::Index;
 use super::layout;
@@ -12,7 +12,7 @@ const STATE: usize = 0;
 const INCARNATION: usize = 8;
 /// Pages in the low half, blocks in the high half.
 const LIVE: usize = 16;
-/// What is known of its way to the disk: [`LOST`], [`OPEN`], [`UNVERIFIED`] and [`COPIES`].
+/// Flags of the segment's way to the disk: [`LOST`], [`OPEN`], [`UNVERIFIED`] and [`COPIES`].
 const DURABLE: usize = 24;
 pub(super) const SEGMENT_LEN: usize = 32;
 
@@ -31,15 +31,15 @@ const COPIES: u64 = 8;
 /// State of a segment, which says how it may be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SegmentState {
-    /// Nothing lives in it.
+    /// No block lives in the segment.
     Free,
     /// The member appends blocks to it.
     Active(MemberId),
     /// The segment takes no more blocks.
     Sealed,
-    /// It can't be used: its device has no space for it, or fails. Nothing lives in it.
+    /// The segment can't be used: its device has no space for it, or fails. No block lives in it.
     Withheld,
-    /// The member moves what lives in it elsewhere.
+    /// The member moves the segment's live blocks elsewhere.
     Collecting(MemberId),
 }
 

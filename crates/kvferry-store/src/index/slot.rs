@@ -242,7 +242,7 @@ impl Slot<'_> {
     }
 }
 
-/// What writers do. But for [`Slot::try_hold`], under the lock of the chain's stripe.
+/// Operations of writers. All but [`Slot::try_hold`] need the lock of the chain's stripe.
 impl Slot<'_> {
     /// Holds the slot if it is free.
     pub(super) fn try_hold(&self, member: MemberId) -> bool {

@@ -17,8 +17,7 @@ pub(super) const STRIPES: u32 = 4096;
 /// A cache line.
 pub(super) const STRIPE_LEN: usize = 64;
 
-/// How long a writer waits for a stripe. An owner holds it for microseconds unless it is stopped or
-/// not scheduled.
+/// Longest wait of a writer for a stripe. An owner holds it for microseconds unless it is stopped or not scheduled.
 pub const PATIENCE: Duration = Duration::from_millis(10);
 /// The kernel marks a member as dead when one of its threads ends. When it kills a process, the
 /// others end within microseconds of that one.

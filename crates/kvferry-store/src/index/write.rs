@@ -14,7 +14,7 @@ use super::tests::crash::reached;
 #[cfg(not(test))]
 fn reached(_: &str) {}
 
-/// What the index is to know of a block besides its key: see [`Entry`].
+/// Metadata of a block to insert, besides its key: see [`Entry`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "documented at Entry")]
 pub struct New {

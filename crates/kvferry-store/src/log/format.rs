@@ -406,7 +406,7 @@ impl SegmentHeader {
         (first, bytes)
     }
 
-    /// What the segment's last page says of the footer; `None` if the segment is not sealed.
+    /// Decodes the segment's last page, which describes the footer; `None` if the segment is not sealed.
     pub fn decode_trailer(&self, geometry: Geometry, bytes: &[u8]) -> Option<Trailer> {
         if !self.is_stamped(bytes, TRAILER_MAGIC, geometry.pages - 1) {
             return None;

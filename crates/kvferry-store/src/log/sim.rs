@@ -219,7 +219,7 @@ impl Disk for SimDisk {
     }
 }
 
-/// Goes through the events of a disk and cuts its life off at any of them.
+/// Replays the events of a disk, and ends it after any of them by a power cut or a kill.
 pub(super) struct Replay<'a> {
     events: &'a [Event],
     /// Bytes that are certain to survive a power cut.

@@ -26,7 +26,7 @@ const BYTES_V2: usize = 64;
 /// More than any format has. What is longer is damaged.
 const BYTES_MAX: u64 = 1 << 16;
 
-/// What a directory says of itself: its store, and which of the store's directories it is.
+/// Identity of a directory: its store, and its number among the store's directories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Superblock {
     /// Random; each segment carries it.
@@ -39,8 +39,8 @@ pub struct Superblock {
     pub directory: u32,
     /// Number of directories that the store has. 0 in format 1, which does not record it.
     pub directories: u32,
-    /// Random; of this directory. It tells a device from another one that was in its place before. 0 in earlier
-    /// formats, and while the store is being made.
+    /// Random id of this directory. It tells a device from another one that was in its place before. 0 in
+    /// earlier formats, and while the store is being made.
     pub id: u64,
 }
 
@@ -175,7 +175,7 @@ pub(crate) mod cut {
 
     thread_local!(static LEFT: RefCell<Left> = RefCell::default());
 
-    /// `None`: it does not fail.
+    /// Lets the power fail after `steps` of this thread. `None`: it does not fail.
     pub(crate) fn after(steps: Option<u32>) {
         *lock(&current()) = steps;
     }
@@ -236,7 +236,7 @@ fn decode(bytes: &[u8], upgrades: &[Upgrade]) -> Result<(Superblock, u32)> {
     Ok((superblock.ok_or(damaged)?, version))
 }
 
-/// What a release that wrote format 2 would have written for a superblock.
+/// Rewrites an encoded superblock to format 2.
 #[cfg(test)]
 pub(crate) fn downgrade_to_2(bytes: &[u8]) -> Vec<u8> {
     let mut bytes = bytes[..56].to_vec();
@@ -246,7 +246,7 @@ pub(crate) fn downgrade_to_2(bytes: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// What a release that wrote format 1 would have written for a superblock.
+/// Rewrites an encoded superblock to format 1.
 #[cfg(test)]
 pub(crate) fn downgrade_bytes(bytes: &[u8]) -> Vec<u8> {
     let mut bytes = bytes[..48].to_vec();

@@ -82,7 +82,7 @@ pub(crate) fn header(block: &Block, created_s: u64) -> [u8; HEADER_BYTES] {
     header
 }
 
-/// What an object says of its block, if it is the one that is wanted and each byte is right. Its data is
+/// Decodes the block of an object, if it is the one that is wanted and each byte is right. Its data is
 /// `content[HEADER_BYTES..]`.
 pub(crate) fn verify(content: &[u8], wanted: &Wanted, created_s: u64) -> Result<Block, Unusable> {
     let Some((header, data)) = content.split_at_checked(HEADER_BYTES) else {

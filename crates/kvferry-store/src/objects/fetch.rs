@@ -41,7 +41,7 @@ const ACTIVE_MAX: usize = 16;
 const WAITING_MAX: usize = 1024;
 /// Absent keys that are remembered at most.
 const ABSENT_MAX: usize = 1 << 16;
-/// How long blocks that have arrived wait for space on the disk, after one of them got some, and how often it is tried.
+/// Longest wait of arrived blocks for space on the disk, since one of them got some, and the pause between tries.
 const NO_ROOM_MS: u64 = 1000;
 const NO_ROOM_AGAIN: Duration = Duration::from_millis(2);
 /// Milliseconds between two log lines about damaged objects.
@@ -477,7 +477,7 @@ impl Fetcher {
         }
     }
 
-    /// Tells the prefetches that wait for a block.
+    /// Passes the answer to the prefetches that wait for the block.
     fn deliver(&mut self, key: Key, answer: &Answer) {
         let Some(flight) = self.flights.get_mut(&key) else { return };
         flight.answer = Some(answer.clone());
@@ -499,7 +499,7 @@ impl Fetcher {
     }
 }
 
-/// How long the blocks of namespaces are: those of one namespace are equally long, mostly.
+/// Length of the longest block seen in each namespace: blocks of one namespace are equally long, mostly.
 #[derive(Debug, Default)]
 struct Lengths(FxHashMap<u64, u32>);
 

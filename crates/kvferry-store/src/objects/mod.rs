@@ -61,7 +61,7 @@ pub enum Got {
     TooLong,
 }
 
-/// What becomes of an object that exists when it is to be written.
+/// Treatment of an object that exists when it is to be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IfExists {
     /// The object stays as it is, which is a success.
@@ -70,7 +70,7 @@ pub enum IfExists {
     Replace,
 }
 
-/// Why a request failed. The text is for a log line: no secrets.
+/// Reason why a request failed. The text is for a log line: no secrets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// There was no answer, or the server failed. It may be repeated.
@@ -119,7 +119,7 @@ impl<T> fmt::Debug for Done<T> {
     }
 }
 
-/// How a store uses an object store.
+/// Settings of a store's use of an object store.
 ///
 /// A host can fetch what another one uploaded if both name the model, the layout, the tenant, the adapter, the
 /// group and the shard alike.
@@ -188,21 +188,21 @@ impl ObjectTier {
         self.with(|it| (it.waiting_blocks, it.waiting_bytes) = (blocks, bytes))
     }
 
-    /// How long it is remembered that the object store does not have a block. 5 s by default.
+    /// Sets for how long a block that the object store does not have is not asked for again. 5 s by default.
     #[must_use]
     pub fn absent_for(self, time: Duration) -> Self {
         self.with(|it| it.absent_for = time)
     }
 
-    /// How long [`Store::close`](crate::Store::close) goes on uploading what waits. 5 s by default. It does not
-    /// wait for an object store that is away.
+    /// Sets how long [`Store::close`](crate::Store::close) goes on uploading the blocks that wait. 5 s by default.
+    /// It does not wait for an object store that is away.
     #[must_use]
     pub fn close_timeout(self, time: Duration) -> Self {
         self.with(|it| it.close_timeout = time)
     }
 
-    /// After how many failures in a row the object store is away, and for how long: first, and at most, as the time
-    /// doubles while it does not answer. After 3 failures for 1 s to 60 s by default.
+    /// Sets the number of failures in a row after which the object store is away, and for how long: first, and at
+    /// most, as the time doubles while it does not answer. After 3 failures for 1 s to 60 s by default.
     #[must_use]
     pub fn away(self, failures: u32, first: Duration, at_most: Duration) -> Self {
         let (failures_max, away_max) = (failures.max(1), at_most.max(first));
@@ -214,7 +214,7 @@ impl ObjectTier {
 #[derive(Debug)]
 pub(crate) struct Shared {
     settings: Settings,
-    /// `None` once the store is closed: it may have threads, which end with it.
+    /// The object store. `None` once the store is closed: the object store may have threads, which end with it.
     objects: Mutex<Option<Arc<dyn Objects>>>,
     location: String,
     core: Arc<Core>,

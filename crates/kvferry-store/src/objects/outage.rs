@@ -10,7 +10,7 @@ use std::time::Duration;
 pub(crate) struct Patience {
     /// Failures in a row after which the object store is away.
     pub(crate) failures_max: u32,
-    /// How long it is away, first and at most. The time doubles with each probe that fails.
+    /// Time for which the object store is away, first and at most. The time doubles with each probe that fails.
     pub(crate) away_min: Duration,
     pub(crate) away_max: Duration,
 }
@@ -22,7 +22,7 @@ pub(crate) enum Direction {
     Down,
 }
 
-/// How a request ended, as far as it says something of the object store.
+/// End of a request, as evidence about the object store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
     Answered,
@@ -151,7 +151,7 @@ struct Away {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Admission {
     Yes,
-    /// Yes, to find out whether the object store is back. Its outcome must be told.
+    /// Yes, to find out whether the object store is back. The caller must report the request's end.
     Probe,
     /// Not before this time; a probe that succeeds changes it.
     NotBefore {

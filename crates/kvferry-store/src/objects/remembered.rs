@@ -4,13 +4,13 @@ use crate::key::Key;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 
-/// At most so many keys, each for the same time. The oldest leave first.
+/// Set of at most `keys_max` keys, each kept for the same time. The oldest leave first.
 #[derive(Debug)]
 pub(crate) struct Remembered {
     keys_max: usize,
     for_ms: u64,
     until_ms: FxHashMap<Key, u64>,
-    /// In the order of their ends. One that was remembered again is there twice.
+    /// Keys and their ends, in the order of the ends. A key that was inserted again is there twice.
     order: VecDeque<(Key, u64)>,
 }
 

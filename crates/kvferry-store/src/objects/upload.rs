@@ -1,7 +1,7 @@
 //! Uploads: new blocks are read back from the disk and written to the object store.
 //!
-//! One thread does it. A request's end puts its outcome into the queue, and the thread takes it from there; so
-//! whatever thread ends requests holds nothing but the queue.
+//! A thread does it. Completed requests put their outcomes into the queue, and the thread takes them from there, so
+//! completion threads hold only the queue.
 
 use super::content::{HEADER_BYTES, header, name_of};
 use super::outage::{Direction, Permit};

@@ -1,9 +1,9 @@
-//! What is kept of each block, in eight bytes: its run, the block before it, and how many are behind it.
+//! Eight bytes per block: its run, the block before it, and how many are behind it.
 
 use super::Slot;
 use rustc_hash::FxHashMap;
 
-/// Slots that can be told apart: two of the 2^31 values of a parent mean something else.
+/// Number of slots that can be told apart: two of the 2^31 values of a parent mean something else.
 pub(super) const SLOTS_MAX: usize = (1 << 31) - 2;
 /// The run of a block whose run is not formed yet.
 pub(super) const PENDING: u32 = (1 << 31) - 2;
@@ -25,8 +25,8 @@ impl From<Option<Slot>> for Link {
     }
 }
 
-/// From the low end: two bits of children (three: see [`Blocks::many`]), 31 bits of the link, 31 bits of
-/// the run. The run is stored plus one: zero means that the block is not known.
+/// Packed fields, from the low end: two bits of children (three: see [`Blocks::many`]), 31 bits of the
+/// link, 31 bits of the run. The run is stored plus one: zero means that the block is not known.
 #[derive(Clone, Copy, Debug, Default)]
 struct Word(u64);
 

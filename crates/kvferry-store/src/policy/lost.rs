@@ -1,4 +1,4 @@
-//! What is behind a block that was removed: it is found by one walk over all blocks, when it matters.
+//! Finds the blocks behind a removed block, by one walk over all blocks, when it matters.
 
 use super::Policy;
 use super::blocks::Link;

@@ -83,7 +83,7 @@ struct Known {
     used_at: u64,
 }
 
-/// What [`Policy::standing`] says of a block. One that is not known is worth nothing.
+/// Rank of a block for eviction: see [`Policy::standing`]. A block that is not known is worth nothing.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Standing {
     /// Blocks are behind it, which are of no use without it.
@@ -289,7 +289,7 @@ impl Policy {
         Some(self.take_last(id, key_of))
     }
 
-    /// As [`Policy::evict`], of the blocks that leave even if there is room: their retention has ended so,
+    /// Like [`Policy::evict`], but only for the blocks that leave even if there is room: their retention has ended so,
     /// or they were behind a block that was removed.
     pub fn evict_due(&mut self, now_ms: u64, key_of: impl FnOnce(Slot) -> Key) -> Option<Slot> {
         let (id, is_due) = self.least_worth(now_ms)?;
@@ -344,7 +344,7 @@ impl Policy {
         Some(Known { uses: run.uses, used_at: run.used_at })
     }
 
-    /// How many blocks of a chain are known, from its first. Moves those that are known elsewhere.
+    /// Returns the number of leading blocks of a chain that are known. Moves those that are known elsewhere.
     fn follow(&mut self, chain: &[Slot]) -> usize {
         let mut before = Link::Root;
         for (i, &slot) in chain.iter().enumerate() {
@@ -461,8 +461,7 @@ impl Policy {
         (run.uses, run.class, run.whole) = (uses, class, run.len);
     }
 
-    /// What is known of blocks that have left; and of how many before them the same is known as of the
-    /// first.
+    /// Earlier uses of blocks that have left, and the number of blocks before them that share those of the first.
     fn remembered(&mut self, blocks: &[(Slot, Key)]) -> (Vec<Known>, usize) {
         let mut known = vec![Known::default(); blocks.len()];
         let mut of_run_before = 0;

@@ -19,7 +19,8 @@ pub struct Kept {
     pub retention: Retention,
 }
 
-/// Until runs are formed, blocks of the same time and retention have the same group instead of a run.
+/// Groups of blocks of the same time and retention. Until runs are formed, blocks have a group instead of
+/// a run.
 #[derive(Default)]
 struct Groups {
     of: FxHashMap<(u64, u32), u32>,
@@ -106,8 +107,8 @@ impl Policy {
         is_continued
     }
 
-    /// Each run is a way from a block that none of its group is behind, towards the beginning of its
-    /// prompt, as far as blocks are of its group and in no run yet.
+    /// Forms runs: each is a way from a block with none of its group behind it, towards the beginning of
+    /// its prompt, as far as blocks are of its group and in no run yet.
     fn form_runs_of_groups(&mut self, groups: &Groups, is_continued: &[bool]) {
         let nothing = Traits { uses: 1, is_end: false, new: 0, turns: 0, gap: 0 };
         let class = self.reuse.class(nothing);

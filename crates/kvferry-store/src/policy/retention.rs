@@ -6,8 +6,8 @@ const UNTIL_MAX: u32 = (1 << 24) - 1;
 const THEN_SHIFT: u32 = 24;
 const PRIORITY_SHIFT: u32 = 25;
 
-/// Blocks of a lower priority leave first, whatever they are worth. The meaning is that of
-/// TensorRT-LLM's `KvCacheRetentionConfig`.
+/// Retention of a block. Blocks of a lower priority leave first, regardless of their worth. The
+/// meaning is that of TensorRT-LLM's `KvCacheRetentionConfig`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Retention {
     /// 0 to 100.
@@ -33,8 +33,8 @@ impl Retention {
     /// The default priority, without an end.
     pub const DEFAULT: Self = Self { priority: 35, until_s: None, then: Then::Default };
 
-    /// As an index stores it. The end is rounded up to 16 s; the largest that can be stored is after
-    /// eight years.
+    /// Encodes the retention for the index. The end is rounded up to 16 s; the largest that can be
+    /// stored is after eight years.
     pub fn to_bits(self) -> u32 {
         let units = |until_s: u32| until_s.div_ceil(UNIT_S).clamp(1, UNTIL_MAX);
         let then = u32::from(self.then == Then::Leave && self.until_s.is_some());
@@ -55,7 +55,7 @@ impl Retention {
         Self { priority: priority.min(Self::PRIORITY_MAX), until_s, then }
     }
 
-    /// What it is at a time: without an end that has passed. `None`: the block is to leave.
+    /// The retention at `now_ms`: without an end that has passed. `None`: the block is to leave.
     pub(crate) fn at(self, now_ms: u64) -> Option<Self> {
         match (self.until_s, self.then) {
             (Some(until_s), then) if u64::from(until_s) * 1000 <= now_ms => match then {

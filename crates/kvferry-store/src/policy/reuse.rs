@@ -36,7 +36,7 @@ pub(super) struct Traits {
     pub(super) is_end: bool,
     /// Blocks of the request that were not known before.
     pub(super) new: usize,
-    /// How often the last known block of the request was used before: of a conversation, its turns.
+    /// Number of earlier uses of the last known block of the request: of a conversation, its turns.
     pub(super) turns: u32,
     /// Milliseconds since the block was used before.
     pub(super) gap: u64,
@@ -265,7 +265,7 @@ impl Reuse {
             + self.classes.capacity() * size_of::<Class>()
     }
 
-    /// What a block of a class is worth that was last used `age` milliseconds ago: expected uses per
+    /// Worth of a block of a class that was last used `age` milliseconds ago: expected uses per
     /// millisecond kept.
     pub(super) fn worth(&self, class: ClassId, age: u64) -> f64 {
         let worth = &self.classes[class.0 as usize].worth;

@@ -281,7 +281,7 @@ fn go_on(root: &Path, recording: &Recording, engine: &Engine, blocks: &[u64]) ->
     found
 }
 
-/// Ends the life of a record's processes at some events, lets another process go on, and cuts the power there.
+/// Ends a record's processes at some event, lets another process go on, and cuts the power there.
 fn go_on_and_cut(record: &Record, first: Cut, time: Duration) -> Seen {
     let (engine, mut seen, began) = (Engine::start(), Seen::default(), Instant::now());
     let blocks = Oracle::new(&record.events).blocks();

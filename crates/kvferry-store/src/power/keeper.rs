@@ -27,7 +27,7 @@ const TIME: Duration = Duration::from_secs(8);
 /// Losses of power after each kill, beside the one at the end.
 const CUTS: usize = 3;
 
-/// What the device does while the first keeper works. It works after that.
+/// Syncs of the device while the first keeper runs. They succeed after that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Syncs {
     Work,
@@ -83,8 +83,8 @@ fn collect_all(keeper: &mut Keeper, core: &Core) {
     }
 }
 
-/// What happens with a keeper that is killed after so many steps, while syncs fail if so. `None` if it has fewer steps.
-/// Returns the events, and how many there were when it was killed.
+/// Records a keeper that is killed after `steps` steps, while syncs behave as `syncs` says. Returns the events, and how
+/// many there were when it was killed; `None` if it has fewer steps.
 fn record(
     engine: &Engine,
     root: &Path,

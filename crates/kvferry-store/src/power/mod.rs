@@ -81,7 +81,7 @@ fn new_content(block: u64) -> Vec<u8> {
     bytes
 }
 
-/// What processes have in common with an engine: an agent, and memory for a few blocks of each thread.
+/// Parts of an engine that processes share: an agent, and memory for a few blocks of each thread.
 struct Engine {
     agent: Agent,
     pool: Region,

@@ -26,7 +26,7 @@ pub(super) struct Oracle {
 /// Moments are counts of events.
 #[derive(Debug, Default)]
 struct Known {
-    /// When puts of it began, and ended with it stored, and by which process.
+    /// Puts that stored the block: begin, end and process of each.
     stored: Vec<(usize, usize, usize)>,
     evicted: usize,
     /// Moment at which the write began of the last copy that a sync covers.

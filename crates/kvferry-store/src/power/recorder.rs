@@ -130,7 +130,7 @@ impl Recording {
         lock(&self.0.state).kill_after = steps;
     }
 
-    /// How many operations on files there were, and which of them were made to fail.
+    /// Returns the number of operations on files, and those that were made to fail.
     pub(crate) fn injected(&self) -> (usize, Vec<String>) {
         let state = lock(&self.0.state);
         (state.operations, state.injected.clone())

@@ -260,7 +260,8 @@ impl World {
         })
     }
 
-    /// As [`World::kill`]; returns the world that later processes find. What was not durable still is not.
+    /// Like [`World::kill`]; returns the world that later processes find. Bytes and names that were not durable still
+    /// are not.
     pub(super) fn kill_and_go_on(&self, rng: &mut Rng, to: &Path) -> io::Result<Self> {
         self.kill(rng, to)?;
         let moved = |name: &PathBuf| to.join(name.strip_prefix(&self.root).expect("below it"));

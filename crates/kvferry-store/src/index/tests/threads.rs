@@ -6,7 +6,7 @@ use std::time::Duration;
 
 const KEYS: u64 = 24;
 
-/// Changes a few blocks, at random, until told to stop.
+/// Changes a few blocks, at random, until `goes_on` returns false.
 pub(super) fn churn(member: &Member, seed: u64, goes_on: impl Fn() -> bool) {
     let mut rng = Rng::with_seed(seed);
     while goes_on() {
