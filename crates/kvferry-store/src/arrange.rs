@@ -10,8 +10,8 @@
 //! - all but number 0 in a store of format 1, whose segments tell where they belong, by their numbers;
 //! - an empty one, in the place of one that was lost. It gets the number that no other has.
 //!
-//! A directory that can't be read is lost: the store goes on without its segments. So is an empty one, unless the caller
-//! asks for it to be adopted: a device may not be mounted, and its folder be on the system's disk.
+//! A directory that can't be read is lost: the store goes on without its segments. So is an empty one, unless the
+//! caller asks for it to be adopted: a device may not be mounted, and its folder be on the system's disk.
 
 use crate::error::{Error, Result};
 use crate::gate::{Bounds, ask_all, is_hang};
@@ -178,8 +178,9 @@ impl Arranged {
         if there.is_empty() { vec![self.directories[0].path.clone()] } else { there }
     }
 
-    /// Whether empty directories are adopted. Not beside a lost one: which of the two numbers that are left is whose
-    /// can't be told, as directories may be given in any order, and the lost one has its number for good.
+    /// Whether empty directories are adopted. They are not while a directory is lost: directories may be given in any
+    /// order, so it is unknown which of the missing numbers is the lost directory's, and that number must not be
+    /// reused.
     fn adopts_empty(&self) -> bool {
         self.adopts && !self.directories.iter().any(|it| matches!(it.state, State::Lost(_)))
     }

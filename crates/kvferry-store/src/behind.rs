@@ -1,23 +1,23 @@
-//! Writes blocks to the disk that a put has left in host memory.
+//! Writes blocks that wait in host memory to the disk.
 //!
-//! A block waits in the tier in host memory ([`crate::host`]), which owns its bytes, until it is on the disk. One thread
-//! writes what waits, in the order in which it was put, in *passes*: from the oldest block to the newest one there was
-//! at the beginning. Where no segment is free, a pass waits as long as segments are freed; after [`NO_SPACE_MAX`] in
-//! which none was, or at an error of a device, it ends, and all that waits is *left*: it says why it could not be
-//! written. Blocks that are left wait as before. Where the thread can't be started, the threads that put and sync carry
-//! the passes out, and the one that closes the store the last.
+//! A block waits in the tier in host memory ([`crate::host`]), which owns its bytes, until it is on the disk. One
+//! thread writes what waits, in the order in which it was put, in *passes*: from the oldest block to the newest one
+//! there was at the beginning. Where no segment is free, a pass waits as long as segments are freed; after
+//! [`NO_SPACE_MAX`] in which none was, or at an error of a device, it ends, and all that waits is *left*: it says why
+//! it could not be written. Blocks that are left wait as before. Where the thread can't be started, the threads that
+//! put and sync carry the passes out, and the one that closes the store the last.
 //!
 //! A pass begins when a put or a sync asks for it, when a segment was freed since a pass that left blocks, and each
-//! [`RETRY_EVERY`] while blocks wait. The last one begins when the store is closed. A pass that begins with a block that
-//! was left tries this one alone first. A block whose lock a stopped process holds is left out of passes for a time,
-//! unless a sync asks for one, or the store is closed: each try costs space on the disk.
+//! [`RETRY_EVERY`] while blocks wait. The last one begins when the store is closed. A pass that begins with a block
+//! that was left tries this one alone first. A block whose lock a stopped process holds is left out of passes for a
+//! time, unless a sync asks for one, or the store is closed: each try costs space on the disk.
 //!
-//! Where one of several directories hangs, a write to it is given up, and the same pass writes its blocks to another one.
-//! Their memory is the tier's own, and stays until the device has answered. So a pass ends whatever a device does, and
-//! who waits for one gives nothing up.
+//! Where one of several directories hangs, a write to it is given up, and the same pass writes its blocks to another
+//! one. Their memory is the tier's own, and stays until the device has answered. So each pass ends, even while a device
+//! hangs, and callers that wait for a pass need not give up.
 //!
-//! So what others may say of a block is one question to the tier: one that waits is present, one that is left was not
-//! stored, and a sync succeeds if a pass that began behind it has left none of the blocks before it.
+//! Calls ask the tier about a block: a block that waits is present, and a block that is left was not stored. A sync
+//! succeeds if a pass that began after it has left none of the blocks that were put before it.
 
 use crate::host::{Host, Waiting};
 use crate::index::Member;
@@ -80,7 +80,8 @@ impl Work {
         self.asked != self.done || self.is_closing
     }
 
-    /// Whether a pass that was asked for as number `asked`, or a later one, has tried all blocks with numbers below `end`.
+    /// Whether a pass that was asked for as number `asked`, or a later one, has tried all blocks with numbers below
+    /// `end`.
     fn has_tried(&self, asked: u64, end: u64) -> bool {
         let has_tried = |(answers, tried): (u64, u64)| answers >= asked && tried >= end;
         self.done >= asked || self.under_way.is_some_and(has_tried)
@@ -288,7 +289,8 @@ impl Behind {
     }
 }
 
-/// Writes the blocks that wait with numbers below `end`. Without those that are to be tried after `due`, if it is given.
+/// Writes the blocks that wait with numbers below `end`. Without those that are to be tried after `due`, if it is
+/// given.
 fn pass(space: &Space, host: &Host, end: u64, patience: Patience, due: Option<Instant>) {
     let Inner { core, behind, .. } = &*space.store;
     let (mut next, mut is_tried) = (0, false);

@@ -1,11 +1,11 @@
-//! Tells which blocks come to a store and leave it, whichever process puts or removes them.
+//! Reports the blocks that come to a store and leave it, by any process.
 //!
 //! Events are those of the index, so of blocks on the disk: a block in host memory that waits to be written has none
 //! yet, and a block that is moved from one segment to another has none at all. They say what the index says when they
 //! are read, not what has changed: a block that came and left in between may be said to be removed twice, or never to
 //! have come. Applied to a set in the order in which they are read, they lead to what is in the store.
 //!
-//! A subscriber that reads too slowly, or has just begun, is told to take a snapshot. No process waits for it.
+//! A subscriber that reads too slowly, or has just begun, has to take a snapshot. No process waits for it.
 
 use crate::error::Result;
 use crate::index::{self, Changes};
@@ -30,8 +30,8 @@ pub enum Polled {
     All,
     /// There may be more.
     More,
-    /// Events were lost, or the subscription has just begun: [`Events::snapshot`] has what is there. Events that are read
-    /// afterwards go on from it.
+    /// Events were lost, or the subscription has just begun: [`Events::snapshot`] has what is there. Events that are
+    /// read afterwards go on from it.
     Lost,
 }
 

@@ -2,8 +2,8 @@
 //!
 //! The first call that wants a block *leads*: it reads the block into its own memory, and copies it to the memory
 //! of the calls that *follow*. A leader ends its loads before it waits for those of others, and before it ends,
-//! so calls never wait for each other in a circle. A call in the background joins when it is submitted, in the order of its pool,
-//! so its leaders have begun before it.
+//! so calls never wait for each other in a circle. A call in the background joins when it is submitted, in the order of
+//! its pool, so its leaders have begun before it.
 
 use crate::key::Key;
 use crate::memory::BlockMemory;
@@ -101,7 +101,7 @@ impl Joined {
         let followers = lock(&self.flights.0).remove(&self.keys[block]).unwrap_or_default();
         for follower in followers {
             let is_there = landed.is_some_and(|(memory, check)| {
-                // Memory that can't be written is the follower's fault, who finds it by itself.
+                // Memory that can't be written is the follower's fault, and the follower's own read reports it.
                 check == follower.check && follower.memory.copy_from(memory).is_ok()
             });
             follower.promise.finish(Ok(is_there));

@@ -298,7 +298,7 @@ impl Space {
                 continue;
             }
             let Some(extent) = host.reserve(now, own.memory.len(), false) else { return };
-            // The memory is the caller's, who could have changed it since it was compared. So it is once more.
+            // The caller can have changed its memory since it was compared, so it is compared again.
             let sum = extent.fill_and_sum(&own.memory);
             if sum.is_ok_and(|sum| sum ^ own.check == own.entry.sum) {
                 add_to_host(host, now, own, extent, &wanted.keys[..wanted.first + own.block]);

@@ -15,8 +15,8 @@
 //! processes, hears of both from all of them, and frees space: it removes the blocks that are worth least
 //! from the index, and copies what is left of a segment to another one.
 //!
-//! What comes and goes is told to any process that asks, for routers: [`Store::events`] by keys, [`Store::watch`] by an
-//! engine's names.
+//! Any process can subscribe to the blocks that come and go, for routers: [`Store::events`] by keys, [`Store::watch`]
+//! by an engine's names.
 //!
 //! Two tiers may be around the disk: host memory of the process, in front of it, and an object store ([`objects`]).
 //!

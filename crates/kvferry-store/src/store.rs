@@ -556,8 +556,8 @@ impl Space {
         Self { store: Arc::clone(store), identity, _open: None }
     }
 
-    /// How many blocks of a prompt, from its beginning, are in the store. Those of a directory that is known to hang, and
-    /// those behind them, do not count: a get would miss them. This is no use of them: call [`Space::touch`] where
+    /// How many blocks of a prompt, from its beginning, are in the store. Those of a directory that is known to hang,
+    /// and those behind them, do not count: a get would miss them. This is no use of them: call [`Space::touch`] where
     /// they are not read because the engine has them.
     ///
     /// # Errors
@@ -568,7 +568,8 @@ impl Space {
         Ok(self.readable(&keys, &found))
     }
 
-    /// Counts as a use of the blocks of a prompt that are in the store, also of a directory that hangs. Returns how many.
+    /// Counts as a use of the blocks of a prompt that are in the store, also of a directory that hangs. Returns how
+    /// many.
     ///
     /// # Errors
     /// As [`Space::lookup`].
@@ -580,9 +581,9 @@ impl Space {
     }
 
     /// Keeps the blocks of a prompt that are on the disk, from its beginning, until the value is dropped or
-    /// `lease` has passed, whichever is first: a process that dies keeps nothing for longer. Returns with how many
-    /// blocks they are: none if 4096 leases of all processes hold. Blocks of a directory that hangs do not count, as in
-    /// [`Space::lookup`], and are not kept.
+    /// `lease` has passed, whichever is first: a process that dies keeps nothing for longer. The pin says how many
+    /// blocks they are: none while all processes together hold 4096 leases. Blocks of a directory that hangs do not
+    /// count, as in [`Space::lookup`], and are not kept.
     ///
     /// A block that leaves at this moment may be counted and gone: [`Space::get`] tells. What a device loses is
     /// lost.

@@ -1,11 +1,11 @@
-//! Watches blocks by their names: what an engine tells a router of the blocks that it has stored or found.
+//! Watches blocks by their names, so that an engine can report the blocks that it has stored or found to a router.
 //!
 //! The index knows the first 16 bytes of a block's hash, mixed with its namespace, and an engine's block may be stored
-//! in several parts, one for each rank. A [`Watch`] is told the hashes that its engine knows, and says when the last
+//! in several parts, one for each rank. A [`Watch`] gets the hashes that its engine knows, and reports when the last
 //! part of such a block has come to the disk, and when the first part has left it: each once, by turns.
 //!
-//! A block of which a part is in a directory that hangs, or was lost to this process, counts as one that has left: a get
-//! misses it. It has come again once the directory answers. [`Watch::gather`] notices within about a second.
+//! A block of which a part is in a directory that hangs, or was lost to this process, counts as one that has left: a
+//! get misses it. It has come again once the directory answers. [`Watch::gather`] notices within about a second.
 //!
 //! # Which directories answer
 //! A directory begins and ceases to hang whenever it is asked. So all names are judged by one list, [`Names::silent`],

@@ -216,8 +216,8 @@ impl Member {
         &self.index
     }
 
-    /// Becomes the keeper, unless another member that lives is. The index is the only place where this is decided, so
-    /// there is one keeper, whatever names other programs take and whichever directories can be read.
+    /// Becomes the keeper, unless another live member is. Only the index decides this, so there is one keeper,
+    /// regardless of the names that other programs take and of the directories that can be read.
     pub fn stand(&self) -> bool {
         let (keeper, mine) = (self.shared.word(layout::KEEPER), self.id.to_word());
         let now = keeper.load(Acquire);
