@@ -34,16 +34,16 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long a process waits for others that open the store, and for an answer of the keeper. Reading a store
-/// from the disk takes seconds.
+/// Longest wait of a process for others that open the store, and for an answer of the keeper. Reading a store from the
+/// disk takes seconds.
 pub(crate) const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// The longest pause between two tries to find the keeper, or to become it.
 const ELECT_PAUSE_MAX: Duration = Duration::from_millis(250);
-/// How long a name counts as a dying keeper's that no process of this user listens at.
+/// Time for which a name at which no process of this user listens counts as a dying keeper's.
 const BEACON_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long a process does nothing after the system could not wait.
+/// Pause of a process after waiting for events has failed.
 const POLL_AGAIN: Duration = Duration::from_millis(50);
 
 /// The files that are locked.
@@ -63,11 +63,11 @@ const SEAL: u8 = 4;
 /// connected to it, the index may name the next one.
 const KEEPER: u8 = 5;
 
-/// What the thread of a process does for its store.
+/// The store's side of its membership thread.
 pub(crate) trait Keep: Send + Sync {
-    /// This process's place in the index.
+    /// The member that is this process.
     fn member(&self) -> &Member;
-    /// This process has become the keeper: what dead processes left is its to repair.
+    /// This process has become the keeper, and has to repair what dead processes left.
     fn became_keeper(&self);
     /// A process has connected to this one, which is the keeper.
     fn connected(&self, member: MemberId);
@@ -93,11 +93,11 @@ pub(crate) struct Joined {
     names: Names,
 }
 
-/// Where the keeper is found.
+/// Names at which the keeper is found.
 #[derive(Debug)]
 struct Names {
     directories: Vec<PathBuf>,
-    /// How long a directory may take to answer.
+    /// Time limit for a directory's answer.
     limit: Duration,
     beacon: Vec<u8>,
 }
@@ -120,7 +120,7 @@ struct Follower {
 #[derive(Debug)]
 pub(crate) struct Locks {
     files: Vec<LockFile>,
-    /// How long a directory may take to answer.
+    /// Time limit for a directory's answer.
     limit: Duration,
 }
 
@@ -248,7 +248,7 @@ pub(crate) fn join(
     Ok((superblock, Joined { index, place, members, names }))
 }
 
-/// Which processes have a store open.
+/// Result of looking for processes that have the store open.
 enum Found {
     /// No other process. This one listens at the name, and has the beacon unless another program has it.
     NoProcess {
@@ -295,8 +295,8 @@ fn is_refused(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::PermissionDenied
 }
 
-/// Why no keeper was found: what asking at the beacon has failed with, and at the announced names, which are the keeper's
-/// for certain. Another program may have the beacon.
+/// The error if no keeper was found: that of the beacon, or of the announced names, which are the keeper's for certain.
+/// Another program may have the beacon.
 fn no_keeper(e: io::Error, refused: Option<io::Error>) -> io::Error {
     match e.kind() {
         io::ErrorKind::ConnectionRefused | io::ErrorKind::PermissionDenied => {
@@ -368,7 +368,7 @@ pub(crate) struct Membership {
 struct Shared {
     stop: EventFd,
     is_stopped: AtomicBool,
-    /// Where the keeper is; `None` if it is this process, or not known at the moment.
+    /// Connection to the keeper; `None` if the keeper is this process, or not known at the moment.
     keeper: Mutex<Option<Arc<Channel>>>,
     is_keeper: AtomicBool,
 }
@@ -435,7 +435,7 @@ impl Membership {
     }
 }
 
-/// What the thread has.
+/// State of the membership thread.
 struct Run<K> {
     shared: Arc<Shared>,
     place: Place,

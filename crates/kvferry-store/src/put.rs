@@ -19,12 +19,12 @@ use std::time::{Duration, Instant};
 
 /// Parts of a call that are written while the sums of another one are computed.
 pub(crate) const WRITE_BEHIND: usize = 16;
-/// While it waits, a thread says so often that it needs space: what it said before may have come when nothing could
-/// be freed.
+/// Interval at which a waiting thread repeats that it needs space: its last call may have come when nothing could be
+/// freed.
 const ASK_EVERY: Duration = Duration::from_millis(20);
-/// How long the last blocks of a store that is closed wait for a keeper that says nothing.
+/// Longest wait of the last blocks of a store that is closed for a keeper that does not answer.
 const ANSWER_MAX: Duration = Duration::from_secs(if cfg!(test) { 60 } else { 10 });
-/// How long it is remembered that no segment was freed, if nothing asks for space.
+/// Time for which it is remembered that no segment was freed, if nothing asks for space.
 const DRY_FOR: Duration = Duration::from_secs(10);
 
 /// A block of a prompt that is not in the store.
@@ -33,23 +33,23 @@ pub(crate) struct Absent {
     key: Key,
     /// The key of the block before it.
     parent: Option<Key>,
-    /// Of the whole name.
+    /// Check of the block's whole name.
     check: u64,
     memory: BlockMemory,
 }
 
-/// How long blocks wait for space.
+/// Limits of the wait for space.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Patience {
-    /// `None`: as long as segments are freed, also while the store is being closed.
+    /// End of the wait. `None`: it lasts as long as segments are freed, also while the store is being closed.
     until: Option<Instant>,
-    /// While no segment at all is freed. What others have waited in vain counts.
+    /// Longest time in which no segment is freed. Time that other threads have waited in vain counts.
     dry: Duration,
-    /// But not less than this.
+    /// Shortest wait, even if `dry` has passed.
     last: Option<LastTry>,
 }
 
-/// What is left to a store that is being closed: the keeper looks once more for a segment that it can free.
+/// Last chance of blocks while the store is being closed: the keeper looks once more for a segment that it can free.
 #[derive(Clone, Copy, Debug)]
 struct LastTry {
     since: Instant,
@@ -67,18 +67,18 @@ impl LastTry {
 }
 
 impl Patience {
-    /// Of blocks that wait in host memory.
+    /// Patience of blocks that wait in host memory.
     pub(crate) fn behind() -> Self {
         Self { until: None, dry: NO_SPACE_MAX, last: None }
     }
 
-    /// Of blocks that wait there when the store is closed.
+    /// Patience of blocks that wait there when the store is closed.
     pub(crate) fn last(member: &Member) -> Self {
         let last = LastTry { since: Instant::now(), vain_looks: member.vain_looks() };
         Self { last: Some(last), ..Self::behind() }
     }
 
-    /// Of a call that began at `called`.
+    /// Patience of a call that began at `called`.
     pub(crate) fn of_put(store: &Inner, called: Instant) -> Self {
         let dry = match store.host {
             Some(_) => store.put_wait.max(NO_SPACE_MAX),
@@ -91,7 +91,7 @@ impl Patience {
     }
 }
 
-/// What the threads of this process that wait for space know of each other.
+/// State that the threads of this process share while they wait for space.
 #[derive(Debug, Default)]
 pub(crate) struct Waits {
     dry: Mutex<Option<Dry>>,
@@ -107,12 +107,12 @@ struct Dry {
     /// [`crate::index::Index::freed`], all the time.
     freed: u32,
     since: Instant,
-    /// When space was last asked for.
+    /// Time at which space was last asked for.
     last: Instant,
 }
 
 impl Waits {
-    /// How often a thread has waited.
+    /// Number of times that a thread has waited.
     #[cfg(test)]
     fn count(&self) -> usize {
         self.count.load(Relaxed)
@@ -123,7 +123,8 @@ impl Waits {
         self.is_closing.store(true, Relaxed);
     }
 
-    /// Since when space was asked for in vain, and now again, while the count of freed segments was `freed`.
+    /// Returns since when space is asked for in vain, while the count of freed segments is `freed`. Notes that it is
+    /// asked for.
     fn dry_since(&self, freed: u32) -> Instant {
         let (mut dry, now) = (lock(&self.dry), Instant::now());
         let goes_on = |it: &Dry| it.freed == freed && now.duration_since(it.last) < DRY_FOR;
@@ -132,7 +133,7 @@ impl Waits {
         since
     }
 
-    /// What is left of the time to wait.
+    /// Remaining time to wait.
     fn left(&self, member: &Member, freed: u32, patience: Patience) -> Duration {
         let waited = self.dry_since(freed).elapsed();
         let left = patience.dry.saturating_sub(waited);
@@ -144,11 +145,11 @@ impl Waits {
     }
 }
 
-/// Where a block is that a put has.
+/// Place of a block that is put, if the store has it.
 enum There {
     OnDisk(Entry),
     No,
-    /// In host memory, from where it is to be written. It says why it could not be, if that was tried.
+    /// In host memory, from where it is to be written; with the reason why the last try failed.
     Waits(Option<NotStored>),
 }
 
@@ -324,7 +325,7 @@ impl Space {
         writing.end(put)
     }
 
-    /// What is written with a block. `sum`: of its bytes.
+    /// Metadata to write with a block. `sum` is the checksum of its bytes.
     fn record(&self, absent: &Absent, len: u32, sum: u64, retention: Retention) -> log::Block {
         log::Block {
             key: absent.key.0,

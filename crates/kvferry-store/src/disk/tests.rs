@@ -1,4 +1,4 @@
-//! What becomes of segments of a directory that hangs.
+//! Tests of segments whose directory hangs.
 
 use super::*;
 use crate::core::Core;

@@ -9,9 +9,10 @@ use crate::log::format::pages_of;
 
 #[derive(Debug)]
 pub(super) struct Condemned {
-    /// By slot.
+    /// Bit set of condemned slots.
     bits: Vec<u64>,
-    /// By segment. Too many where another process removed a block, until the segment is freed.
+    /// Pages of condemned blocks, indexed by segment. Too many where another process removed a block, until the
+    /// segment is freed.
     pages: Vec<u32>,
     pages_per_segment: u32,
     len: u64,
@@ -85,7 +86,7 @@ impl Condemned {
         }
     }
 
-    /// One of them; the next call looks for the next one.
+    /// Returns a condemned block; the next call looks for the next one.
     pub(super) fn any(&mut self) -> Option<SlotId> {
         if self.len == 0 {
             return None;

@@ -1,4 +1,4 @@
-//! Which segments must stay because blocks that were copied from them may not be on the disk elsewhere.
+//! Segments that must stay because blocks that were copied from them may not be on the disk elsewhere.
 //!
 //! The index remembers which segments have copies that no sync covers ([`Index::has_copies`]), so that it outlives the
 //! keeper that made them. No segment is freed before they are synced. Where that fails, segments are held back until
@@ -18,8 +18,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// By segment that this keeper has begun: those whose blocks may be on the disk in them alone until it is synced. Any
-/// other segment may have copies from all.
+/// Segments that blocks were copied from, for each segment that this keeper has begun: until it is synced, the blocks
+/// may be on the disk in the former alone. Any other segment may have copies from all.
 #[derive(Debug, Default)]
 pub(super) struct Sources(FxHashMap<u32, FxHashSet<u32>>);
 
@@ -43,7 +43,7 @@ impl Sources {
         }
     }
 
-    /// What was copied to a segment is on the disk.
+    /// Forgets the sources of a segment that was synced: its copies are on the disk.
     fn synced(&mut self, segment: u32) {
         if let Some(known) = self.0.get_mut(&segment) {
             known.clear();

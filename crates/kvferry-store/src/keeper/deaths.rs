@@ -1,4 +1,4 @@
-//! What the keeper does with what a death has left, and with pins.
+//! Tests of how the keeper treats the remains of dead processes, and pins.
 
 use super::*;
 use crate::bench::Bench;
@@ -67,7 +67,7 @@ fn find(core: &Core, key: u64) -> Option<Entry> {
     core.member.find(&Key([key, key]))
 }
 
-/// As a loss of power while the block was written.
+/// Overwrites the start of a block, as a loss of power during its write may.
 fn tear(core: &Core, key: u64) {
     let (segment, page) = core.superblock.geometry.locate(find(core, key).expect("put").page);
     let file = std::fs::File::options().write(true).open(core.disk.path_of(segment));
@@ -217,7 +217,7 @@ fn a_pin_that_is_taken_while_the_keeper_looks_keeps_its_block_at_any_pressure() 
     }
 }
 
-/// What is put from a key on until the segment changes. Returns the first key behind it.
+/// Puts blocks from a key on until the segment changes. Returns the first key behind it.
 fn fill(bench: &Bench, core: &Core, writer: &Writer, from: u64, count: u64) -> (u32, u64) {
     let segments: FxHashSet<_> =
         (from..from + count).map(|key| bench.write(core, writer, key)).collect();
@@ -375,7 +375,7 @@ fn a_segment_of_a_killed_process_is_given_to_no_other_while_one_of_its_threads_m
     assert_eq!(state(), SegmentState::Free);
 }
 
-/// As an operation on a segment that the kernel has not completed, of a process that has ended.
+/// Locks a segment like an operation that the kernel has not completed, of a process that has ended.
 fn write_late(core: &Core, segment: u32) -> std::fs::File {
     let file = std::fs::File::open(core.disk.path_of(segment)).expect("it exists");
     file.try_lock_shared().expect("no other process has it alone");
@@ -603,7 +603,7 @@ fn a_segment_whose_sync_has_failed_gets_no_footer_that_a_restart_would_believe()
     assert!(core.member.is_unverified(segment), "what is there is compared with its sums");
 }
 
-/// All operations fail for want of descriptors, or only syncs, until it is told otherwise.
+/// Lets all operations, or only syncs, fail for want of descriptors until the fault is taken back.
 fn be_short_of_descriptors(recording: &Recording, is_of_syncs: bool) {
     let (at, _) = recording.injected();
     recording.fail(Some(Fault { at, stays: true, errno: 24, is_of_syncs }));

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 const LEN: u64 = 60_000;
 const HOUR: Duration = Duration::from_secs(3600);
-/// What must happen has happened by then.
+/// Longest wait for what must happen.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn prompt(first: u64, blocks: u64) -> Vec<[u8; 32]> {
@@ -73,7 +73,7 @@ impl Bench {
     }
 }
 
-/// Those of these blocks that are on the disk.
+/// Counts the blocks of `prompt` that are on the disk.
 fn on_disk(kv: &Space, prompt: &[[u8; 32]]) -> usize {
     let keys = kv.keys(prompt).expect("hashes");
     keys.iter().filter(|key| kv.store.core.member.find(key).is_some()).count()
@@ -157,7 +157,7 @@ fn a_sync_covers_a_block_that_another_process_has_written_while_it_waited_here()
     other.close();
 }
 
-/// How long an operation may take, in a store of two directories.
+/// Time limit of an operation, in a store of two directories.
 const HANG_AFTER: Duration = Duration::from_secs(2);
 
 impl Bench {
