@@ -191,6 +191,11 @@ impl Keeper {
         self.replayed.map_or_else(|| self.core.clock.now_ms(), |it| it.now_ms)
     }
 
+    /// Whether puts wait for space.
+    pub(crate) fn is_pressed(&mut self) -> bool {
+        self.pressed().is_some()
+    }
+
     /// The part of a segment's pages that is copied at most. `None`: there is no pressure.
     fn pressed(&mut self) -> Option<f64> {
         match self.replayed {

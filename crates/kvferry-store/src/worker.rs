@@ -1,4 +1,7 @@
 //! The thread of a process that seals its segments and, in the keeper, frees space.
+//!
+//! Most of both is to wait for the device. While puts wait for space, a second thread seals, beside the one that frees
+//! segments: what was put last is not what is freed next.
 
 use crate::core::Core;
 use crate::index::{Member, MemberId};
@@ -159,24 +162,31 @@ impl Worker {
                 // What waits for a directory that hangs.
                 self.core.seal_kept();
                 self.core.settle_late();
-                // First: the keeper frees sealed segments only, and would evict more than it must.
                 let which = if is_quiet || self.is_short() { Which::Full } else { Which::Excess };
-                self.writer.seal(&self.core, which);
+                let looks = is_keeper && !tasks.is_pause();
+                let mut seals_beside = looks && keeper.as_mut().is_some_and(Keeper::is_pressed);
+                if !seals_beside {
+                    // First: the keeper frees sealed segments only, and would evict more than it must.
+                    self.writer.seal(&self.core, which);
+                }
                 if tasks.seal && is_quiet {
                     // This process holds a segment and puts nothing, and others need space.
                     self.writer.seal(&self.core, Which::All);
                 }
-                if tasks.is_pause() {
-                    return;
-                }
-                if is_keeper {
+                if looks {
                     let new = || Keeper::new(Arc::clone(&self.core));
                     let keeper = keeper.get_or_insert_with(new);
                     if tasks.repair || keeper.awaits_end() {
                         keeper.repair();
                     }
-                    keeper.look(&self.is_stopping);
-                    goes_on = keeper.goes_on();
+                    seals_beside &= self.writer.has_full();
+                    let mut look = || keeper.look(&self.is_stopping);
+                    let is_sealed = seals_beside && self.seal_beside(which, &mut look);
+                    if !seals_beside {
+                        look();
+                    }
+                    // What is sealed now may be what could not be freed.
+                    goes_on = keeper.goes_on() || is_sealed;
                     let now = Instant::now();
                     retries.looked(now, keeper.is_stuck(), keeper.awaits_end());
                     if keeper.is_stuck() {
@@ -202,6 +212,23 @@ impl Worker {
             keeper.stop();
         }
         self.writer.seal(&self.core, Which::All);
+    }
+
+    /// Seals segments on another thread, while this one does something else. Returns whether one was sealed.
+    fn seal_beside(&self, which: Which, work: impl FnOnce()) -> bool {
+        let is_sealed = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let seal = || {
+                is_sealed.store(self.writer.seal(&self.core, which), Ordering::Relaxed);
+            };
+            let thread = std::thread::Builder::new().name("kvferry-store-seal".into());
+            // Where no thread can be had, this one seals first.
+            if thread.spawn_scoped(scope, seal).is_err() {
+                seal();
+            }
+            work();
+        });
+        is_sealed.into_inner()
     }
 
     /// Whether the keeper may soon need the space of segments that are not sealed.

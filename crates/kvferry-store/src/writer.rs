@@ -283,8 +283,8 @@ impl Writer {
         Some((active, extent))
     }
 
-    /// Seals segments. Slow: it waits for the disk.
-    pub(crate) fn seal(&self, core: &Core, which: Which) {
+    /// Seals segments. Slow: it waits for the disk. Returns whether one was sealed.
+    pub(crate) fn seal(&self, core: &Core, which: Which) -> bool {
         let full = {
             let mut state = lock(&self.state);
             if which == Which::All {
@@ -298,6 +298,7 @@ impl Writer {
             }
             full
         };
+        let mut is_one_sealed = false;
         for appender in full {
             let mut locked = lock(&appender);
             if locked.in_flight() > 0 {
@@ -317,7 +318,9 @@ impl Writer {
             }
             // Not before: a call of `sync` waits for it.
             state.full.retain(|it| !Arc::ptr_eq(it, &appender));
+            is_one_sealed = true;
         }
+        is_one_sealed
     }
 
     /// Notes that a put found these blocks in the store: a later sync covers them, whichever process wrote them.

@@ -6,7 +6,9 @@ use crate::log::Block;
 use crate::memory::BlockMemory;
 use crate::opening::Opening;
 use crate::options::StoreOptions;
+use crate::power::recorder::{Event as Recorded, Recording};
 use crate::recover;
+use crate::steps::Op;
 use crate::worker::Worker;
 use crate::writer::{Candidate, NotWritten, Which, Writer, unsealed_max};
 use kvferry::{Access, Agent};
@@ -76,6 +78,27 @@ impl Bench {
         written.expect("no device fails");
         true
     }
+
+    /// Fills the store, whose keeper `worker` then is. Returns the next key.
+    fn fill(&self, core: &Core, worker: &Worker) -> u64 {
+        let first = (0..).find(|key| !self.put(core, &worker.writer, *key, Retention::DEFAULT));
+        worker.writer.seal(core, Which::All);
+        crate::membership::Keep::became_keeper(worker);
+        first.expect("the store is full")
+    }
+
+    /// Puts a block, once a segment is free for it.
+    fn put_pressing(&self, core: &Core, worker: &Worker, key: u64) {
+        loop {
+            let freed = core.member.freed();
+            if self.put(core, &worker.writer, key, Retention::DEFAULT) {
+                return;
+            }
+            core.member.note_no_space();
+            worker.wake();
+            core.member.wait_freed(freed, Duration::from_millis(20), || false);
+        }
+    }
 }
 
 #[test]
@@ -120,28 +143,44 @@ fn while_puts_press_full_segments_are_sealed() {
     let (bench, [core]) = Bench::new("sealed");
     let _watchdog = Watchdog::new(PATIENCE);
     let worker = Worker::start(Arc::clone(&core)).expect("a thread");
-    let first = (0..).find(|key| !bench.put(&core, &worker.writer, *key, Retention::DEFAULT));
-    worker.writer.seal(&core, Which::All);
-    crate::membership::Keep::became_keeper(&*worker);
+    let first = bench.fill(&core, &worker);
     let segments = core.member.geometry().segments;
     // The segments that are free when the thread begins to seal, and when it goes on to free one, and the one.
     let most = unsealed_max(&core) + 2 * (1 + (segments / FREE_SHARE) as usize);
     assert!(most < segments as usize / 2);
     let turnovers = 2 * u64::from(segments);
     let begun = || core.member.next_incarnation();
-    for key in first.expect("the store is full").. {
-        loop {
-            let freed = core.member.freed();
-            if bench.put(&core, &worker.writer, key, Retention::DEFAULT) {
-                break;
-            }
-            core.member.note_no_space();
-            worker.wake();
-            core.member.wait_freed(freed, Duration::from_millis(20), || false);
-        }
+    for key in first.. {
+        bench.put_pressing(&core, &worker, key);
         let full = worker.writer.full();
         assert!(full <= most, "{full} segments wait for their seal");
         if begun() > turnovers {
+            break;
+        }
+    }
+    worker.stop();
+}
+
+#[test]
+fn while_puts_press_segments_are_sealed_beside_the_freeing_of_others() {
+    let (bench, [core]) = Bench::new("beside");
+    let _watchdog = Watchdog::new(PATIENCE);
+    let worker = Worker::start(Arc::clone(&core)).expect("a thread");
+    let first = bench.fill(&core, &worker);
+    let recording = Recording::start(&bench.folder);
+    let mut syncs = FxHashSet::default();
+    // One thread alone would begin a sync only when the one before has ended.
+    let mut is_beside = |event| match event {
+        Recorded::Begin(step, Op::SyncSegment(_)) => syncs.insert(step) && syncs.len() > 1,
+        Recorded::End(step, _) => {
+            syncs.remove(&step);
+            false
+        }
+        _ => false,
+    };
+    for key in first.. {
+        bench.put_pressing(&core, &worker, key);
+        if recording.take().into_iter().any(&mut is_beside) {
             break;
         }
     }
