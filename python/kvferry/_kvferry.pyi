@@ -441,6 +441,9 @@ class Store:
     the folder below a device that is not mounted. It counts for the first process that opens the store, and not while another
     directory can't be read.
 
+    `must_exist`: opening raises IoError where none of the directories has a store. Otherwise one is made there, also in the
+    folder below a device that is not mounted.
+
     `objects`: the URL of an object store, ``s3://bucket/prefix``, ``gs://…``, ``az://…`` or ``file:///directory``. Blocks that
     this process puts are uploaded to it in the background, and `Space.prefetch` brings blocks from it. `object_options`
     override the environment's AWS_*, GOOGLE_* and AZURE_* (such as ``aws_endpoint_url``), or say how it is used:
@@ -463,6 +466,7 @@ class Store:
         put_wait: float = 0.0,
         hang_after: float = 10.0,
         adopt_empty: bool = False,
+        must_exist: bool = False,
         objects: str | None = None,
         object_options: Mapping[str, str | float] | None = None,
     ) -> Store: ...

@@ -64,6 +64,7 @@ def test_settings_are_taken_beside_those_that_vllm_reads() -> None:
         ({"lease": 0}, "lease must be a number from 1"),
         ({"direct": "yes"}, "direct must be one of auto, off, require"),
         ({"adopt_empty": "yes"}, "adopt_empty must be true or false"),
+        ({"must_exist": 1}, "must_exist must be true or false"),
         ({"object": 3}, "object must be a string"),
         ({"object_options": {"concurrency": 3}}, "object_options needs object"),
         ({"dsik": "/kv"}, "no setting 'dsik' in kv_connector_extra_config"),

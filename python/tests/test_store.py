@@ -680,3 +680,13 @@ def test_an_empty_directory_takes_the_place_of_a_lost_one_where_that_is_asked_fo
     with kvferry.Store(agent, directories, CAPACITY, adopt_empty=True) as store:
         assert store.stats()["lost_directories"] == 0
     assert (directories[1] / "kvferry.store").exists()
+
+
+def test_a_store_that_must_exist_is_not_made_anew(agent: kvferry.Agent, tmp_path: Path) -> None:
+    with pytest.raises(kvferry.IoError, match=r"there is no store in .*mount the device"):
+        kvferry.Store(agent, tmp_path / "a", CAPACITY, must_exist=True)
+    assert not (tmp_path / "a").exists()
+    with kvferry.Store(agent, tmp_path / "a", CAPACITY):
+        pass
+    with kvferry.Store(agent, tmp_path / "a", CAPACITY, must_exist=True):
+        pass

@@ -74,7 +74,10 @@ pub(crate) fn store_exception(py: Python<'_>, error: &kvferry_store::Error) -> P
         Error::Agent(error) => return exception(py, error),
         _ if blocking::thread_must_end() => return PySystemExit::new_err(()),
         Error::InvalidArgument(_) => ErrorKind::InvalidArgument,
-        Error::Directory { .. } | Error::Format { .. } | Error::Objects { .. } => ErrorKind::Io,
+        Error::Directory { .. }
+        | Error::Format { .. }
+        | Error::NoStore { .. }
+        | Error::Objects { .. } => ErrorKind::Io,
         Error::Busy { .. } => ErrorKind::Busy,
         Error::Closed => ErrorKind::Shutdown,
         _ => ErrorKind::Internal,

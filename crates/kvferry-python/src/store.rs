@@ -100,7 +100,7 @@ fn text_items(mapping: &Bound<'_, PyMapping>) -> PyResult<Vec<(String, String)>>
 impl Store {
     #[new]
     #[pyo3(
-        signature = (agent, directory, capacity, *, segment_bytes = None, blocks_max = None, direct = "off", host_bytes = 0, put_wait = 0.0, hang_after = 10.0, adopt_empty = false, objects = None, object_options = None)
+        signature = (agent, directory, capacity, *, segment_bytes = None, blocks_max = None, direct = "off", host_bytes = 0, put_wait = 0.0, hang_after = 10.0, adopt_empty = false, must_exist = false, objects = None, object_options = None)
     )]
     #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
     fn new(
@@ -114,6 +114,7 @@ impl Store {
         put_wait: f64,
         hang_after: f64,
         adopt_empty: bool,
+        must_exist: bool,
         objects: Option<String>,
         object_options: Option<&Bound<'_, PyMapping>>,
     ) -> PyResult<Self> {
@@ -129,7 +130,8 @@ impl Store {
             .host_bytes(host_bytes)
             .put_wait(seconds(py, put_wait)?)
             .hang_after(seconds(py, hang_after)?)
-            .adopt_empty(adopt_empty);
+            .adopt_empty(adopt_empty)
+            .must_exist(must_exist);
         if let Some(bytes) = segment_bytes {
             options = options.segment_bytes(bytes);
         }

@@ -46,6 +46,17 @@ pub enum Error {
         /// Description of the fault, and what the user can do.
         what: String,
     },
+    /// No directory has a store, and none is to be made: [`StoreOptions::must_exist`](crate::StoreOptions::must_exist).
+    /// Nothing was changed.
+    #[error(
+        "there is no store in {}, and `must_exist` is set: mount the device that has it, or, to make a new store there, \
+         open it once without `must_exist`",
+        named(paths)
+    )]
+    NoStore {
+        /// All directories that were given.
+        paths: Vec<PathBuf>,
+    },
     /// An object store can't be used as asked.
     #[error("the object store {location}: {what}")]
     Objects {
@@ -60,6 +71,11 @@ pub enum Error {
     /// The store was closed.
     #[error("the store was closed")]
     Closed,
+}
+
+fn named(paths: &[PathBuf]) -> String {
+    let names: Vec<_> = paths.iter().map(|path| path.display().to_string()).collect();
+    names.join(", ")
 }
 
 /// A result of the store.

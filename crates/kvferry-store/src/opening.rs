@@ -36,6 +36,7 @@ impl<'a> Opening<'a> {
         let arranged = look(options, BTreeMap::new())?;
         if arranged.superblock.is_none() {
             // Before anything is made.
+            may_make(options)?;
             options.geometry(None)?;
             for path in &options.directories {
                 let of_thread = path.clone();
@@ -84,7 +85,11 @@ impl<'a> Opening<'a> {
         }
         let superblock = match now.superblock {
             Some(superblock) => superblock,
-            None => now.make(self.new_superblock()?)?,
+            None => {
+                // It may have been unmounted since it was looked at.
+                may_make(self.options)?;
+                now.make(self.new_superblock()?)?
+            }
         };
         *lock(&self.arranged) = now;
         Ok(superblock)
@@ -145,6 +150,13 @@ impl<'a> Opening<'a> {
         }
         let StoreOptions { direct, hang_after, .. } = *self.options;
         Directories::new(self.agent, &arranged.directories, superblock, direct, hang_after)
+    }
+}
+
+fn may_make(options: &StoreOptions) -> Result<()> {
+    match options.must_exist {
+        true => Err(Error::NoStore { paths: options.directories.clone() }),
+        false => Ok(()),
     }
 }
 

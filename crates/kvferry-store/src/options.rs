@@ -39,6 +39,7 @@ pub struct StoreOptions {
     pub(crate) put_wait: Duration,
     pub(crate) hang_after: Duration,
     pub(crate) adopt_empty: bool,
+    pub(crate) must_exist: bool,
     pub(crate) objects: Option<ObjectTier>,
 }
 
@@ -60,6 +61,7 @@ impl StoreOptions {
             put_wait: Duration::ZERO,
             hang_after: HANG_AFTER,
             adopt_empty: false,
+            must_exist: false,
             objects: None,
         }
     }
@@ -140,6 +142,14 @@ impl StoreOptions {
     #[must_use]
     pub fn adopt_empty(self, adopts: bool) -> Self {
         Self { adopt_empty: adopts, ..self }
+    }
+
+    /// Whether opening fails with [`Error::NoStore`](crate::Error::NoStore) where none of the directories has a store. By
+    /// default a store is made there, also in the folder below a device that is not mounted, on the file system of that
+    /// folder. Where some of the directories have the store and others are empty, those count as lost either way.
+    #[must_use]
+    pub fn must_exist(self, must: bool) -> Self {
+        Self { must_exist: must, ..self }
     }
 
     /// An object store, to which this process uploads the blocks that it puts, and from which

@@ -32,10 +32,11 @@ _OF_STORE = (
     "segment_mib",
     "direct",
     "adopt_empty",
+    "must_exist",
 )
 _HANDOFFS = ("off", "prefill", "decode", "both")
 _TEXTS = ("direct", "handoff", "listen", "load", "model", "object", "save", "secret_file")
-_SWITCHES = ("adopt_empty",)
+_SWITCHES = ("adopt_empty", "must_exist")
 _OF_HANDOFF = ("handoff", "handoff_gib", "handoff_timeout", "listen", "prefill", "producers", "secret_file")
 _OWN = ("load", "load_wait", "save", "staging_gib", *_OF_HANDOFF)
 # Where a deployment may have put more into `KvCacheConnectorConfig`.

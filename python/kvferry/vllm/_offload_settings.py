@@ -60,6 +60,8 @@ class OffloadSettings:
     direct: Literal["auto", "off", "require"] = "off"
     # Whether an empty directory takes the place of one that the store has lost.
     adopt_empty: bool = False
+    # Whether opening fails where none of the directories has a store, instead of making one.
+    must_exist: bool = False
 
     @property
     def limits(self) -> Limits:
@@ -84,6 +86,7 @@ class OffloadSettings:
             "segment_mib",
             "direct",
             "adopt_empty",
+            "must_exist",
         }
         unknown = sorted(set(config) - known - _OF_VLLM)
         if unknown:
@@ -119,6 +122,7 @@ class OffloadSettings:
             segment_mib=segment_mib,
             direct=direct,
             adopt_empty=read.switch("adopt_empty"),
+            must_exist=read.switch("must_exist"),
         )
 
 
@@ -211,6 +215,7 @@ def _open(agent: kvferry.Agent, settings: OffloadSettings, host_bytes: int, logg
                 host_bytes=host_bytes,
                 put_wait=PUT_WAIT_S,
                 adopt_empty=settings.adopt_empty,
+                must_exist=settings.must_exist,
                 objects=settings.object,
                 object_options=dict(settings.object_options) if settings.object else None,
             )

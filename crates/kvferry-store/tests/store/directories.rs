@@ -427,6 +427,37 @@ fn the_folder_below_a_device_that_is_not_mounted_is_lost_and_the_device_is_used_
 }
 
 #[test]
+fn a_store_that_must_exist_is_not_made_anew_in_the_folder_below_its_device() {
+    let folder = Folder::new("must-exist");
+    for names in [&["a"][..], &["b", "c"]] {
+        let with = directories(&folder, names);
+        let must = with.clone().must_exist(true);
+        let paths: Vec<_> = names.iter().map(|it| folder.path().join(it)).collect();
+        let refused = || match Engine::try_open(&must, LEN).err() {
+            Some(error @ Error::NoStore { .. }) => error.to_string(),
+            other => panic!("{names:?}: {other:?}"),
+        };
+        for path in &paths {
+            assert!(refused().contains(&path.display().to_string()), "{}", refused());
+            assert!(!path.exists(), "nothing is made");
+        }
+        made(&with);
+        let away: Vec<_> = paths.iter().map(|it| it.with_extension("away")).collect();
+        for (path, away) in paths.iter().zip(&away) {
+            std::fs::rename(path, away).expect("it exists");
+            std::fs::create_dir(path).expect("a folder");
+        }
+        assert!(refused().contains("mount the device"), "{}", refused());
+        assert!(paths.iter().all(|it| files(it).is_empty()), "nothing is changed");
+        for (path, away) in paths.iter().zip(&away) {
+            std::fs::remove_dir(path).expect("it is empty");
+            std::fs::rename(away, path).expect("it exists");
+        }
+        assert_eq!(found(&Engine::open(&must, LEN)), PROMPTS as usize * BLOCKS);
+    }
+}
+
+#[test]
 fn a_device_that_is_mounted_over_an_adopted_directory_is_told_apart() {
     let folder = Folder::new("mounted-over");
     let with = directories(&folder, &["a", "b", "c"]);
