@@ -27,18 +27,18 @@ use std::time::Duration;
 /// Headers of extents that are written at once, beside their blocks.
 const HEADERS: usize = 64;
 
-/// What a device that can't read says.
+/// `EIO`: the device can't read.
 pub(crate) const EIO: i32 = 5;
-/// What the system says when it is short of descriptors or memory: no fault of a device.
+/// Errors of a system that is short of descriptors or memory, not of a device: EINTR, EAGAIN, ENOMEM, ENFILE, EMFILE.
 const PASSING: [i32; 5] = [4, 11, 12, 23, 24];
 
 #[derive(Debug)]
 pub(crate) struct Directories {
     agent: Agent,
-    /// In the order of their numbers.
+    /// The directories, ordered by number.
     all: Vec<Arc<Device>>,
     direct: DirectIo,
-    /// What the padding of blocks is written from.
+    /// Zeros that the padding of blocks is written from.
     zeros: Region,
     headers: Arc<Headers>,
     helpers: Arc<Helpers>,
@@ -101,10 +101,10 @@ pub(crate) struct UnderWay(io::Result<Vec<Moving>>);
 /// A transfer of blocks of one directory.
 #[derive(Debug)]
 struct Moving {
-    /// `None` once its end was waited for.
+    /// The transfer; `None` once its end was waited for.
     under_way: Option<(Transfer, Parts)>,
     waiter: Waiter,
-    /// Of a write that is given up once its directory hangs.
+    /// Set for a write that is given up once its directory hangs.
     kept: Option<Kept>,
 }
 
@@ -155,7 +155,7 @@ impl Parts {
     }
 }
 
-/// What a transfer uses beside the memory of blocks.
+/// Resources of a transfer beside the memory of blocks.
 #[derive(Debug, Default)]
 struct Uses {
     files: Vec<Arc<Segment>>,
@@ -330,7 +330,7 @@ impl Directories {
         self.of(segment).path_of(segment)
     }
 
-    /// While this is held, the making of a segment of a directory does not end.
+    /// Keeps files of a directory's segments from being made while the guard is held.
     #[cfg(test)]
     pub(crate) fn hold_creates(
         &self,
@@ -339,7 +339,7 @@ impl Directories {
         self.all[directory].named()
     }
 
-    /// While this is held, a directory hangs.
+    /// Makes a directory hang while the result is held.
     #[cfg(test)]
     pub(crate) fn hang(&self, directory: usize) -> Entered {
         let gate = &self.all[directory].gate;
@@ -440,8 +440,8 @@ impl Directories {
         entered.into_iter().map(begin).collect()
     }
 
-    /// As [`log::Disk::write_blocks`], but returns at once where the device is what takes its time. Into the page cache
-    /// this thread copies the blocks itself, whose sums it has just computed: they are in its processor's cache.
+    /// Like [`log::Disk::write_blocks`], but returns at once where the device is what takes its time. Into the page
+    /// cache this thread copies the blocks itself, whose sums it has just computed: they are in its processor's cache.
     pub(crate) fn begin_write(
         &self,
         segment: u32,
@@ -464,7 +464,7 @@ impl Directories {
         UnderWay(begun)
     }
 
-    /// As [`log::Disk::read_blocks`], but returns at once.
+    /// Like [`log::Disk::read_blocks`], but returns at once.
     pub(crate) fn begin_read(&self, blocks: &[(u32, u64, BlockMemory)]) -> UnderWay {
         UnderWay(self.reads(blocks).and_then(|parts| self.begin_parts(parts)))
     }
@@ -497,7 +497,7 @@ impl Directories {
         self.of(segment).gate.is_hanging()
     }
 
-    /// By a directory's number, whether gets miss its blocks: it hangs, or was lost when the store was opened.
+    /// Returns, by a directory's number, whether gets miss its blocks: it hangs, or was lost when the store was opened.
     pub(crate) fn silent(&self) -> Vec<bool> {
         let is_silent = |it: &Arc<Device>| it.is_lost.load(Relaxed) || it.gate.hangs().is_some();
         self.all.iter().map(is_silent).collect()
@@ -513,7 +513,7 @@ impl Directories {
         self.all.iter().find_map(|it| it.gate.hangs().map(|hangs| (it.path.clone(), hangs)))
     }
 
-    /// How many directories hang.
+    /// Number of directories that hang.
     pub(crate) fn hanging(&self) -> usize {
         self.all.iter().filter(|it| it.gate.is_hanging()).count()
     }
@@ -538,7 +538,7 @@ impl Directories {
         self.all.iter().for_each(|it| it.gate.wait_quiet());
     }
 
-    /// How many directories could not be read when the store was opened.
+    /// Number of directories that could not be read when the store was opened.
     pub(crate) fn lost(&self) -> usize {
         self.all.iter().filter(|it| it.is_lost.load(Relaxed)).count()
     }
@@ -578,7 +578,7 @@ impl Directories {
         self.of(segment).unlock(segment)
     }
 
-    /// As [`Directories::unlock`], of a store in which nothing is begun any more. Waits for the device.
+    /// Like [`Directories::unlock`], of a store in which nothing is begun any more. Waits for the device.
     pub(crate) fn unlock_at_end(&self, segment: u32) {
         self.of(segment).unlock_at_end(segment);
     }

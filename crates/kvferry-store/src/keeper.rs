@@ -67,9 +67,9 @@ const PRESSURE_LEAST: f64 = 0.45;
 const PRESSURE_RISE: f64 = 0.02;
 /// A put that found no free segment counts for so long: it may be tried again.
 const PRESSURE_FOR: Duration = Duration::from_secs(1);
-/// How long puts may wait for what is freed without pressure.
+/// Longest wait of puts before they count as pressure.
 const PRESSURE_AFTER: Duration = Duration::from_millis(50);
-/// How long the rate of puts is measured, and the part of the last measurement in the rate.
+/// Period over which the rate of puts is measured, and the weight of the last measurement in the rate.
 const RATE_EVERY: Duration = Duration::from_millis(250);
 const RATE_NEW: f64 = 0.25;
 /// Segments that are kept free, beside those for each process, in segments that are put while one is freed.
@@ -90,12 +90,12 @@ const COPY_BYTES: usize = 4 << 20;
 /// Blocks of a segment that can't be read, until the segment counts as unreadable: a device that fails may take
 /// seconds for each.
 const UNREADABLE_MAX: u32 = 16;
-/// How often withheld segments, and those that could not be freed, are tried again, while space is needed.
+/// Interval between tries of withheld segments, and of those that could not be freed, while space is needed.
 const RETRY_EVERY: Duration = Duration::from_secs(1);
 
 /// The most segments that the keeper fails to free each time it looks.
 const KEPT_MAX: usize = 8;
-/// How often, and how many times, the keeper looks for a segment to copy to until it takes none as free.
+/// Interval and number of the keeper's looks for a segment to copy to, until it takes none as free.
 const LAST_EVERY: Duration = Duration::from_millis(1);
 const LAST_TRIES: u32 = 5;
 
@@ -105,7 +105,7 @@ pub(crate) struct Keeper {
     policy: Policy,
     condemned: Condemned,
     pins: Pins,
-    /// Where what lives is copied to.
+    /// Appender that receives live blocks of collected segments.
     own: Option<Appender>,
     /// The own segment of the other worth.
     other: Option<Appender>,
@@ -120,7 +120,7 @@ pub(crate) struct Keeper {
     kept: FxHashMap<u32, Instant>,
     /// Blocks of the segment that is collected that can't be read.
     unreadable: u32,
-    /// When withheld segments were last tried.
+    /// Time of the last try of withheld segments.
     retried_at: Option<Instant>,
     /// Space is wanted, and all segments are being written.
     is_stuck: bool,
@@ -132,14 +132,14 @@ pub(crate) struct Keeper {
     left: Left,
     pressure: Pressure,
     pace: Pace,
-    /// What is being copied.
+    /// Data that is being copied.
     buffer: Vec<u8>,
     /// The segment that is collected.
     collecting: Option<u32>,
     replayed: Option<Replayed>,
 }
 
-/// What the keeper of a replay has instead of the time and of puts that wait.
+/// Clock and pressure of the keeper of a replay, instead of the time and of puts that wait.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Replayed {
     pub(crate) now_ms: u64,
@@ -147,7 +147,7 @@ pub(crate) struct Replayed {
 }
 
 impl Keeper {
-    /// Of a process that has just become the keeper.
+    /// Creates the keeper in a process that has become it; rebuilds the policy from the index.
     pub(crate) fn new(core: Arc<Core>) -> Self {
         let policy = rebuild(&core);
         let condemned = Condemned::new(core.member.geometry());
@@ -1051,7 +1051,7 @@ fn seal_own(core: &Core, own: &mut Option<Appender>) {
     }
 }
 
-/// What blocks were worth that were copied lately.
+/// Worths of the blocks that were copied last.
 #[derive(Debug, Default)]
 struct Worths(VecDeque<f64>);
 
@@ -1077,23 +1077,23 @@ struct Fruitless {
     limit: Option<u32>,
 }
 
-/// How far the segments of dead processes are sealed.
+/// Progress in sealing the segments of dead processes.
 #[derive(Debug, Default)]
 struct Left {
     /// The next segment to look at.
     next: u32,
-    /// One of those before it could not be sealed.
+    /// Set if a segment before `next` could not be sealed.
     has_failed: bool,
-    /// When all had been looked at, and one could not be sealed.
+    /// End of the last pass over all segments, if one of them could not be sealed.
     failed_at: Option<Instant>,
 }
 
-/// How much of a segment is copied while puts find no free segment.
+/// Part of a segment that is copied while puts find no free segment.
 #[derive(Debug)]
 struct Pressure {
     /// [`crate::index::Index::no_space`] when it was last read.
     seen: u32,
-    /// Since when puts find no free segment, and when one last did.
+    /// Times since which puts find no free segment, and at which one last found none.
     since: Option<(Instant, Instant)>,
     share: f64,
 }
@@ -1127,10 +1127,10 @@ impl Pressure {
     }
 }
 
-/// How fast segments are put, and how long it takes to free one.
+/// Rate at which segments are put, and the time that it takes to free one.
 #[derive(Debug)]
 struct Pace {
-    /// When the rate was last measured, and the incarnations and own segments that were begun until then.
+    /// Time of the last measurement, and the incarnations and own segments that were begun until then.
     at: Instant,
     incarnations: u64,
     begun: u64,
@@ -1173,7 +1173,8 @@ struct Pins {
     slots: FxHashSet<SlotId>,
     /// [`crate::index::Index::pins_changed`] when they were read.
     changed: u64,
-    /// When the first of them ends.
+    /// End of the lease that ends first, in seconds of the store's time. 0 while the policy does not know a leased
+    /// block.
     ends_s: u32,
 }
 
@@ -1218,7 +1219,7 @@ impl Pins {
     }
 }
 
-/// As [`recall`], of a block and of those before it in its prompt.
+/// Like [`recall`], for a block and those before it in its prompt.
 fn recall_with_those_before(
     core: &Core,
     policy: &mut Policy,
@@ -1244,11 +1245,11 @@ pub(crate) fn free_wanted(processes: u32, segments: u32) -> u32 {
     processes.saturating_mul(FREE_PER_PROCESS).clamp(FREE_PER_PROCESS, most)
 }
 
-/// How the copying of a segment ended.
+/// Result of copying a segment's blocks.
 enum Collected {
     /// Nothing lives in it, unless its headers are damaged.
     All,
-    /// None of the blocks lives in it that its headers list. Some of those could not be read.
+    /// No block that the headers list lives in it. Some of those could not be read.
     Listed,
     /// A block could not be moved: a process that is stopped holds its lock, or it could not be written.
     NotAll,

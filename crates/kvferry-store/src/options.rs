@@ -1,4 +1,4 @@
-//! How a store is opened.
+//! Options for opening a store.
 
 use crate::error::{Error, Result};
 use crate::index::{MAX_SEGMENTS, MAX_SLOTS};
@@ -14,9 +14,9 @@ pub(crate) const SEGMENTS: u64 = 256;
 /// Segments of a store, at least: one is written, one is free, one is collected into, and one or more hold
 /// what is kept.
 const SEGMENTS_MIN: u64 = 8;
-/// How long an operation may take until its directory hangs, if the caller does not say.
+/// Default time limit of an operation, after which its directory hangs.
 const HANG_AFTER: Duration = Duration::from_secs(10);
-/// What else is in the directories: the files that say what they are.
+/// Bytes of other files in the directories: those that say what the directories are.
 const OTHER_BYTES: u64 = 1 << 16;
 /// Bytes of disk per block, if the caller does not say how many blocks there may be.
 const BYTES_PER_BLOCK: u64 = 32 << 10;
@@ -66,7 +66,7 @@ impl StoreOptions {
         }
     }
 
-    /// One more directory, on another device. Segments are spread over the directories evenly.
+    /// Adds a directory, on another device. Segments are spread over the directories evenly.
     ///
     /// All directories of the store are given each time, in any order: each one says which it is. One that is
     /// missing or can't be read costs its own blocks.

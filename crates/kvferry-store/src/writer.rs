@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// After an error that is no device's, no segment is begun for this long.
+/// Pause before another segment is begun, after an error that is not a device's.
 const PAUSE: Duration = Duration::from_secs(1);
 
 /// A block that is to be stored.
@@ -35,15 +35,14 @@ pub(crate) struct Writer {
     is_awaited: AtomicBool,
 }
 
-/// Which segments are sealed.
+/// Segments that are to be sealed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Which {
-    /// Those that are full, except for the last ones while puts go on: a sync beside them takes the half of their
-    /// speed.
+    /// Full segments, except for the last ones while puts go on: a sync beside them halves their throughput.
     Excess,
-    /// Those that are full.
+    /// Full segments.
     Full,
-    /// Also the one that is not.
+    /// Full segments, and the one that is not full.
     All,
 }
 
@@ -89,7 +88,7 @@ struct Present {
     noted: u64,
 }
 
-/// Why blocks were not stored.
+/// Reason why blocks were not written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NotWritten {
     /// No segment is free.
@@ -104,9 +103,9 @@ pub(crate) enum NotWritten {
 #[derive(Debug)]
 pub(crate) struct BlocksUnderWay {
     appender: Arc<Mutex<Appender>>,
-    /// `None` once the appender knows how its write ended.
+    /// Extent of the write; `None` once the appender knows how the write ended.
     extent: Option<Extent>,
-    /// `None` once it has ended.
+    /// The write; `None` once it has ended.
     writing: Option<UnderWay>,
 }
 
@@ -340,7 +339,7 @@ impl Writer {
         self.begun.load(Relaxed)
     }
 
-    /// As if an extent was begun.
+    /// Counts an extent as begun, without beginning one.
     #[cfg(test)]
     pub(crate) fn note_begun(&self) {
         self.begun.fetch_add(1, Relaxed);

@@ -36,9 +36,9 @@ use std::time::{Duration, Instant};
 const DESCRIPTORS_SHARE: usize = 4;
 /// Segments of a directory whose files are kept open, however few descriptors the process may have.
 const OPEN_MIN: usize = 4;
-/// How long it is known whether a directory can be written to.
+/// Time for which it stays known whether a directory can be written to.
 const KNOWN_FOR: Duration = Duration::from_secs(1);
-/// How often a thread that waits for an operation looks at the time.
+/// Interval at which a thread that waits for an operation looks at the time.
 const LOOK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 1 } else { 500 });
 
 /// A directory. No lock of it is held during an operation on a file.
@@ -47,11 +47,11 @@ pub(super) struct Device {
     pub(super) agent: Agent,
     pub(super) path: PathBuf,
     pub(super) number: usize,
-    /// How many directories the store has.
+    /// Number of directories that the store has.
     pub(super) directories: usize,
-    /// It could not be read when the store was opened.
+    /// Set if the directory could not be read when the store was opened.
     pub(super) is_lost: AtomicBool,
-    /// It has a superblock, so that another file system in its place is noticed.
+    /// Set if the directory has a superblock, so that another file system in its place is noticed.
     pub(super) is_marked: bool,
     /// The id that its superblock has; 0: none.
     pub(super) id: u64,
@@ -94,7 +94,7 @@ struct Counted {
     changed: u64,
 }
 
-/// What becomes of an operation that another thread carries out.
+/// State of an operation that another thread carries out.
 enum Outcome<T> {
     Running,
     Ended(std::thread::Result<io::Result<T>>),
@@ -198,7 +198,7 @@ impl Device {
         self.carry_out(pace, What::Other, segment, run)
     }
 
-    /// As [`Device::patiently`].
+    /// Like [`Device::patiently`], for an operation of the kind `what`.
     pub(super) fn carry_out<T: Send + 'static>(
         self: &Arc<Self>,
         pace: Pace,
@@ -421,7 +421,7 @@ impl Device {
         }))
     }
 
-    /// As [`super::Directories::is_written_late`].
+    /// See [`super::Directories::is_written_late`].
     pub(super) fn is_written_late(self: &Arc<Self>, segment: u32) -> bool {
         let check = move |it: &Self| it.opened(segment, true)?.check_unwritten();
         match self.patiently(Pace::Quick, None, check) {
@@ -431,7 +431,7 @@ impl Device {
         }
     }
 
-    /// As [`super::Directories::unlock`].
+    /// See [`super::Directories::unlock`].
     pub(super) fn unlock(self: &Arc<Self>, segment: u32) -> io::Result<()> {
         if self.known(segment).is_none_or(|it| !it.is_locked.load(Relaxed)) {
             return Ok(());
@@ -468,7 +468,7 @@ impl Device {
         }
     }
 
-    /// As [`super::Directories::close_files`].
+    /// See [`super::Directories::close_files`].
     pub(super) fn close_files(&self) {
         let files = {
             let mut open = lock(&self.state.open);
@@ -481,7 +481,7 @@ impl Device {
         }
     }
 
-    /// As [`super::Directories::forget_cached`].
+    /// See [`super::Directories::forget_cached`].
     pub(super) fn forget_cached(self: &Arc<Self>, segment: u32) {
         let _ = self.patiently(Pace::Quick, None, move |it| {
             kvferry_sys::file::forget_cached(&it.opened(segment, false)?.file);
@@ -489,7 +489,7 @@ impl Device {
         });
     }
 
-    /// As [`super::Directories::ensure`].
+    /// See [`super::Directories::ensure`].
     pub(super) fn ensure(self: &Arc<Self>, segment: u32) -> io::Result<()> {
         // It is used anew.
         lock(&self.state.unsynced).remove(&segment);
@@ -689,7 +689,7 @@ impl Device {
         is_writable
     }
 
-    /// As [`super::Directories::is_lost`].
+    /// See [`super::Directories::is_lost`].
     pub(super) fn is_lost(self: &Arc<Self>, segment: u32, offset: u64, len: u32) -> bool {
         let read = self.patiently(Pace::Quick, None, move |it| {
             // The file that is found there may be another device's.
@@ -768,7 +768,7 @@ impl Device {
         segment as usize % self.directories == self.number
     }
 
-    /// As [`super::Directories::discard_others`].
+    /// See [`super::Directories::discard_others`].
     pub(super) fn discard_others(self: &Arc<Self>, segments: u32) -> io::Result<()> {
         let others = self.patiently(Pace::Quick, None, move |it| it.others(segments))?;
         // One by one: an operation that was given up must not go on to remove what was made since.

@@ -1,4 +1,4 @@
-//! What the keeper does beside freeing space while puts take each segment that it frees.
+//! Tests of the keeper's other work while puts take each segment that it frees.
 
 use super::*;
 use crate::index::{Inserted, New};
