@@ -9,6 +9,7 @@ use kvferry_connector::{
 use kvferry_models::engines::{layout, model};
 use kvferry_proto::WireCode;
 use kvferry_proto::layout::{Heads, Layout, Packing, Shape};
+use kvferry_testkit::ports::KeptPort;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener};
@@ -1015,6 +1016,27 @@ fn a_fetch_from_a_wrong_address_or_another_life_of_the_engine_fails_with_a_reaso
     d.apply(&ConnectorMetadata { fetches, ..metadata() });
     d.fetch();
     assert_eq!(d.fetched("b")[0].0, WireCode::StaleIncarnation);
+    d.assert_idle();
+}
+
+/// What the other ranks of its engine say of it stays wrong, however often it is learned.
+#[test]
+fn a_request_to_an_engine_one_rank_of_which_was_restarted_alone_fails() {
+    let _bounded = bounded();
+    let (port, both) = (KeptPort::new(), Build::new(1, 2));
+    let at_port = Build { listen: String::leak(port.address().to_owned()), ..both };
+    let (first, second) = (RankOf::new(both, 0, "tcp", b""), RankOf::new(at_port, 1, "tcp", b""));
+    let cards = [&first, &second].map(|it| it.worker.rank_metadata().to_vec().into());
+    let engine = EngineMetadata { id: EngineId(1), ranks: cards.to_vec() };
+    let metadata = ConnectorMetadata { engine: Some(engine), ..metadata() };
+    first.worker.apply(&metadata.encode()).expect("valid metadata");
+    second.agent.shutdown();
+    drop(second);
+    let _second = RankOf::new(at_port, 1, "tcp", b"");
+    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    d.fetch_request("a", &first.address(), &blocks(8, 5), 0..32);
+    let failed = d.fetched("a");
+    assert_eq!(failed[0].0, WireCode::StaleIncarnation, "{failed:?}");
     d.assert_idle();
 }
 

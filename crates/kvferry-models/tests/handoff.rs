@@ -1050,6 +1050,36 @@ fn i12_a_restarted_producer_refuses_earlier_handoffs_as_unknown() {
 }
 
 #[test]
+fn i12_a_fetch_that_no_producer_has_answered_may_be_asked_again_of_the_restarted_one() {
+    let restarted = PeerId(2);
+    let from = [ProducerRank { peer: restarted, readers: 1, connected: true, need: Need::ALL }];
+    for is_answered in [false, true] {
+        let mut ranks = Ranks::new(1);
+        ranks.want();
+        if is_answered {
+            ranks.expect();
+        }
+        let (code, now) = (WireCode::StaleIncarnation, ranks.now);
+        ranks.consumers[0].lost(PRODUCER, code, true, now);
+        ranks.up = false;
+        ranks.work();
+        assert_eq!(ranks.consumed_codes(), [code]);
+        let gauges = ranks.consumers[0].gauges();
+        let kept: Vec<_> = gauges.into_iter().filter(|(_, count)| *count > 0).collect();
+        let again = ranks.consumers[0].want(&id(), &from, BUDGET, now);
+        if is_answered {
+            assert_eq!((kept, again), (vec![("tombstones", 1)], Err(Refusal::Ended(code))));
+            continue;
+        }
+        assert_eq!((kept, again), (vec![], Ok(())));
+        let asks = std::iter::from_fn(|| ranks.consumers[0].poll()).any(|action| {
+            matches!(action, ConsumerAction::Send { to, message: HandoffMessage::Ask(_) } if to == restarted)
+        });
+        assert!(asks);
+    }
+}
+
+#[test]
 fn i8_full_is_an_answer() {
     let mut ranks = Ranks::with(1, Limits { handoffs: 1, ..Limits::default() });
     let names = ["a", "b", "c"].map(|name| HandoffId::new(name).expect("short"));

@@ -166,12 +166,18 @@ impl Rank {
     ) -> Result<(), RankError> {
         let readers = from.iter().map(|source| source.readers);
         let found = self.resolve(from)?.into_iter().zip(readers);
-        let found = found.map(|(peer, readers)| ReadFrom { peer, readers, need: Need::ALL });
+        let found =
+            found.map(|(peer, readers)| ReadFrom { peer, life: None, readers, need: Need::ALL });
         let from: Vec<_> = found.collect();
         self.fetch_from(id, &from, budget, mapper)
     }
 
-    /// As [`Rank::fetch`], from producer ranks that were found. Never blocks.
+    /// As [`Rank::fetch`], from producer ranks that were found. Never blocks. No life of a rank is asked but the one
+    /// that is meant. If another one is found before any rank has answered, the handoff ends as
+    /// [`WireCode::StaleIncarnation`], and may be fetched again.
+    ///
+    /// # Errors
+    /// As [`Rank::fetch`]; [`Refusal::Restarted`].
     pub(crate) fn fetch_from(
         &self,
         id: &HandoffId,
@@ -189,6 +195,9 @@ impl Rank {
 
     /// Asks for a request's KV that will be fetched or freed later: it waits in this engine's queue.
     /// Never blocks. There is no event of its end.
+    ///
+    /// # Errors
+    /// As [`Rank::fetch_from`].
     pub(crate) fn claim_from(&self, id: &HandoffId, from: &[ReadFrom]) -> Result<(), RankError> {
         self.change(|state, now| {
             let ranks = state.producer_ranks(from)?;
@@ -220,7 +229,7 @@ impl Rank {
         detail: &str,
     ) -> Result<(), RankError> {
         self.change(|state, now| {
-            let peers = state.peers.places(from)?;
+            let peers = state.peers.places(from.iter().map(|peer| (peer, None)))?;
             let peers: Vec<_> = peers.into_iter().map(|(peer, _)| peer).collect();
             state.consumer.free(id, &peers, code, detail, now)?;
             peers.into_iter().for_each(|peer| state.peers.connect_once(peer));
@@ -252,7 +261,7 @@ impl Rank {
         budget: Duration,
     ) -> Result<(), RankError> {
         self.change(|state, now| {
-            let (id, connected) = state.peers.places([peer])?[0];
+            let (id, connected) = state.peers.places([(peer, None)])?[0];
             state.handshakes.meet(ticket, id, connected, budget, now);
             Ok(())
         })

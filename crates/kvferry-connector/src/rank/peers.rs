@@ -169,19 +169,21 @@ impl Peers {
         PeerId(self.numbers)
     }
 
-    /// The numbers of the lives at the addresses of `peers`, each with whether there is a channel to it.
+    /// The numbers of the lives at the addresses of `peers`, each with whether there is a channel to it. With a life,
+    /// the number is of this one alone: if another one is met there, this one is gone.
     ///
     /// # Errors
-    /// [`Refusal::Addresses`].
+    /// [`Refusal::Addresses`]; [`Refusal::Restarted`] if there is a channel to another life there, or handoffs wait for
+    /// one.
     pub(super) fn places<'a>(
         &mut self,
-        peers: impl IntoIterator<Item = &'a Peer>,
+        peers: impl IntoIterator<Item = (&'a Peer, Option<Incarnation>)>,
     ) -> Result<Vec<(PeerId, bool)>, Refusal> {
         self.uses += 1;
-        peers.into_iter().map(|peer| self.place(peer)).collect()
+        peers.into_iter().map(|(peer, life)| self.place(peer, life)).collect()
     }
 
-    fn place(&mut self, peer: &Peer) -> Result<(PeerId, bool), Refusal> {
+    fn place(&mut self, peer: &Peer, life: Option<Incarnation>) -> Result<(PeerId, bool), Refusal> {
         let address = peer.address();
         if !self.places.contains_key(address) {
             if self.places.len() >= PLACES_MAX && !self.make_room(|_| true) {
@@ -215,9 +217,14 @@ impl Peers {
             // The name may have been looked up again since.
             place.peer = peer.clone();
             if !place.watched {
-                // No handoff needs the life that was there: the caller means the next one.
-                place.life = None;
+                // No handoff needs the life that was there: the caller means the next one, or this one.
+                place.life = life;
             }
+        }
+        if let Some(life) = life
+            && *place.life.get_or_insert(life) != life
+        {
+            return Err(Refusal::Restarted);
         }
         Ok((place.id, is_up))
     }
@@ -516,13 +523,15 @@ mod tests {
         let origin = |host: u8| Origin::from(IpAddr::from([10, 0, 0, host]));
         for n in 0..PLACES_OF_LIFE {
             let peer = agent.peer(&format!("10.0.0.9:{}", 1 + n)).expect("an address");
-            let [(id, _)] = peers.places([&peer]).expect("there is room")[..] else { panic!() };
+            let [(id, _)] = peers.places([(&peer, None)]).expect("there is room")[..] else {
+                panic!()
+            };
             assert!(peers.has_room_for(life, origin(9), id));
             let (_, place) = peers.place_of(id).expect("it is there");
             (place.life, place.origin, place.watched) = (Some(life), Some(origin(9)), true);
         }
         let peer = agent.peer("10.0.0.1:1").expect("an address");
-        let [(id, _)] = peers.places([&peer]).expect("there is room")[..] else { panic!() };
+        let [(id, _)] = peers.places([(&peer, None)]).expect("there is room")[..] else { panic!() };
         assert!(peers.has_room_for(life, origin(1), id), "the life's own host");
         assert!(!peers.has_room_for(life, origin(9), id), "all of its addresses are needed");
     }

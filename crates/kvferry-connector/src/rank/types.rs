@@ -1,7 +1,7 @@
 //! Arguments, events, errors and observers of a rank.
 
 use crate::address::AgentAddress;
-use kvferry::{Batch, Error, Peer};
+use kvferry::{Batch, Error, Incarnation, Peer};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{Failure, Pairing};
 use kvferry_proto::handoff::{BlockTable, HandoffId, Need, Outcome, Refusal, Slice};
@@ -40,6 +40,8 @@ pub struct Source {
 #[derive(Debug)]
 pub(crate) struct ReadFrom {
     pub(crate) peer: Peer,
+    /// The life that is meant; `None` for the one that is there.
+    pub(crate) life: Option<Incarnation>,
     pub(crate) readers: u32,
     pub(crate) need: Need,
 }

@@ -285,21 +285,27 @@ impl Inner {
             Action::Claim(claim) => claim.tokens,
             Action::Free(_) => 0,
         };
-        let sources = engine.needs(tokens).map(|(source, need)| {
+        let sources = engine.needs(tokens).map(|(source, life, need)| {
             let peer = self.peer(state, source.address.as_str())?;
-            Ok(ReadFrom { peer, readers: source.readers, need })
+            Ok(ReadFrom { peer, life, readers: source.readers, need })
         });
         let sources: Vec<_> = match sources.collect::<Result<_, RankError>>() {
             Ok(sources) => sources,
             Err(error) => return self.fail(state, pending.action, &failure_of(&error)),
         };
         let peers: Vec<_> = sources.iter().map(|from| from.peer.clone()).collect();
+        let (again, at) = (pending.again(), pending.action.address().clone());
         let fetch = match pending.action {
             Action::Fetch(fetch) => fetch,
             Action::Claim(Claim { request, transfer, .. }) => {
                 match self.rank().claim_from(&transfer, &sources) {
                     Ok(()) => state.wait_for_answer(request, transfer),
                     Err(error) => {
+                        if is_restarted(&error)
+                            && let Some(again) = again
+                        {
+                            return self.run_anew(state, &at, again);
+                        }
                         tracing::debug!(%transfer, %error, "a handoff can't be claimed");
                     }
                 }
@@ -325,11 +331,16 @@ impl Inner {
             Ok(()) => {
                 state.fetches.insert(request.clone(), Stage::Fetching(transfer.clone()));
                 state.wait_for_answer(request.clone(), transfer.clone());
-                let bootstrap = pending.bootstrap;
-                let fetched = FetchedFor { request, address, bootstrap, cancelled: None };
+                let bootstrap = pending.bootstrap.map(|(url, _)| url);
+                let fetched = FetchedFor { request, address, bootstrap, cancelled: None, again };
                 state.fetched_for.insert(transfer, fetched);
             }
             Err(error) => {
+                if is_restarted(&error)
+                    && let Some(again) = again
+                {
+                    return self.run_anew(state, &at, again);
+                }
                 let failure = failure_of(&error);
                 if failure.code != Refusal::InUse.code() {
                     // The producer need not wait for a consumer that has failed.
@@ -339,6 +350,13 @@ impl Inner {
                 self.fetched(state, request, failure, Vec::new());
             }
         }
+    }
+
+    /// Runs an action anew whose engine, known at this address, was restarted.
+    fn run_anew(&self, state: &mut State, address: &ProducerAddress, again: PendingAction) {
+        state.doubt_names(address.as_str());
+        state.engines.forget(address);
+        self.run(state, again);
     }
 
     /// Refuses an action that failed before the rank began it, perhaps because the engine has moved.
@@ -445,8 +463,16 @@ impl Inner {
     pub(super) fn consumed(&self, id: &HandoffId, outcome: &Outcome, side_data: SideData) {
         let mut state = self.lock();
         let Some(fetched) = state.fetched_for.remove(id) else { return };
-        let FetchedFor { request, address, bootstrap, cancelled } = fetched;
+        let FetchedFor { request, address, bootstrap, cancelled, again } = fetched;
         let (code, detail) = (outcome.code, outcome.detail.clone());
+        if code == WireCode::StaleIncarnation
+            && cancelled.is_none()
+            && let Some(again) = again
+        {
+            state.forget_answer(id);
+            state.fetches.insert(request, Stage::Pending);
+            return self.run_anew(&mut state, &address, again);
+        }
         if !matches!(code, WireCode::Ok | WireCode::Cancelled | WireCode::NotNeeded) {
             state.log_failure(&request, address.as_str(), code, &detail);
         }
@@ -465,6 +491,10 @@ impl Inner {
         };
         self.fetched(&mut state, request, how, side_data);
     }
+}
+
+fn is_restarted(error: &RankError) -> bool {
+    matches!(error, RankError::Refused(Refusal::Restarted))
 }
 
 /// The failure of a request whose address leads to another engine than the one it means.

@@ -79,6 +79,13 @@ impl Engines {
         }
     }
 
+    /// Forgets the engine at an address, under all its addresses: it is gone.
+    pub(super) fn forget(&mut self, address: &ProducerAddress) {
+        if let Some(gone) = self.known.remove(address) {
+            self.known.retain(|_, known| !Arc::ptr_eq(&known.engine, &gone.engine));
+        }
+    }
+
     /// The addresses under which requests name engines that were found at this address or have a rank there.
     pub(super) fn reached_at(&self, address: &str) -> Vec<ProducerAddress> {
         let reached = self.known.iter().filter(|(named, known)| {

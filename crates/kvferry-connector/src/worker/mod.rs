@@ -193,7 +193,7 @@ impl Worker {
                 debug_assert!(before.is_none(), "a request is fetched once");
             }
             let deadline = now() + action.budget(&inner.config.limits);
-            state.pending.push(PendingAction { deadline, action, bootstrap: None });
+            state.pending.push(PendingAction::new(action, deadline));
         }
         for cancel in std::mem::take(&mut state.cancels) {
             inner.cancel(&mut state, cancel);

@@ -134,7 +134,8 @@ impl Names {
     }
 
     fn is_proven(&self, action: &PendingAction) -> bool {
-        let from = [Some(action.action.address()), action.bootstrap.as_ref()];
+        let bootstrap = action.bootstrap.as_ref().map(|(url, _)| url);
+        let from = [Some(action.action.address()), bootstrap];
         from.into_iter().flatten().any(|it| self.proven.contains_key(it))
     }
 

@@ -4,7 +4,7 @@ use crate::address::AgentAddress;
 use crate::codes::code_of;
 use crate::rank::{ReadMapper, ReadRequest, Source};
 use crate::rank_metadata::RankMetadata;
-use kvferry::{Batch, Region, RegionId, RemoteRegion};
+use kvferry::{Batch, Incarnation, Region, RegionId, RemoteRegion};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{EngineId, Pairing};
 use kvferry_proto::handoff::{BlockTable, Need};
@@ -38,6 +38,8 @@ struct ProducerRank {
     /// Number of the rank in its engine.
     theirs: usize,
     source: Source,
+    /// The life whose memory the maps are of; `None` without memory.
+    life: Option<Incarnation>,
     /// The rank's encoded metadata, from which the maps were made.
     card: Box<[u8]>,
     share: Share,
@@ -99,14 +101,17 @@ impl ProducerEngine {
         self.ranks.iter().map(|rank| &rank.source)
     }
 
-    /// The ranks that this rank reads from, each with what it can use of the announcements of a request of
-    /// so many tokens.
-    pub(super) fn needs(&self, tokens: u32) -> impl Iterator<Item = (&Source, Need)> {
+    /// The ranks that this rank reads from, each with the life that it has been learned in and what this rank can use
+    /// of the announcements of a request of so many tokens.
+    pub(super) fn needs(
+        &self,
+        tokens: u32,
+    ) -> impl Iterator<Item = (&Source, Option<Incarnation>, Need)> {
         let need = move |rank: &ProducerRank| {
             let blocks = tokens.div_ceil(rank.block_tokens).saturating_add(LOOKAHEAD);
             Need { groups: rank.groups, blocks }
         };
-        self.ranks.iter().map(move |rank| (&rank.source, need(rank)))
+        self.ranks.iter().map(move |rank| (&rank.source, rank.life, need(rank)))
     }
 
     pub(super) fn addresses(&self) -> impl Iterator<Item = String> {
@@ -170,6 +175,7 @@ impl ProducerRank {
         Ok(Self {
             theirs,
             source: Source { address, readers },
+            life: regions.first().map(|region| region.incarnation),
             card: pairing.cards[&theirs].as_slice().into(),
             share,
             map,

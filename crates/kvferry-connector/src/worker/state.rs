@@ -20,6 +20,9 @@ use rustc_hash::FxHashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
 
+/// How often the engine at an address is learned anew for one action.
+const RESTARTS_MAX: u32 = 3;
+
 /// Interval in which failed fetches with one code are logged once.
 const FAILURE_LOG: Duration = Duration::from_secs(10);
 
@@ -93,16 +96,23 @@ pub(super) struct FetchedFor {
     pub(super) bootstrap: Option<ProducerAddress>,
     /// The reason why the scheduler half has cancelled it. It may have succeeded by then.
     pub(super) cancelled: Option<Failure>,
+    /// The fetch, to run at the engine that is at the address if the known one was restarted since. `None` once a
+    /// producer has answered, and for a request that names the engine's life.
+    pub(super) again: Option<PendingAction>,
 }
 
 /// An action that waits for what it needs to know.
+#[derive(Clone)]
 pub(super) struct PendingAction {
     pub(super) deadline: Timestamp,
     pub(super) action: Action,
-    /// The bootstrap server that named the engine.
-    pub(super) bootstrap: Option<ProducerAddress>,
+    /// The bootstrap server that named the engine, and the id that it was asked for.
+    pub(super) bootstrap: Option<(ProducerAddress, Option<EngineId>)>,
+    /// How often the engine that was known at the address turned out to be restarted since.
+    pub(super) restarts: u32,
 }
 
+#[derive(Clone)]
 pub(super) enum Action {
     Claim(Claim),
     Fetch(FetchRequest),
@@ -143,6 +153,9 @@ impl State {
     /// Records that a producer of the handoff has answered. The next report has its request, unless it reports the end
     /// of its fetch.
     pub(super) fn answered_by_producer(&mut self, transfer: &HandoffId) {
+        if let Some(fetched) = self.fetched_for.get_mut(transfer) {
+            fetched.again = None;
+        }
         self.answered.extend(self.unanswered.remove_entry(transfer));
     }
 
@@ -219,19 +232,45 @@ impl State {
 }
 
 impl PendingAction {
+    pub(super) const fn new(action: Action, deadline: Timestamp) -> Self {
+        Self { deadline, action, bootstrap: None, restarts: 0 }
+    }
+
+    /// This action as it was before its engine was found, which turned out to be restarted since. `None` if the action
+    /// names the life that is gone, or was begun anew too often.
+    pub(super) fn again(&self) -> Option<Self> {
+        let asked = self.bootstrap.as_ref().map_or(self.action.engine(), |(_, asked)| *asked);
+        let means_it = asked.is_some() && asked == self.action.engine();
+        if means_it || self.restarts >= RESTARTS_MAX {
+            return None;
+        }
+        let mut again = Self { restarts: self.restarts + 1, ..self.clone() };
+        if let Some((url, asked)) = again.bootstrap.take() {
+            again.action.set_place(asked, url);
+        }
+        Some(again)
+    }
+
     /// Replaces the address of a bootstrap server by an engine behind it and an agent of that engine.
     pub(super) fn set_engine(&mut self, (id, agent): (EngineId, AgentAddress)) {
-        let (engine, address) = match &mut self.action {
-            Action::Claim(claim) => (&mut claim.engine, &mut claim.address),
-            Action::Fetch(fetch) => (&mut fetch.engine, &mut fetch.address),
-            Action::Free(free) => (&mut free.engine, &mut free.address),
-        };
-        *engine = Some(id);
-        self.bootstrap = Some(std::mem::replace(address, agent.into()));
+        let asked = self.action.engine();
+        let url = self.action.set_place(Some(id), agent.into());
+        self.bootstrap = Some((url, asked));
     }
 }
 
 impl Action {
+    /// Replaces the engine and its address. Returns the address before.
+    fn set_place(&mut self, id: Option<EngineId>, to: ProducerAddress) -> ProducerAddress {
+        let (engine, address) = match self {
+            Self::Claim(claim) => (&mut claim.engine, &mut claim.address),
+            Self::Fetch(fetch) => (&mut fetch.engine, &mut fetch.address),
+            Self::Free(free) => (&mut free.engine, &mut free.address),
+        };
+        *engine = id;
+        std::mem::replace(address, to)
+    }
+
     /// Replaces the fetch of a request by a free, which tells the producer that it is not needed.
     pub(super) fn give_up(&mut self, request: &str, code: WireCode) {
         if let Self::Fetch(fetch) = self

@@ -25,7 +25,16 @@ fn start(engine: u128, look_up: impl FnOnce(&Agent) -> LookUp) -> (Worker, Agent
 /// Starts a worker as [`start`] does, for an engine that advertises this host to its peers.
 fn start_as(host: &str, engine: u128, look_up: impl FnOnce(&Agent) -> LookUp) -> (Worker, Agent) {
     let any = SocketAddr::from(([127, 0, 0, 1], 0));
-    let agent = Agent::builder().listen(any).advertise(host).start().expect("an agent");
+    start_at(any, host, engine, look_up)
+}
+
+fn start_at(
+    listen: SocketAddr,
+    host: &str,
+    engine: u128,
+    look_up: impl FnOnce(&Agent) -> LookUp,
+) -> (Worker, Agent) {
+    let agent = Agent::builder().listen(listen).advertise(host).start().expect("an agent");
     let shape = Shape { layers: 1, blocks: 8, heads: 1, rows: 4, content: 8, kernel_blocks: 1 };
     let len = shape.bytes().expect("small");
     let memory = agent.allocate(len as usize, Access::READ).expect("memory");
@@ -125,7 +134,7 @@ fn fill_places(consumer: &Worker) {
     let far = crate::clock::now() + Duration::from_secs(3600);
     for taken in 0.. {
         let action = Action::Fetch(fetch_request("hangs", &format!("name-{taken}:1")));
-        let action = PendingAction { deadline: far, action, bootstrap: None };
+        let action = PendingAction::new(action, far);
         if !state.names.has_room(&action) {
             assert_eq!(taken, names::LOOKUPS_MAX / 2);
             return;
@@ -222,7 +231,7 @@ fn a_name_whose_lookup_takes_too_long_is_used_as_it_was_found_before() {
     for (lookup, is_found) in [(vec!["a:1", "b:1"], false), (vec!["a:1"], true)] {
         let lookup: Vec<_> = lookup.into_iter().map(str::to_owned).collect();
         let action = Action::Fetch(fetch_request("r", "a:1"));
-        names.wait(PendingAction { deadline: at(9), action, bootstrap: None }, lookup, at(5));
+        names.wait(PendingAction::new(action, at(9)), lookup, at(5));
         assert!(!names.is_found(&address));
         names.expire(at(5));
         assert_eq!(names.is_found(&address), is_found);
@@ -294,7 +303,7 @@ fn an_action_waits_for_a_lookup_until_its_own_deadline_at_most() {
     let mut names = Names::default();
     for (request, deadline) in [("short", 1), ("long", 9)] {
         let action = Action::Fetch(fetch_request(request, "a:1"));
-        let action = PendingAction { deadline: at(deadline), action, bootstrap: None };
+        let action = PendingAction::new(action, at(deadline));
         names.wait(action, Vec::new(), at(5));
     }
     let expired = |names: &mut Names, now| {
@@ -436,4 +445,70 @@ fn an_answer_to_a_freed_handoff_says_nothing_of_another_one_of_the_same_request(
     assert!(state.answered.is_empty());
     state.answered_by_producer(&second);
     assert!(state.answered.into_values().eq(["a"]));
+}
+
+/// The engine that a consumer knows at an address.
+fn known_engine(consumer: &Worker, address: &str) -> Arc<producer_engine::ProducerEngine> {
+    match consumer.inner.lock().engines.find(address, None, crate::clock::now()) {
+        engines::Lookup::Known(engine) => engine,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A consumer that knows the engine at an address, which is started again while no session leads to it: as after a
+/// session that gave its place to another, after which the consumer keeps what it knows.
+fn restart_unnoticed(
+    consumer: &Worker,
+    (producer, agent): (Worker, Agent),
+    engine: u128,
+) -> (Worker, Agent) {
+    let address = agent.advertised().to_owned();
+    let before = known_engine(consumer, &address);
+    drop(producer);
+    agent.shutdown();
+    drop(agent);
+    kvferry_testkit::eventually("the consumer's session has ended", || {
+        consumer.inner.lock().engines.known.is_empty()
+    });
+    let name = address.parse().expect("an address");
+    consumer.inner.lock().engines.insert(name, &before, crate::clock::now());
+    let listen = address.parse().expect("an address");
+    start_at(listen, "127.0.0.1", engine, agents_peer)
+}
+
+#[test]
+fn a_request_that_names_no_engine_is_served_by_the_one_that_was_restarted_unnoticed() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let port = kvferry_testkit::ports::KeptPort::new();
+    let address = port.address();
+    let listen = || address.parse().expect("an address");
+    let first = start_at(listen(), "127.0.0.1", 1, agents_peer);
+    let (consumer, _d) = start(2, agents_peer);
+    let consumer = Arc::new(consumer);
+    hand_over(&first.0, &consumer, "first", address);
+    let stale = known_engine(&consumer, address);
+    let (producer, _p) = restart_unnoticed(&consumer, first, 3);
+    hand_over(&producer, &consumer, "second", address);
+    // A session leads to the engine of today, and what is known of it is of an earlier life.
+    let name: ProducerAddress = address.parse().expect("an address");
+    consumer.inner.lock().engines.insert(name, &stale, crate::clock::now());
+    hand_over(&producer, &consumer, "third", address);
+    assert_eq!(known_engine(&consumer, address).id, EngineId(3));
+}
+
+#[test]
+fn i12_a_request_that_names_an_engine_that_was_restarted_unnoticed_fails() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let port = kvferry_testkit::ports::KeptPort::new();
+    let address = port.address();
+    let listen = || address.parse().expect("an address");
+    let first = start_at(listen(), "127.0.0.1", 1, agents_peer);
+    let (consumer, _d) = start(2, agents_peer);
+    let consumer = Arc::new(consumer);
+    hand_over(&first.0, &consumer, "first", address);
+    let (producer, _p) = restart_unnoticed(&consumer, first, 3);
+    offer(&producer, "second");
+    let engine = Some(EngineId(1));
+    begin(&consumer, FetchRequest { engine, ..fetch_request("second", address) });
+    assert_eq!(outcome(&consumer), ("second".to_owned(), false));
 }

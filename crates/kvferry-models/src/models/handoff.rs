@@ -606,9 +606,15 @@ impl<'a, 'b> World<'a, 'b> {
             }
         }
         self.memory[p] = [[0; LAYERS as usize]; BLOCKS as usize];
+        let is_noticed = self.script.flip();
         for d in 0..self.consumers.len() {
-            // Refused when it is tried again, or answered by another life.
-            self.cut(p, d, WireCode::Closed, false);
+            if is_noticed {
+                // Refused when it is tried again, or answered by another life.
+                self.cut(p, d, WireCode::Closed, false);
+            } else {
+                // No session led to it, or one that was open in name only.
+                self.cut(p, d, WireCode::Closed, true);
+            }
             let life = self.producers[p].life;
             self.consumers[d].machine.lost(life, WireCode::StaleIncarnation, true, self.now);
         }
@@ -808,6 +814,11 @@ impl<'a, 'b> World<'a, 'b> {
                 assert!(!is_read, "I2: nothing is read any more");
                 let got = self.got.get_mut(&(request, d)).expect("I1: it was wanted");
                 assert_eq!(got.ended, None, "I1: it ends once");
+                if outcome.code == WireCode::StaleIncarnation && !got.is_answered {
+                    // It may be wanted again, from the life that is there.
+                    self.got.remove(&(request, d));
+                    return;
+                }
                 if outcome.is_done() {
                     assert!(got.is_answered, "what is done was answered");
                     let places = (0..self.producers.len()).flat_map(|p| {

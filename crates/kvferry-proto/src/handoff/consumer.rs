@@ -216,6 +216,9 @@ impl Consumer {
     /// Asks for a request's KV, or continues a [claim](Consumer::claim). The blocks of this rank are
     /// allocated; the engine must not use them until [`ConsumerAction::Ended`].
     ///
+    /// If a producer turns out to be restarted before any producer has answered, the handoff ends as
+    /// [`WireCode::StaleIncarnation`] and is forgotten: it may be asked for again, from the lives that are there.
+    ///
     /// # Errors
     /// [`Refusal::InUse`], [`Refusal::Ended`], [`Refusal::Full`]; [`Refusal::Misuse`] without
     /// producers, with a producer twice, or with a producer that has no readers.
@@ -426,10 +429,16 @@ impl Consumer {
     /// the handoff: a session that is found silent a moment later says little about a peer that may
     /// have been stopped and runs again by now. The driver connects again meanwhile.
     pub fn lost(&mut self, peer: PeerId, code: WireCode, gone: bool, now: Timestamp) {
-        let mut touched = Vec::new();
+        let is_restarted = gone && code == WireCode::StaleIncarnation;
+        let (mut touched, mut unanswered) = (Vec::new(), Vec::new());
         for (id, entry) in &mut self.handoffs {
+            let is_answered = entry.is_answered();
             let Some(source) = entry.sources.get_mut(&peer) else { continue };
             if source.stage == Stage::Confirmed || entry.ending.is_some() {
+                continue;
+            }
+            if is_restarted && !is_answered {
+                unanswered.push(id.clone());
                 continue;
             }
             let until = match gone {
@@ -445,6 +454,7 @@ impl Consumer {
             touched.push(id.clone());
         }
         touched.iter().for_each(|id| self.look_again(id));
+        unanswered.iter().for_each(|id| self.forget_unanswered(id, peer));
         self.expire(now);
         if gone && code != WireCode::Silent {
             // A restarted peer keeps nothing. A silent peer may only have been stopped, and still
@@ -795,6 +805,30 @@ impl Consumer {
         let peers: Vec<_> = claim.sources.into_keys().collect();
         peers.iter().for_each(|peer| self.watch(*peer, false));
         peers
+    }
+
+    /// Ends a handoff that no producer has answered, and one of whose producers was restarted, as if it had never
+    /// been asked for: the life that is there may have it.
+    fn forget_unanswered(&mut self, id: &HandoffId, restarted: PeerId) {
+        let (code, detail) = (WireCode::StaleIncarnation, "the producer was restarted");
+        if self.handoffs.get(id).is_some_and(|entry| entry.claimed) {
+            self.forget_claim(id);
+            return;
+        }
+        let mut entry = self.handoffs.remove(id).expect("it is under way");
+        self.schedule.set(id, &mut entry.due, None);
+        for (peer, source) in entry.sources {
+            self.watch(peer, false);
+            if source.link == Link::Up && peer != restarted {
+                // It was asked. A farewell would be repeated after the name was asked for again.
+                let (id, detail) = (id.clone(), detail.to_owned());
+                let stop = Stop { id, by_consumer: true, code, detail };
+                self.actions.push_back(ConsumerAction::Send { to: peer, message: stop.into() });
+            }
+        }
+        let outcome = Outcome::of(restarted, code, detail);
+        let ended = ConsumerAction::Ended { id: id.clone(), outcome, side_data: Vec::new() };
+        self.actions.push_back(ended);
     }
 
     /// Counts memory of a producer's announcements. While all take too much, the handoff fails that has to give it up:

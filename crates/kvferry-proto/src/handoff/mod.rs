@@ -262,6 +262,9 @@ pub enum Refusal {
     /// The limit of handoffs is reached.
     #[error("{limit} handoffs are under way, which is the limit")]
     Full { limit: usize },
+    /// Another life than the caller means is at the peer's address.
+    #[error("the peer was restarted")]
+    Restarted,
     /// The limit on addresses of peers is reached.
     #[error("{limit} addresses of peers are in use, which is the limit")]
     Addresses { limit: usize },
@@ -279,6 +282,7 @@ impl Refusal {
             Self::Ended(WireCode::Ok) => WireCode::Duplicate,
             Self::Ended(code) => *code,
             Self::Unknown => WireCode::UnknownHandoff,
+            Self::Restarted => WireCode::StaleIncarnation,
             Self::Full { .. } | Self::Addresses { .. } => WireCode::Busy,
         }
     }
