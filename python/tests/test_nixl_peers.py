@@ -18,6 +18,7 @@ from kit import Child, Memory, eventually, kept_port, run_python
 from kvferry.nixl import _bindings as bind
 from kvferry.nixl import _errors as nixl_errors
 from kvferry.nixl import _exchange, _listener, _memory, nixl_agent, nixl_agent_config
+from kvferry.nixl._errors import nixlBackendError
 from kvferry.nixl._metadata import Metadata, RemoteMemory
 
 MIB = 1 << 20
@@ -189,6 +190,36 @@ def test_the_listener_goes_where_a_later_backend_has_the_agent() -> None:
         assert (agent._listener.host, agent._listener.port) == ("0.0.0.0", port)
         assert agent._core().local_address[0] == "0.0.0.0"
         assert _listener.request("127.0.0.1", port, _listener.FETCH, b"") == agent.get_agent_metadata()
+        agent.shutdown()
+
+
+def test_the_listener_stays_where_it_is_if_another_socket_has_its_new_place() -> None:
+    with kept_port() as address:
+        port = int(address.rpartition(":")[2])
+        agent = nixl_agent("stays", nixl_agent_config(True, True, port, backends=["POSIX"]))
+        # All interfaces are free only while no other socket listens at one of them.
+        with socket.create_server(("127.0.0.2", port)), pytest.raises(nixlBackendError, match=r"0\.0\.0\.0"):
+            agent.create_backend("UCX")
+        assert agent._listener is not None
+        assert (agent._listener.host, agent._listener.port) == ("127.0.0.1", port)
+        assert _listener.request("127.0.0.1", port, _listener.FETCH, b"") == agent.get_agent_metadata()
+        assert "UCX" not in agent.backends
+        agent.shutdown()
+
+
+def test_a_listener_that_has_lost_its_place_is_tried_again() -> None:
+    with kept_port() as address:
+        port = int(address.rpartition(":")[2])
+        agent = nixl_agent("again", nixl_agent_config(True, True, port, backends=[]))
+        assert agent._listener is not None
+        assert agent._listener.host == "0.0.0.0"
+        agent._listener.close()
+        with socket.create_server(("127.0.0.1", port)):
+            for _ in range(2):
+                with pytest.raises(nixlBackendError, match=r"127\.0\.0\.1"):
+                    agent.get_agent_metadata()
+        metadata = agent.get_agent_metadata()
+        assert _listener.request("127.0.0.1", port, _listener.FETCH, b"") == metadata
         agent.shutdown()
 
 

@@ -45,6 +45,10 @@ class Backends:
         self.backend_mems[backend] = list(_MEMS[backend])
         self.backend_options[backend] = dict(initParams or {})
 
+    def _remove_backend(self, backend: str) -> None:
+        for table in (self.backends, self.backend_mems, self.backend_options):
+            table.pop(backend)
+
     def get_plugin_list(self) -> list[str]:
         return self.plugin_list
 

@@ -102,8 +102,13 @@ class AgentCore(Backends):
                 listen = None if os.environ.get("KVFERRY_LISTEN") else f"{self._host_of_backends()}:0"
                 with as_nixl():
                     timeout = None if os.environ.get("KVFERRY_TIMEOUT_MS") else TIMEOUT_S
-                    self._agent = kvferry.Agent(self.name, listen=listen, timeout=timeout, mooncake=False)
-                self._started(self._agent)
+                    agent = kvferry.Agent(self.name, listen=listen, timeout=timeout, mooncake=False)
+                try:
+                    self._started(agent)
+                except Exception:
+                    agent.shutdown()
+                    raise
+                self._agent = agent
             return self._agent
 
     def _host_of_backends(self) -> str:
@@ -111,7 +116,7 @@ class AgentCore(Backends):
         return "0.0.0.0" if "UCX" in self.backends else "127.0.0.1"
 
     def _started(self, agent: kvferry.Agent) -> None:
-        """Called once, when kvferry's agent has started. The caller holds the lock."""
+        """Called when kvferry's agent has started. It is shut down if this raises. The caller holds the lock."""
 
     def _ended(self, handle: nixl_xfer_handle) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import struct
@@ -63,21 +64,38 @@ class Exchange(AgentCore):
         weakref.finalize(self, self._listener.close).atexit = False
 
     def _move_listener(self, host: str) -> None:
-        """Has the metadata listener on another interface, at the same port. The caller holds the lock."""
-        listener = self._listener
-        if listener is not None and listener.host != host:
-            listener.close()
-            self._listen(host, listener.port)
+        """Has the metadata listener on another interface, at the same port. The caller holds the lock.
+
+        If that fails, the listener is where it was. If something else has that place by then, too, there is none until
+        the next call, which tries again.
+        """
+        before = self._listener
+        if before is None or (before.host == host and not before.closed):
+            return
+        # One socket at a time: all interfaces and one of them can't have the same port.
+        before.close()
+        try:
+            self._listen(host, before.port)
+        except Exception:
+            if before.host != host:
+                with contextlib.suppress(Exception):
+                    self._listen(before.host, before.port)
+            raise
 
     def _started(self, agent: kvferry.Agent) -> None:
         self._move_listener(agent.local_address[0])
 
     def create_backend(self, backend: str, initParams: dict[str, str] | None = None) -> None:  # noqa: N803
-        super().create_backend(backend, initParams)
+        """Makes a backend. If the metadata listener can't be where the agent is going to listen, there is none."""
         with self._lock:
+            super().create_backend(backend, initParams)
             # An agent that has started stays where it is.
             if self._listener is not None and self._agent is None:
-                self._move_listener(self._host_of_backends())
+                try:
+                    self._move_listener(self._host_of_backends())
+                except Exception:
+                    self._remove_backend(backend)
+                    raise
 
     def _forked(self) -> None:
         super()._forked()

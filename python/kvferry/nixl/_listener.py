@@ -107,6 +107,10 @@ class Listener:
         finally:
             self._slots.release()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def forked(self) -> None:
         """In a forked child, which has the socket but not the thread: leaves the port to the parent."""
         self._closed = True
