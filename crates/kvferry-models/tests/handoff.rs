@@ -1,9 +1,9 @@
 //! What the handoff protocol promises, one sentence each, in virtual time.
 
 use kvferry_proto::handoff::{
-    Announced, Ask, BlockTable, Consumer, ConsumerAction, Generation, HandoffId, HandoffMessage,
-    Limits, Need, Offer, Outcome, PeerId, Producer, ProducerAction, ProducerRank, Progress, ReadId,
-    Ready, Refusal, Slice, Stop,
+    Announced, Ask, BlockTable, Confirmed, Consumer, ConsumerAction, Generation, HandoffId,
+    HandoffMessage, Limits, Need, Offer, Outcome, PeerId, Producer, ProducerAction, ProducerRank,
+    Progress, ReadId, Ready, Refusal, Slice, Stop,
 };
 use kvferry_proto::{Origin, Timestamp, WireCode};
 use std::collections::{BTreeSet, VecDeque};
@@ -835,6 +835,55 @@ fn i8_a_handoff_that_gives_its_memory_up_fails_as_busy_when_its_reads_have_stopp
         _ => None,
     });
     assert_eq!(ended, Some((first, WireCode::Busy)));
+}
+
+#[test]
+fn i8_a_handoff_that_has_been_read_loses_side_data_for_room_and_is_done() {
+    let now = Timestamp::from_nanos(1);
+    let from =
+        |peer| [ProducerRank { peer: PeerId(peer), readers: 1, connected: true, need: Need::ALL }];
+    let take = |consumer: &mut Consumer| std::iter::from_fn(|| consumer.poll()).collect::<Vec<_>>();
+    let gauge = |consumer: &Consumer| {
+        let mut gauges = consumer.gauges().into_iter();
+        gauges.find(|(name, _)| *name == "announced_bytes").expect("a gauge").1
+    };
+    // The connection may be lost before the confirmation is asked for.
+    for is_lost in [false, true] {
+        let limits = Limits { announced_bytes: 32 * 1024, ..Limits::default() };
+        let mut consumer = Consumer::new(limits);
+        let first = HandoffId::new("first").expect("short");
+        assert_eq!(consumer.want(&first, &from(1), BUDGET, now), Ok(()));
+        let mut offer = announcement(&first, 4096);
+        (offer.announced.last, offer.announced.side_data) = (true, Some(vec![7; 16 * 1024]));
+        consumer.receive(PeerId(1), at("10.0.0.1"), offer.clone().into(), now);
+        let read = take(&mut consumer).into_iter().find_map(|it| match it {
+            ConsumerAction::Read { read, .. } => Some(read),
+            _ => None,
+        });
+        if is_lost {
+            consumer.lost(PeerId(1), WireCode::Closed, false, now);
+        }
+        consumer.read_ended(read.expect("it is read"), Ok(()), now);
+        assert_eq!(gauge(&consumer), 16 * 1024, "the tables are not needed");
+        let (second, third) = (id(), HandoffId::new("third").expect("short"));
+        for (id, peer, blocks) in [(&second, 2, 2048), (&third, 3, 3072)] {
+            assert_eq!(consumer.want(id, &from(peer), BUDGET, now), Ok(()));
+            let origin = at(&format!("10.0.{peer}.1"));
+            consumer.receive(PeerId(peer), origin, announcement(id, blocks).into(), now);
+        }
+        assert_eq!(gauge(&consumer), 4 * (2048 + 3072), "the side data is dropped");
+        if is_lost {
+            consumer.met(PeerId(1), now);
+            consumer.receive(PeerId(1), at("10.0.0.1"), offer.into(), now);
+        }
+        let confirmed = Confirmed { id: first.clone(), generation: Generation(1) };
+        consumer.receive(PeerId(1), at("10.0.0.1"), confirmed.into(), now);
+        let ends = take(&mut consumer).into_iter().filter_map(|it| match it {
+            ConsumerAction::Ended { id, outcome, side_data } => Some((id, outcome, side_data)),
+            _ => None,
+        });
+        assert_eq!(ends.collect::<Vec<_>>(), [(first, Outcome::DONE, vec![])]);
+    }
 }
 
 #[test]

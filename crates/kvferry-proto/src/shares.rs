@@ -114,6 +114,17 @@ impl<K: Clone + Eq + Hash> Shares<K> {
         self.change(groups, |before| before + size);
     }
 
+    /// Takes `size` from an item, which has that much at least. An item of nothing is removed.
+    pub fn reduce(&mut self, key: &K, size: usize) {
+        let Some(item) = self.items.get_mut(key) else { return };
+        if item.size <= size {
+            return self.remove(key);
+        }
+        item.size -= size;
+        let groups = item.groups;
+        self.change(groups, |before| before - size);
+    }
+
     /// Removes an item. Nothing happens if there is no such item.
     pub fn remove(&mut self, key: &K) {
         let Some(item) = self.items.remove(key) else { return };

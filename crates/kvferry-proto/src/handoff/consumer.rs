@@ -50,7 +50,7 @@ pub enum ConsumerAction {
     Answered { id: HandoffId },
     /// The handoff has ended on this rank, and no read writes into its blocks any more. Exactly once
     /// for every accepted [`Consumer::want`], never for a [`Consumer::claim`]. Side data comes with the peer that sent it, and only
-    /// from handoffs that are done.
+    /// from handoffs that are done, and not if its memory was needed: see [`Limits::announced_bytes`].
     Ended { id: HandoffId, outcome: Outcome, side_data: Vec<(PeerId, Vec<u8>)> },
 }
 
@@ -406,6 +406,10 @@ impl Consumer {
             Ok(()) => {
                 source.reads[at].done = true;
                 source.count_fetched();
+                if source.is_read() {
+                    let tables = source.announced.drop_tables();
+                    self.announced.reduce(&(id.clone(), peer), tables);
+                }
                 self.go_on(&id, peer, now);
             }
             Err((code @ (WireCode::Closed | WireCode::Silent), _)) => {
@@ -636,6 +640,10 @@ impl Consumer {
             let detail = "it goes on after it said that it was complete";
             return self.fail(id, Outcome::of(from, WireCode::Malformed, detail), now);
         }
+        if source.is_read() {
+            // A repeated announcement after a reconnection.
+            return self.go_on(id, from, now);
+        }
         let before = source.announced.bytes();
         match source.announced.merge(news, source.need) {
             Ok(()) => {
@@ -705,7 +713,7 @@ impl Consumer {
             self.reads.insert(read, (id.clone(), from));
             self.actions.push_back(ConsumerAction::Read { read, id: id.clone(), from, slice });
         }
-        if source.last_fetched && source.reads.is_empty() {
+        if source.is_read() {
             source.stage = Stage::Confirming;
             self.say(id, from, now);
             self.look_again(id);
@@ -832,7 +840,8 @@ impl Consumer {
     }
 
     /// Counts memory of a producer's announcements. While all take too much, the handoff fails that has to give it up:
-    /// this one, or one of a producer whose network has more.
+    /// this one, or one of a producer whose network has more. What has been read from its producer loses its side data
+    /// instead: that producer may be done by now.
     fn hold(
         &mut self,
         id: &HandoffId,
@@ -843,6 +852,14 @@ impl Consumer {
         let announced = (id.clone(), from);
         self.announced.add(&announced, origin, from.0, bytes);
         while let Some((id, from)) = self.announced.excess(&announced) {
+            let entry = self.handoffs.get_mut(&id);
+            if let Some(source) = entry.and_then(|entry| entry.sources.get_mut(&from))
+                && source.is_read()
+            {
+                source.announced.side_data = None;
+                self.announced.remove(&(id, from));
+                continue;
+            }
             // Its memory is free when its reads have stopped, which no peer delays.
             self.release_all(&id);
             let detail = "the announcements of all handoffs take more memory than they may";
@@ -1008,6 +1025,11 @@ impl Source {
             self.fetched = read.slice.to;
             self.last_fetched = read.slice.last;
         }
+    }
+
+    /// Whether everything has been read.
+    fn is_read(&self) -> bool {
+        self.last_fetched && self.reads.is_empty()
     }
 
     fn next_slice(&self) -> Option<Slice> {

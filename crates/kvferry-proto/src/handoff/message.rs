@@ -215,8 +215,19 @@ pub(super) struct Held {
 impl Held {
     /// Bytes of memory that the announcements take: a few bytes of a message can stand for many blocks.
     pub(super) fn bytes(&self) -> usize {
+        self.table_bytes() + self.side_data.as_ref().map_or(0, Vec::len)
+    }
+
+    fn table_bytes(&self) -> usize {
         let blocks: usize = self.tables.iter().map(|it| it.table.blocks.len()).sum();
-        size_of::<u32>() * blocks + self.side_data.as_ref().map_or(0, Vec::len)
+        size_of::<u32>() * blocks
+    }
+
+    /// Drops the tables: all that they name is read. Returns how many bytes they took.
+    pub(super) fn drop_tables(&mut self) -> usize {
+        let bytes = self.table_bytes();
+        self.tables = Vec::new();
+        bytes
     }
 
     /// Returns everything as one announcement.

@@ -316,7 +316,8 @@ pub struct Limits {
     /// what the consumer may still read.
     pub grace: Duration,
     /// Memory that the announcements of all handoffs take at a consumer, in bytes; producers share it. A handoff
-    /// that has to give its part up fails as `Busy`.
+    /// that has to give its part up fails as `Busy`. One that has been read from a producer keeps only that one's side
+    /// data, and loses it instead.
     pub announced_bytes: usize,
     /// Concurrent reads of one handoff from one peer.
     pub reads: usize,
