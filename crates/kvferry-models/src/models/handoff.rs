@@ -9,21 +9,22 @@
 //! * I3: if the consumers are done, so are the producers; if the producers are done, so are the
 //!   consumers, unless they lost sight of each other at that moment;
 //! * I5: either side may come first;
-//! * I8: at the end nothing is kept.
+//! * I8: announcements never take more memory than they may, a handoff is refused for room only if one of its
+//!   producers has more than an equal part of it, and at the end nothing is kept.
 //!
 //! The network loses connections, delays, delivers twice, delivers what belongs to an earlier
 //! connection, stalls; ranks are stopped, killed and started again.
 
 use super::Model;
-use crate::engines::here;
 use crate::pair::ms;
 use kvferry_proto::fuzzing::{Met, Script};
 use kvferry_proto::handoff::{
     BlockTable, Consumer, ConsumerAction, HandoffId, HandoffMessage, Limits, NULL_BLOCK, Need,
     Outcome, PeerId, Producer, ProducerAction, ProducerRank, Progress, ReadId, Refusal, Slice,
 };
-use kvferry_proto::{Timestamp, WireCode};
+use kvferry_proto::{Origin, Timestamp, WireCode};
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 pub const MODEL: Model = Model {
@@ -78,8 +79,15 @@ const MOMENTS: [&str; 7] =
 
 const LAYERS: u32 = 3;
 const RANKS: usize = 2;
+/// Where ranks are: two hosts of one network, and one of another.
+const HOSTS: [Ipv4Addr; 3] =
+    [Ipv4Addr::new(10, 0, 0, 1), Ipv4Addr::new(10, 0, 0, 2), Ipv4Addr::new(10, 0, 1, 1)];
+/// Bytes of announcements that a consumer has room for: more than all requests need, or less.
+const ROOMS: [usize; 4] = [1 << 20, 160, 100, 60];
 const REQUESTS: usize = 4;
 const BLOCKS: u32 = 64;
+/// Of these, two tell whose side data they are.
+const SIDE_BYTES: usize = 24;
 const BUDGET: Duration = Duration::from_secs(20);
 const SILENCE: Duration = Duration::from_secs(3);
 
@@ -98,9 +106,21 @@ fn tokens_of(request: usize) -> u32 {
     1 + (request as u32 * 3 + 2) % 7
 }
 
+fn side_data_of(request: usize, rank: usize) -> Vec<u8> {
+    let mut data = vec![request as u8, rank as u8];
+    data.resize(SIDE_BYTES, 0);
+    data
+}
+
+/// Bytes of a request's announcements from one producer rank at most.
+fn announced_bytes(request: usize) -> usize {
+    4 * tokens_of(request) as usize + SIDE_BYTES
+}
+
 /// A rank with its KV, in one of its lives.
 struct Rank<M> {
     life: PeerId,
+    origin: Origin,
     machine: M,
     /// Does nothing until then.
     stopped: Option<Timestamp>,
@@ -161,6 +181,9 @@ struct Wire {
 
 struct World<'a, 'b> {
     script: Script<'a>,
+    limits: Limits,
+    /// Where each life of a producer was.
+    origins: BTreeMap<PeerId, Origin>,
     now: Timestamp,
     events: BTreeMap<(Timestamp, u64), Event>,
     events_made: u64,
@@ -183,6 +206,11 @@ fn id(request: usize) -> HandoffId {
     HandoffId::new(&format!("request-{request}")).unwrap()
 }
 
+fn gauge(machine: &Consumer, name: &str) -> usize {
+    let mut gauges = machine.gauges().into_iter();
+    gauges.find(|(it, _)| *it == name).expect("a gauge").1
+}
+
 fn request_of(id: &HandoffId) -> usize {
     id.as_str().strip_prefix("request-").unwrap().parse().unwrap()
 }
@@ -199,8 +227,11 @@ impl<'a, 'b> World<'a, 'b> {
     fn new(bytes: &'a [u8], met: Met<'b>) -> Self {
         let mut script = Script::new(bytes);
         let ranks = [1 + script.below(RANKS), 1 + script.below(RANKS)];
+        let limits = Limits { announced_bytes: script.pick(&ROOMS), ..limits() };
         let mut world = World {
             script,
+            limits,
+            origins: BTreeMap::new(),
             now: Timestamp::default() + Duration::from_secs(1000),
             events: BTreeMap::new(),
             events_made: 0,
@@ -218,11 +249,13 @@ impl<'a, 'b> World<'a, 'b> {
             met,
         };
         for _ in 0..ranks[0] {
-            let rank = world.rank(Producer::new(limits()));
+            let origin = world.host();
+            let rank = world.producer(origin);
             world.producers.push(rank);
         }
         for _ in 0..ranks[1] {
-            let rank = world.rank(Consumer::new(limits()));
+            let origin = world.host();
+            let rank = world.rank(Consumer::new(world.limits.clone()), origin);
             world.consumers.push(rank);
         }
         for p in 0..ranks[0] {
@@ -233,9 +266,19 @@ impl<'a, 'b> World<'a, 'b> {
         world
     }
 
-    fn rank<M>(&mut self, machine: M) -> Rank<M> {
+    fn host(&mut self) -> Origin {
+        Origin::from(IpAddr::V4(self.script.pick(&HOSTS)))
+    }
+
+    fn rank<M>(&mut self, machine: M, origin: Origin) -> Rank<M> {
         self.lives += 1;
-        Rank { life: PeerId(self.lives), machine, stopped: None }
+        Rank { life: PeerId(self.lives), origin, machine, stopped: None }
+    }
+
+    fn producer(&mut self, origin: Origin) -> Rank<Producer> {
+        let rank = self.rank(Producer::new(self.limits.clone()), origin);
+        self.origins.insert(rank.life, origin);
+        rank
     }
 
     fn at(&mut self, when: Timestamp, event: Event) {
@@ -526,7 +569,7 @@ impl<'a, 'b> World<'a, 'b> {
         let added = BlockTable::new(known as u32, made.blocks[known..].to_vec());
         let tables = if added.blocks.is_empty() { Vec::new() } else { vec![added] };
         let machine = &mut self.producers[p].machine;
-        let side = last.then(|| vec![request as u8, p as u8]);
+        let side = last.then(|| side_data_of(request, p));
         let said = match last {
             true => machine.complete(&id(request), tables, to, side, self.now),
             false => machine.advance(&id(request), tables, to),
@@ -618,7 +661,7 @@ impl<'a, 'b> World<'a, 'b> {
             let life = self.producers[p].life;
             self.consumers[d].machine.lost(life, WireCode::StaleIncarnation, true, self.now);
         }
-        self.producers[p] = self.rank(Producer::new(limits()));
+        self.producers[p] = self.producer(self.producers[p].origin);
     }
 
     fn kill_consumer(&mut self, d: usize) {
@@ -632,7 +675,8 @@ impl<'a, 'b> World<'a, 'b> {
             let life = self.consumers[d].life;
             self.producers[p].machine.lost(life, WireCode::StaleIncarnation, true, self.now);
         }
-        self.consumers[d] = self.rank(Consumer::new(limits()));
+        let (machine, origin) = (Consumer::new(self.limits.clone()), self.consumers[d].origin);
+        self.consumers[d] = self.rank(machine, origin);
     }
 
     /// Lets time pass, event by event.
@@ -678,9 +722,10 @@ impl<'a, 'b> World<'a, 'b> {
                 match stopped {
                     Some(until) => self.at(until + ms(1), event),
                     None if is_producer => {
-                        self.producers[p].machine.receive(from, here(), message, self.now);
+                        let origin = self.consumers[d].origin;
+                        self.producers[p].machine.receive(from, origin, message, self.now);
                     }
-                    None => self.consumers[d].machine.receive(from, here(), message, self.now),
+                    None => self.hear(d, from, message),
                 }
             }
             Event::Step { consumer, life, read } => self.step(consumer, life, read),
@@ -698,6 +743,72 @@ impl<'a, 'b> World<'a, 'b> {
             }
         }
         self.work();
+    }
+
+    /// A message arrives at a consumer. What it refuses for room, it refuses to those that have too much of what it has
+    /// not read.
+    fn hear(&mut self, d: usize, from: PeerId, message: HandoffMessage) {
+        let (origin, now) = (self.origins[&from], self.now);
+        let more = match &message {
+            HandoffMessage::Offer(it) => Some(request_of(&it.id)),
+            HandoffMessage::Ready(it) => Some(request_of(&it.id)),
+            _ => None,
+        };
+        let machine = &mut self.consumers[d].machine;
+        machine.expire(now);
+        let (before, mut held) = (self.under_way(d), self.held(d));
+        self.consumers[d].machine.receive(from, origin, message, now);
+        let announced = gauge(&self.consumers[d].machine, "announced_bytes");
+        let room = self.limits.announced_bytes;
+        assert!(announced <= room, "I8: announcements take {announced} of {room} bytes");
+        let Some(more) = more else { return };
+        *held.entry(from).or_default() += announced_bytes(more);
+        let after = self.under_way(d);
+        for request in before.keys().filter(|request| !after.contains_key(*request)) {
+            let is_over = before[request].iter().any(|peer| self.has_too_much(&held, *peer));
+            assert!(is_over, "I8: request {request} is refused for what others have: {held:?}");
+        }
+    }
+
+    /// Requests that a consumer asks for, each with the producers from which it has not read everything.
+    fn under_way(&self, d: usize) -> BTreeMap<usize, Vec<PeerId>> {
+        let machine = &self.consumers[d].machine;
+        let states = |request| {
+            let state = move |peer: &PeerId| Some((*peer, machine.state(&id(request), *peer)?));
+            self.origins.keys().filter_map(state).filter(|(_, state)| *state != "ending")
+        };
+        let is_read = |state: &str| matches!(state, "confirming" | "confirmed");
+        let all = (0..REQUESTS).filter(|request| states(*request).next().is_some());
+        let unread = |request| states(request).filter(|(_, state)| !is_read(state));
+        all.map(|it| (it, unread(it).map(|(peer, _)| peer).collect())).collect()
+    }
+
+    /// Bytes of the announcements of each producer that a consumer keeps, at most.
+    fn held(&self, d: usize) -> BTreeMap<PeerId, usize> {
+        let machine = &self.consumers[d].machine;
+        let of_peer = |peer: PeerId| {
+            let tables = (0..REQUESTS).filter_map(|request| machine.table(&id(request), peer));
+            let bytes = |it: &BlockTable| 4 * it.blocks.len();
+            tables.map(|tables| tables.map(bytes).sum::<usize>() + SIDE_BYTES).sum()
+        };
+        self.origins.keys().map(|peer| (*peer, of_peer(*peer))).collect()
+    }
+
+    /// Whether a producer, its host and its network may each have more than an equal part of the room.
+    fn has_too_much(&self, held: &BTreeMap<PeerId, usize>, peer: PeerId) -> bool {
+        let network = |peer: PeerId| self.origins[&peer].network();
+        let host = |peer: PeerId| self.origins[&peer].host();
+        let held = || held.iter().filter(|(_, bytes)| **bytes > 0).map(|(peer, it)| (*peer, *it));
+        let networks: BTreeSet<_> = held().map(|(other, _)| network(other)).collect();
+        let of_network = || held().filter(|(other, _)| network(*other) == network(peer));
+        let hosts: BTreeSet<_> = of_network().map(|(other, _)| host(other)).collect();
+        let of_host = || of_network().filter(|(other, _)| host(*other) == host(peer));
+        let own = of_host().filter(|(other, _)| *other == peer).map(|(_, bytes)| bytes).sum();
+        let sum = |all: &mut dyn Iterator<Item = (PeerId, usize)>| all.map(|(_, it)| it).sum();
+        let sizes: [usize; 3] = [sum(&mut of_network()), sum(&mut of_host()), own];
+        let (networks, hosts, peers) = (networks.len(), hosts.len(), of_host().count());
+        let parts = [networks, networks * hosts, networks * hosts * peers];
+        sizes.into_iter().zip(parts).all(|(size, parts)| size * parts > self.limits.announced_bytes)
     }
 
     fn stopped(&mut self, is_producer: bool, rank: usize) -> &mut Option<Timestamp> {
@@ -833,8 +944,10 @@ impl<'a, 'b> World<'a, 'b> {
                     let mut sides: Vec<_> = side_data.into_iter().map(|(_, data)| data).collect();
                     sides.sort();
                     let expected: Vec<_> =
-                        (0..self.producers.len()).map(|p| vec![request as u8, p as u8]).collect();
-                    assert_eq!(sides, expected);
+                        (0..self.producers.len()).map(|p| side_data_of(request, p)).collect();
+                    let is_some_dropped = self.limits.announced_bytes < ROOMS[0];
+                    assert!(sides.iter().all(|side| expected.contains(side)));
+                    assert!(is_some_dropped || sides == expected, "all side data is handed over");
                 }
                 got.ended = Some(outcome);
             }
