@@ -904,7 +904,7 @@ class SchedulerHalf:
 class WorkerHalf:
     """One rank's side: announces what is computed, loads, and reports what has ended. Calls return at once.
 
-    `layout` is a JSON object as docs/layout.md describes it; its regions are `regions`, registered with `agent`. `rank` is
+    `layout` is a JSON object as docs/internals/layout.md describes it; its regions are `regions`, registered with `agent`. `rank` is
     this rank's number in its engine. `timeout`: as for the scheduler half. `wait`: seconds, at most `timeout`, that one side
     waits for the other's request: a producer with a prompt that is computed, a consumer before it is. `model`: properties of what the engine computes with; engines that give one property
     different values refuse each other. `announce`: ``layers`` (chunks of a prefill in up to `pieces` of layers of 1 MiB

@@ -174,7 +174,7 @@ def test_wrong_arguments_raise_and_name_what_is_wrong(engines: tuple[Engine, Eng
 
 
 def test_the_layout_that_the_docs_show_is_sound_and_its_planes_stay_in_their_region() -> None:
-    page = (Path(__file__).parents[2] / "docs/layout.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/internals/layout.md").read_text()
     layout = json.loads(page.split("```json\n")[1].split("```")[0])
     agent = Agent(listen="127.0.0.1:0")
     region = agent.allocate(layout["regions"][0]["len"])

@@ -123,6 +123,7 @@ impl FileRegion {
         self.file.path().to_owned()
     }
 
+    /// Length of the range in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.file.len()

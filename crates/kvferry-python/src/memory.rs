@@ -65,6 +65,7 @@ impl Region {
         self.region.addr()
     }
 
+    /// Length in bytes.
     #[getter]
     fn nbytes(&self) -> usize {
         self.region.len()
@@ -76,6 +77,7 @@ impl Region {
         self.region.access().to_string()
     }
 
+    /// True until it is unregistered, or its agent is shut down.
     #[getter]
     fn is_registered(&self) -> bool {
         self.region.is_registered()
@@ -202,6 +204,7 @@ impl RemoteRegion {
         self.0.addr
     }
 
+    /// Length in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.0.len

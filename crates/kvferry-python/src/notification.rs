@@ -30,6 +30,7 @@ impl Notification {
         self.0.from_ip.map_or_else(String::new, |ip| ip.to_canonical().to_string())
     }
 
+    /// What the sender called it, such as a request.
     #[getter]
     fn name(&self) -> &str {
         &self.0.name

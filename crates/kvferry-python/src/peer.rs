@@ -316,11 +316,13 @@ pub(crate) struct TransferStats(pub(crate) kvferry::TransferStats);
 
 #[pymethods]
 impl TransferStats {
+    /// Bytes that were moved.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.0.bytes
     }
 
+    /// Number of pairs in the batch.
     #[getter]
     fn descriptors(&self) -> usize {
         self.0.descriptors
@@ -354,6 +356,7 @@ pub(crate) struct PeerSummary(kvferry::PeerSummary);
 
 #[pymethods]
 impl PeerSummary {
+    /// The name that the peer gave itself.
     #[getter]
     fn name(&self) -> &str {
         &self.0.name

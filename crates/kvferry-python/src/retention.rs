@@ -134,11 +134,13 @@ impl RetentionConfig {
         self.0.decode_retention().priority
     }
 
+    /// Milliseconds for which `decode_priority` holds; None is for ever.
     #[getter]
     fn decode_duration_ms(&self) -> Option<u64> {
         self.0.decode_retention().duration_ms
     }
 
+    /// Where blocks are offloaded to: "dram", "gds" or "posix_debug_fallback".
     #[getter]
     fn transfer_mode(&self) -> &'static str {
         match self.0.mode() {
@@ -148,6 +150,7 @@ impl RetentionConfig {
         }
     }
 
+    /// The directory of `gds` and `posix_debug_fallback`, or None.
     #[getter]
     fn directory(&self) -> Option<&str> {
         self.0.directory()
