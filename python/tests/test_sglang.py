@@ -222,5 +222,5 @@ def test_the_page_names_every_setting() -> None:
     with pytest.raises(ValueError, match="it has ") as error:
         OffloadSettings.of({"unknown": 1})
     settings = re.sub(".* it has ", "", str(error.value)).split(", ")
-    assert len(settings) == 15
+    assert len(settings) == 16
     assert not [setting for setting in settings if f"`{setting}`" not in page]
