@@ -61,9 +61,9 @@ const CONDEMNED_MAX: u32 = 2;
 const SLOT_SHARE: f64 = 0.98;
 /// What is copied of a segment, at most, while puts find no free segment: the factor by which it falls with each
 /// segment, what it is at least, and by how much it rises each time when enough segments are free. With the least,
-/// some 0.65 bytes are copied for each byte that is put (`kvferry bench store --trace`).
+/// some 0.4 bytes are copied for each byte that is put (`kvferry bench store --trace`).
 const PRESSURE_FALL: f64 = 0.85;
-const PRESSURE_LEAST: f64 = 0.45;
+const PRESSURE_LEAST: f64 = 0.35;
 const PRESSURE_RISE: f64 = 0.02;
 /// A put that found no free segment counts for so long: it may be tried again.
 const PRESSURE_FOR: Duration = Duration::from_secs(1);
