@@ -252,7 +252,7 @@ impl MooncakeEngine {
         }))
     }
 
-    /// The status of an id, see [`status`].
+    /// The status of an id: 0 while the transfer runs, 1 when it is done, -1 if it has failed, -2 if it timed out.
     pub fn check(&self, id: u64) -> i32 {
         let checked = self.running().and_then(|running| {
             let mut handles = lock(&running.handles);

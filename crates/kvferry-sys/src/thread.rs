@@ -61,8 +61,8 @@ const OPEN: [libc::c_int; 8] = [
     libc::SIGPROF,
 ];
 
-/// Starts a thread with every signal blocked but [`OPEN`], so that the host process's signal handlers do
-/// not run on it.
+/// Starts a thread with every signal blocked but those of faults and profilers, so that the host process's signal
+/// handlers do not run on it.
 ///
 /// # Errors
 /// If the thread can't be started.

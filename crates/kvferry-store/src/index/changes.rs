@@ -14,7 +14,7 @@
 //! - **A process is stopped there.** It holds the lock, so the block can't change, and it publishes when it goes on.
 //! - **A ring is overwritten before a subscriber reads it.** A writer announces the entry that it is about to write
 //!   (`begun`) before it overwrites the one from a whole ring ago. A subscriber that finds `begun` more than a ring
-//!   ahead has lost entries: it begins with a snapshot of the index again ([`Member::snapshot`]).
+//!   ahead has lost entries: it begins with a snapshot of the index again ([`Index::snapshot`]).
 //! - **A change before the subscription.** Without subscribers, nothing is published. [`Member::subscribe`] counts itself
 //!   first, and then locks each stripe once: a writer that saw no subscriber has released its stripe by then, and what
 //!   it changed is in the snapshot. A stripe whose owner is stopped is remembered, and once it is released the
@@ -59,7 +59,7 @@ pub struct Changes {
     is_lost: bool,
 }
 
-/// Result of [`Member::poll`].
+/// Result of [`Index::poll`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Polled {
     /// Every entry was read.
@@ -67,12 +67,12 @@ pub enum Polled {
     /// There may be more.
     More,
     /// Entries were lost, or the subscription has just begun: what the subscriber knows is to be replaced by a
-    /// [`Member::snapshot`] that begins after this call.
+    /// [`Index::snapshot`] that begins after this call.
     Lost,
 }
 
 impl Member {
-    /// Begins to read the changes. The first [`Member::poll`] asks for a snapshot.
+    /// Begins to read the changes. The first [`Index::poll`] asks for a snapshot.
     pub fn subscribe(&self) -> Changes {
         // In this order, and the other way round at the end: a process that is killed in between counts for too many, and
         // never for too few.
