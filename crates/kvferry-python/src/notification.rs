@@ -30,7 +30,7 @@ impl Notification {
         self.0.from_ip.map_or_else(String::new, |ip| ip.to_canonical().to_string())
     }
 
-    /// What the sender called it, such as a request.
+    /// The name that the sender gave the notification, such as a request's.
     #[getter]
     fn name(&self) -> &str {
         &self.0.name

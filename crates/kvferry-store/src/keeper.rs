@@ -191,7 +191,7 @@ impl Keeper {
         self.replayed.map_or_else(|| self.core.clock.now_ms(), |it| it.now_ms)
     }
 
-    /// Whether puts wait for space.
+    /// True while puts wait for space.
     pub(crate) fn is_pressed(&mut self) -> bool {
         self.pressed().is_some()
     }

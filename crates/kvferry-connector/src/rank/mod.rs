@@ -177,7 +177,7 @@ impl Rank {
     /// [`WireCode::StaleIncarnation`], and may be fetched again.
     ///
     /// # Errors
-    /// As [`Rank::fetch`]; [`Refusal::Restarted`].
+    /// Those of [`Rank::fetch`], and [`Refusal::Restarted`] if another incarnation of a rank is there.
     pub(crate) fn fetch_from(
         &self,
         id: &HandoffId,
@@ -197,7 +197,7 @@ impl Rank {
     /// Never blocks. There is no event of its end.
     ///
     /// # Errors
-    /// As [`Rank::fetch_from`].
+    /// Those of [`Rank::fetch_from`].
     pub(crate) fn claim_from(&self, id: &HandoffId, from: &[ReadFrom]) -> Result<(), RankError> {
         self.change(|state, now| {
             let ranks = state.producer_ranks(from)?;

@@ -169,7 +169,7 @@ impl ProducedRequest {
         inner.ended.is_some() || !inner.offered
     }
 
-    /// Whether the request's end is reported once it has ended.
+    /// True if the engine waits for a report of the request's end.
     pub(super) fn is_held(&self) -> bool {
         self.lock().held
     }

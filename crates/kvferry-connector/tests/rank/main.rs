@@ -33,7 +33,7 @@ struct Node {
     pool: Region,
     rank: Rank,
     free: Vec<u32>,
-    /// How long its fetches may take.
+    /// Time limit of the node's fetches.
     budget: Duration,
 }
 

@@ -86,7 +86,7 @@ const HOSTS: [Ipv4Addr; 3] =
 const ROOMS: [usize; 4] = [1 << 20, 160, 100, 60];
 const REQUESTS: usize = 4;
 const BLOCKS: u32 = 64;
-/// Of these, two tell whose side data they are.
+/// Bytes of side data; the first two are its request and its rank.
 const SIDE_BYTES: usize = 24;
 const BUDGET: Duration = Duration::from_secs(20);
 const SILENCE: Duration = Duration::from_secs(3);

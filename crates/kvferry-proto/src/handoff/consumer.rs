@@ -921,7 +921,7 @@ impl Entry {
         if self.is_settled() { self.deadline + grace } else { self.deadline }
     }
 
-    /// Whether everything has been read from every producer.
+    /// True once everything has been read from every producer.
     fn is_settled(&self) -> bool {
         let settled = |s: &Source| matches!(s.stage, Stage::Confirming | Stage::Confirmed);
         self.sources.values().all(settled)
@@ -1027,7 +1027,7 @@ impl Source {
         }
     }
 
-    /// Whether everything has been read.
+    /// True once everything has been read from this producer.
     fn is_read(&self) -> bool {
         self.last_fetched && self.reads.is_empty()
     }

@@ -195,7 +195,7 @@ impl ObjectTier {
     }
 
     /// Sets how long [`Store::close`](crate::Store::close) goes on uploading the blocks that wait. 5 s by default.
-    /// It does not wait for an object store that is away.
+    /// An object store that does not answer is not waited for.
     #[must_use]
     pub fn close_timeout(self, time: Duration) -> Self {
         self.with(|it| it.close_timeout = time)

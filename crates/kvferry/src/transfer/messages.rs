@@ -51,12 +51,12 @@ pub(crate) enum Full {
     Memory,
 }
 
-/// Whether a message may be refused for those that may not.
+/// Importance of a message: which ones leave room to which others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Need {
     /// Without it, the session can't go on.
     Must,
-    /// It leaves [`SPARE_MESSAGES`] and [`SPARE_BYTES`].
+    /// The message may be refused, and leaves room for [`SPARE_MESSAGES`] and [`SPARE_BYTES`].
     May,
 }
 
