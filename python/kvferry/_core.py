@@ -98,24 +98,39 @@ class Cached:
     Only a reset of all that may have such blocks ends that (`Core.on_emptied`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, core: Core) -> None:
         self.are_mixed = False
+        self._core = core
         self._has_blocks = False
+        # Requests that have not ended, where `step` is called.
+        self._live: set[str] = set()
+        core.on_emptied(self._was_emptied)
 
     def add(self) -> None:
         """A step or a load may have blocks cached."""
         self._has_blocks = True
 
-    def was_emptied(self) -> None:
+    def began(self, request: str) -> None:
+        self._live.add(request)
+
+    def ended(self, request: str) -> None:
+        self._live.discard(request)
+
+    def step(self) -> None:
+        """A step was scheduled, with blocks of the requests that have not ended."""
+        if self._live:
+            self.add()
+
+    def _was_emptied(self) -> None:
         """There is no step between that and this call."""
         self.are_mixed = self._has_blocks = False
 
     def got_other_weights(self) -> None:
         """The weights have another version, or may be others. Blocks that are cached may be of the weights before, also
         those since a reset of the connector: weights may have stayed the same at that reset, and changed after these
-        blocks.
+        blocks. Without an engine, which tells of resets of its cache, nothing is mixed: nothing would end it.
         """
-        self.are_mixed |= self._has_blocks
+        self.are_mixed |= self._has_blocks and self._core.is_known
 
 
 def _keeps_blocks(engine: Any | None, *, is_reset: bool) -> bool:

@@ -17,7 +17,7 @@ import kvferry
 import pytest
 import vllm_stand_in as vllm
 from kvferry import _adapters
-from kvferry._core import Core
+from kvferry._core import Cached, Core
 from test_identity import soon
 
 BLOCK, BLOCKS = 4096, 8
@@ -239,6 +239,7 @@ def test_a_store_whose_engine_is_out_of_reach_goes_on_after_a_reset(stored: Made
     """Nothing tells it when vLLM's cache is emptied."""
     engine = stored()
     engine.made._core = Core(None)
+    engine.made._cached = Cached(engine.made._core)
     assert engine.stores(0)
     engine.reset(can_reset=False)
     assert engine.stores(0)

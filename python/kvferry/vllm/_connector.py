@@ -291,8 +291,7 @@ class _Scheduler:
         self._changes = 0
         # After a reset the weights may be others than those that were named before, until they are named anew.
         self._was_reset, self._times_named = False, 0
-        self._cached = Cached()
-        self._core.on_emptied(self._cached.was_emptied)
+        self._cached = Cached(self._core)
         self._bootstrap: BootstrapServer | Registration | None = None
         self._gauges: dict[str, int] = {}
 

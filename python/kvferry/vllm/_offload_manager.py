@@ -130,10 +130,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         self._plans = Plans(settings.limits, "KVFerryOffloadingSpec", logger)
         self._version = self._core.version()
         self._core.on_named(self._follow_weights)
-        self._cached = Cached()
-        self._core.on_emptied(self._cached.was_emptied)
-        # Requests that have not ended.
-        self._live: set[str] = set()
+        self._cached = Cached(self._core)
         self._ready()
 
     # The store's names.
@@ -205,20 +202,19 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
             plan = self._plans.of(req_context.kv_transfer_params)
             request = _Request(plan, Keys(self._tokens), self._adapters.of_request())
             req_context.set_state(request)
-            self._live.add(req_context.req_id)
+            self._cached.began(req_context.req_id)
         return request
 
     def on_request_finished(self, req_context: Any) -> None:
         request: _Request | None = req_context.get_state(_Request)
-        self._live.discard(req_context.req_id)
+        self._cached.ended(req_context.req_id)
         if request is not None:
             request.known.clear()
             request.prefetches.clear()
 
     def on_schedule_end(self, context: Any) -> None:
         self._step += 1
-        if self._live:
-            self._cached.add()
+        self._cached.step()
 
     # Look-ups.
 
@@ -482,8 +478,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         """The weights may have changed: from now on this engine neither finds nor adds blocks under the names that
         engines share. What it put before stays for the others. Nothing is stored before vLLM's cache was emptied, too.
         """
-        if self._core.is_known:
-            self._cached.got_other_weights()
+        self._cached.got_other_weights()
         self._tenant, self._groups = os.urandom(16), {}
         self._storing.clear()
         for request in list(self._pins):

@@ -150,10 +150,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         self._version = self._core.version()
         self._core.on_named(self._follow_weights)
         # With vLLM's tier in host memory.
-        self._cached = Cached()
-        self._core.on_emptied(self._cached.was_emptied)
-        # Requests that have not ended.
-        self._live: set[str] = set()
+        self._cached = Cached(self._core)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +171,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             plan = self._plans.of(req_context.kv_transfer_params)
             asked = _Asked(plan, Keys(self._tokens), self._adapters.of_request())
             req_context.set_state(asked)
-            self._live.add(req_context.req_id)
+            self._cached.began(req_context.req_id)
         return asked
 
     @_guarded(lambda self, _: RequestOffloadingContext())
@@ -184,13 +181,12 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: Any) -> None:
         asked: _Asked | None = req_context.get_state(_Asked)
-        self._live.discard(req_context.req_id)
+        self._cached.ended(req_context.req_id)
         if asked is not None:
             asked.prefetches.clear()
 
     def on_schedule_end(self, context: Any) -> None:
-        if self._live:
-            self._cached.add()
+        self._cached.step()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         result = self._lookup(key, req_context)
@@ -401,8 +397,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _take_other_names(self) -> None:
         """The weights are others, or may be. Nothing is stored before vLLM's cache was emptied, too."""
-        if self._core.is_known:
-            self._cached.got_other_weights()
+        self._cached.got_other_weights()
         self._tenant = os.urandom(16)
         self._spaces.clear()
         self._unreadable.clear()
