@@ -164,7 +164,7 @@ impl Worker {
                 self.core.settle_late();
                 let which = if is_quiet || self.is_short() { Which::Full } else { Which::Excess };
                 let looks = is_keeper && !tasks.is_pause();
-                let mut seals_beside = looks && keeper.as_mut().is_some_and(Keeper::is_pressed);
+                let seals_beside = looks && keeper.as_mut().is_some_and(Keeper::is_pressed);
                 if !seals_beside {
                     // First: the keeper frees sealed segments only, and would evict more than it must.
                     self.writer.seal(&self.core, which);
@@ -179,12 +179,12 @@ impl Worker {
                     if tasks.repair || keeper.awaits_end() {
                         keeper.repair();
                     }
-                    seals_beside &= self.writer.has_full();
-                    let mut look = || keeper.look(&self.is_stopping);
-                    let is_sealed = seals_beside && self.seal_beside(which, &mut look);
-                    if !seals_beside {
-                        look();
-                    }
+                    let is_sealed = if seals_beside && self.writer.has_full() {
+                        self.seal_beside(which, || keeper.look(&self.is_stopping))
+                    } else {
+                        keeper.look(&self.is_stopping);
+                        false
+                    };
                     // What is sealed now may be what could not be freed.
                     goes_on = keeper.goes_on() || is_sealed;
                     let now = Instant::now();

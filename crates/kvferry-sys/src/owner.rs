@@ -237,6 +237,7 @@ fn parse(answer: &[u8]) -> io::Result<Found> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::socket::bind_to_device;
     use rustix::net::{AddressFamily, SocketType, sockopt};
     use std::net::{TcpListener, TcpStream};
     use std::os::fd::AsFd;
@@ -312,29 +313,13 @@ mod tests {
         });
     }
 
-    /// `SO_BINDTODEVICE`. False on a kernel that permits it to the superuser only.
-    fn bind_to_loopback_device(socket: &TcpStream) -> bool {
-        let name = c"lo".to_bytes_with_nul();
-        // SAFETY: the kernel reads `name`, whose length is passed.
-        let rc = unsafe {
-            libc::setsockopt(
-                socket.as_raw_fd(),
-                libc::SOL_SOCKET,
-                libc::SO_BINDTODEVICE,
-                name.as_ptr().cast(),
-                name.len() as libc::socklen_t,
-            )
-        };
-        rc == 0
-    }
-
     #[test]
     fn a_socket_that_is_bound_to_the_loopback_device_is_found() {
         for_each_family(|owners, listener, calling| {
             let (here, there) = (calling.local_addr().unwrap(), calling.peer_addr().unwrap());
             let accepted = listener.accept().expect("it was called").0;
             for socket in [&calling, &accepted] {
-                if !bind_to_loopback_device(socket) {
+                if bind_to_device(socket, c"lo").is_err() {
                     println!("SKIPPED: this kernel lets the superuser alone bind to a device");
                     return;
                 }

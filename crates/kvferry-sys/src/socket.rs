@@ -4,6 +4,7 @@ use crate::fd::Fd;
 use crate::span::HostSpan;
 use crate::{check, retry_on_intr};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, sockopt};
+use std::ffi::CStr;
 use std::io;
 use std::mem::MaybeUninit;
 use std::net::{Shutdown, SocketAddr};
@@ -301,4 +302,22 @@ impl AsRawFd for Socket {
     fn as_raw_fd(&self) -> RawFd {
         self.0.as_raw_fd()
     }
+}
+/// Binds a socket to a network device (`SO_BINDTODEVICE`): its packets leave and arrive by this one alone.
+///
+/// # Errors
+/// The kernel's; `PermissionDenied` where it lets only the superuser bind to a device (before Linux 5.7).
+pub fn bind_to_device(socket: &impl AsFd, name: &CStr) -> io::Result<()> {
+    let name = name.to_bytes_with_nul();
+    // SAFETY: the kernel reads `name`, whose length is passed.
+    let rc = unsafe {
+        libc::setsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_BINDTODEVICE,
+            name.as_ptr().cast(),
+            name.len() as libc::socklen_t,
+        )
+    };
+    check(rc as libc::ssize_t).map(drop)
 }

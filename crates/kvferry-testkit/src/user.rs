@@ -1,13 +1,11 @@
 //! Another user of this host.
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
-use std::ffi::CStr;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsRawFd, OwnedFd};
 use std::thread;
 
-/// Whether the kernel tells whose a connection within this host is.
+/// Returns true if the kernel tells the user of a connection within this host.
 ///
 /// # Panics
 /// If no port is free.
@@ -50,7 +48,7 @@ pub fn connect_by_loopback_device(to: SocketAddr) -> io::Result<(TcpStream, TcpL
         Ok::<_, io::Error>(socket)
     };
     let calling = socket()?;
-    bind_to_device(&calling, c"lo")?;
+    kvferry_sys::socket::bind_to_device(&calling, c"lo")?;
     rustix::net::bind(&calling, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))?;
     let here = SocketAddr::try_from(rustix::net::getsockname(&calling)?)?;
     let listening = socket()?;
@@ -58,21 +56,6 @@ pub fn connect_by_loopback_device(to: SocketAddr) -> io::Result<(TcpStream, TcpL
     rustix::net::listen(&listening, 1)?;
     rustix::net::connect(&calling, &to)?;
     Ok((calling.into(), listening.into()))
-}
-
-fn bind_to_device(socket: &OwnedFd, name: &CStr) -> io::Result<()> {
-    let name = name.to_bytes_with_nul();
-    // SAFETY: the kernel reads `name`, whose length is passed.
-    let rc = unsafe {
-        libc::setsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_BINDTODEVICE,
-            name.as_ptr().cast(),
-            name.len() as libc::socklen_t,
-        )
-    };
-    if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Runs `make` on a thread whose files the kernel gives to another user of this host, as NFS does with a superuser's

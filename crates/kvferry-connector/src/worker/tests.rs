@@ -447,6 +447,15 @@ fn an_answer_to_a_freed_handoff_says_nothing_of_another_one_of_the_same_request(
     assert!(state.answered.into_values().eq(["a"]));
 }
 
+/// A producer, engine 1, at an address, and a consumer to which it has handed a request over.
+fn handed_over_at(address: &str) -> ((Worker, Agent), (Arc<Worker>, Agent)) {
+    let first = start_at(address.parse().expect("an address"), "127.0.0.1", 1, agents_peer);
+    let (consumer, agent) = start(2, agents_peer);
+    let consumer = Arc::new(consumer);
+    hand_over(&first.0, &consumer, "first", address);
+    (first, (consumer, agent))
+}
+
 /// The engine that a consumer knows at an address.
 fn known_engine(consumer: &Worker, address: &str) -> Arc<producer_engine::ProducerEngine> {
     match consumer.inner.lock().engines.find(address, None, crate::clock::now()) {
@@ -481,11 +490,7 @@ fn a_request_that_names_no_engine_is_served_by_the_one_that_was_restarted_unnoti
     let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
     let port = kvferry_testkit::ports::KeptPort::new();
     let address = port.address();
-    let listen = || address.parse().expect("an address");
-    let first = start_at(listen(), "127.0.0.1", 1, agents_peer);
-    let (consumer, _d) = start(2, agents_peer);
-    let consumer = Arc::new(consumer);
-    hand_over(&first.0, &consumer, "first", address);
+    let (first, (consumer, _d)) = handed_over_at(address);
     let stale = known_engine(&consumer, address);
     let (producer, _p) = restart_unnoticed(&consumer, first, 3);
     hand_over(&producer, &consumer, "second", address);
@@ -501,11 +506,7 @@ fn i12_a_request_that_names_an_engine_that_was_restarted_unnoticed_fails() {
     let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
     let port = kvferry_testkit::ports::KeptPort::new();
     let address = port.address();
-    let listen = || address.parse().expect("an address");
-    let first = start_at(listen(), "127.0.0.1", 1, agents_peer);
-    let (consumer, _d) = start(2, agents_peer);
-    let consumer = Arc::new(consumer);
-    hand_over(&first.0, &consumer, "first", address);
+    let (first, (consumer, _d)) = handed_over_at(address);
     let (producer, _p) = restart_unnoticed(&consumer, first, 3);
     offer(&producer, "second");
     let engine = Some(EngineId(1));
