@@ -1129,6 +1129,34 @@ fn i12_a_fetch_that_no_producer_has_answered_may_be_asked_again_of_the_restarted
 }
 
 #[test]
+fn i8_generation_zero_is_refused_and_a_restart_of_its_producer_leaves_no_memory_counted() {
+    let now = Timestamp::from_nanos(1);
+    let from =
+        |peer| [ProducerRank { peer: PeerId(peer), readers: 1, connected: true, need: Need::ALL }];
+    let limits = Limits { announced_bytes: 32 * 1024, ..Limits::default() };
+    let mut consumer = Consumer::new(limits);
+    // As often as fits, and once more.
+    for peer in 0..4 {
+        let hostile = HandoffId::new(&format!("hostile-{peer}")).expect("short");
+        assert_eq!(consumer.want(&hostile, &from(peer), BUDGET, now), Ok(()));
+        let offer = Offer { generation: Generation(0), ..announcement(&hostile, 4096) };
+        consumer.receive(PeerId(peer), at("10.0.0.1"), offer.into(), now);
+        consumer.lost(PeerId(peer), WireCode::StaleIncarnation, true, now);
+        let ended = std::iter::from_fn(|| consumer.poll()).find_map(|it| match it {
+            ConsumerAction::Ended { outcome, .. } => Some(outcome.code),
+            _ => None,
+        });
+        assert_eq!(ended, Some(WireCode::Malformed));
+    }
+    let held = consumer.gauges();
+    assert!(held.contains(&("announced_bytes", 0)), "{held:?}");
+    assert_eq!(consumer.want(&id(), &from(200), BUDGET, now), Ok(()));
+    consumer.receive(PeerId(200), at("10.0.1.1"), announcement(&id(), 4096).into(), now);
+    let is_read = |action| matches!(action, ConsumerAction::Read { from: PeerId(200), .. });
+    assert!(std::iter::from_fn(|| consumer.poll()).any(is_read));
+}
+
+#[test]
 fn i8_full_is_an_answer() {
     let mut ranks = Ranks::with(1, Limits { handoffs: 1, ..Limits::default() });
     let names = ["a", "b", "c"].map(|name| HandoffId::new(name).expect("short"));

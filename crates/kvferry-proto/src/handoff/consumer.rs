@@ -614,6 +614,10 @@ impl Consumer {
         if entry.ending.is_some() || settled || generation < source.generation {
             return;
         }
+        if generation == Generation::default() {
+            let detail = "it announced generation 0, which is none";
+            return self.fail(id, Outcome::of(from, WireCode::Malformed, detail), now);
+        }
         if generation > source.generation {
             if !is_all {
                 // An earlier announcement was lost.
@@ -788,8 +792,7 @@ impl Consumer {
         if entry.ending.is_none() || !entry.sources.values().all(is_quiet) {
             return;
         }
-        self.release_all(id);
-        let entry = self.handoffs.remove(id).expect("it was there");
+        let entry = self.take(id);
         let outcome = entry.ending.expect("it is decided");
         let side_data = match outcome.is_done() {
             true => entry.sources.into_iter(),
@@ -807,10 +810,7 @@ impl Consumer {
         if self.handoffs.get(id).is_none_or(|entry| !entry.claimed) {
             return Vec::new();
         }
-        self.release_all(id);
-        let mut claim = self.handoffs.remove(id).expect("it is there");
-        self.schedule.set(id, &mut claim.due, None);
-        let peers: Vec<_> = claim.sources.into_keys().collect();
+        let peers: Vec<_> = self.take(id).sources.into_keys().collect();
         peers.iter().for_each(|peer| self.watch(*peer, false));
         peers
     }
@@ -823,9 +823,7 @@ impl Consumer {
             self.forget_claim(id);
             return;
         }
-        let mut entry = self.handoffs.remove(id).expect("it is under way");
-        self.schedule.set(id, &mut entry.due, None);
-        for (peer, source) in entry.sources {
+        for (peer, source) in self.take(id).sources {
             self.watch(peer, false);
             if source.link == Link::Up && peer != restarted {
                 // It was asked. A farewell would be repeated after the name was asked for again.
@@ -851,13 +849,16 @@ impl Consumer {
     ) {
         let announced = (id.clone(), from);
         self.announced.add(&announced, origin, from.0, bytes);
-        while let Some((id, from)) = self.announced.excess(&announced) {
+        while let Some(item) = self.announced.excess(&announced) {
+            // Each turn makes room, so that there is a last one.
+            self.announced.remove(&item);
+            let (id, from) = item;
             let entry = self.handoffs.get_mut(&id);
-            if let Some(source) = entry.and_then(|entry| entry.sources.get_mut(&from))
-                && source.is_read()
-            {
+            let Some(source) = entry.and_then(|entry| entry.sources.get_mut(&from)) else {
+                continue;
+            };
+            if source.is_read() {
                 source.announced.side_data = None;
-                self.announced.remove(&(id, from));
                 continue;
             }
             // Its memory is free when its reads have stopped, which no peer delays.
@@ -865,6 +866,14 @@ impl Consumer {
             let detail = "the announcements of all handoffs take more memory than they may";
             self.fail(&id, Outcome::of(from, WireCode::Busy, detail), now);
         }
+    }
+
+    /// Removes a handoff that is under way, with its timer and its part of the announcements' memory.
+    fn take(&mut self, id: &HandoffId) -> Entry {
+        self.release_all(id);
+        let mut entry = self.handoffs.remove(id).expect("it is under way");
+        self.schedule.set(id, &mut entry.due, None);
+        entry
     }
 
     fn release_all(&mut self, id: &HandoffId) {
