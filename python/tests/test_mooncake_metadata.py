@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+import socket
 import string
+import struct
 from collections.abc import Callable, Iterator
 
 import kvferry.mooncake as mooncake
 import pytest
 import stock
 from kit import Child, Memory, eventually
+from kvferry._bootstrap import Owners
 from metadata_server import MetadataServer
 from test_mooncake import engine
 from test_stock_mooncake import stock_python
@@ -81,6 +85,36 @@ def test_a_peer_that_restarts_under_its_name_is_found_again(
         # The first call after the restart may still go to the earlier process.
         eventually(lambda base=base: here.transfer_sync_write("127.0.0.1:2000", mine.addr, base, 5) == 0)
         target.kill()
+
+
+def test_an_engine_that_publishes_itself_is_no_peer_whose_closed_connections_may_write(
+    server: MetadataServer, children: Callable[..., Child]
+) -> None:
+    """The user of a connection that was closed before it is accepted is not known."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        if not Owners(listening.getsockname()).tell:
+            pytest.skip("this kernel does not tell the users of connections")
+    target = children(TARGET.format(module="kvferry.mooncake", name="127.0.0.1:2000", url=server.url))
+    base = target.run("buffer")
+    segment = json.loads(server.values["mooncake/ram/127.0.0.1:2000"])
+
+    def write(at: int, data: bytes) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", segment["tcp_data_port"]))
+        connection.sendall(struct.pack("<QQB7x", len(data), base + at, 1) + data)
+        return connection
+
+    def there(at: int) -> bytes:
+        data: bytes = target.run(f"engine.read_bytes_from_buffer(buffer + {at}, 4)")
+        return data
+
+    before = there(0)
+    target.send(signal.SIGSTOP)
+    write(0, b"evil").close()
+    with write(64, b"mine"):
+        target.send(signal.SIGCONT)
+        # It was accepted after the other one.
+        eventually(lambda: there(64) == b"mine")
+    assert there(0) == before
 
 
 def test_a_failing_server_returns_minus_200_and_memory_it_rejects_is_not_registered(server: MetadataServer) -> None:

@@ -164,7 +164,8 @@ pub(crate) fn own_segment(addr: SocketAddr) -> Option<Value> {
             TcpStream::connect_timeout(&SocketAddr::new(ip, addr.port()), SERVER_LIMIT)?;
         stream.set_read_timeout(Some(SERVER_LIMIT))?;
         stream.set_write_timeout(Some(SERVER_LIMIT))?;
-        let json = b"{}";
+        // Of version 2: this engine is no peer whose writes come without asking for a status.
+        let json = br#"{"tcp_proto_version":2}"#;
         let mut request = (1 + json.len() as u64).to_le_bytes().to_vec();
         request.push(METADATA_REQUEST);
         request.extend_from_slice(json);

@@ -127,8 +127,15 @@ impl Connections {
 
     /// Admits a connection. When the limit is reached, closes another one: the oldest that never sent a
     /// request, else, of the network that has most connections without a request in progress, the one
-    /// that has been idle for longest. `None` if there is none.
-    fn admit(&self, link: &Arc<Link>, remote: &Remote, token: u64) -> Option<(u64, Arc<Seat>)> {
+    /// that has been idle for longest. `None` if there is none, or the connection of a process that is gone would take
+    /// another's place.
+    fn admit(
+        &self,
+        link: &Arc<Link>,
+        may: May,
+        remote: &Remote,
+        token: u64,
+    ) -> Option<(u64, Arc<Seat>)> {
         let seat = Arc::new(Seat {
             link: Arc::downgrade(link),
             network: Origin::from(link.peer_addr.ip()).network(),
@@ -143,7 +150,8 @@ impl Connections {
             let evicted = match taken.seats.len() < max {
                 true => None,
                 false => {
-                    let number = taken.dispensable()?;
+                    let is_of_a_process = may == May::All;
+                    let number = is_of_a_process.then(|| taken.dispensable()).flatten()?;
                     taken.seats.remove(&number)
                 }
             };
@@ -259,7 +267,7 @@ fn admit(server: &Arc<MooncakeServer>, socket: Socket, from: SocketAddr) {
     let link = Link::new(Arc::clone(core), from.to_string(), from, Arc::new(Caller), 0);
     let remote = core.threads.io();
     let token = remote.token();
-    let Some((number, seat)) = server.connections.admit(&link, &remote, token) else {
+    let Some((number, seat)) = server.connections.admit(&link, may, &remote, token) else {
         warn_limited!(%from, "a Mooncake connection was refused: too many are open");
         return;
     };
