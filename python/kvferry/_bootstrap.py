@@ -24,7 +24,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
-from errno import ENOENT
+from errno import EACCES, EAFNOSUPPORT, ENETUNREACH, ENOENT, EOPNOTSUPP, EPERM, EPROTONOSUPPORT
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
@@ -46,9 +46,12 @@ PROOF = "X-KVFerry-Proof"
 # registration can be replayed.
 CHALLENGE = "X-KVFerry-Challenge"
 
-# netlink(7) and sock_diag(7): `struct nlmsghdr`, and numbers.
+# netlink(7), sock_diag(7) and rtnetlink(7): `struct nlmsghdr`, and numbers.
 _MESSAGE = struct.Struct("=IHHII")
-_SOCK_DIAG, _BY_FAMILY, _REQUEST, _LISTENS = 4, 20, 1, 10
+_SOCK_DIAG, _BY_FAMILY, _REQUEST, _ERROR, _LISTENS = 4, 20, 1, 2, 10
+_ROUTE, _NEW_ROUTE, _GET_ROUTE, _TO, _BY_INTERFACE, _IS_LOCAL = 0, 24, 26, 1, 4, 2
+# Answers of a kernel without sock_diag for TCP, and of one that lets this process ask nothing.
+_NO_USERS = (ENOENT, EOPNOTSUPP, EAFNOSUPPORT, EPROTONOSUPPORT, EPERM, EACCES)
 
 WorkerAddr = Mapping[int, Mapping[int, str]]
 """Tensor-parallel rank, then pipeline rank, then the address ``host:port`` of that worker's agent."""
@@ -326,20 +329,26 @@ class Owners:
     """Tells the users of connections within this host, as the kernel knows them: sock_diag(7)."""
 
     def __init__(self, listening: tuple[Any, ...]) -> None:
-        """`listening`: where this process listens. The kernel's answer about it shows whether it tells users."""
+        """`listening`: where this process listens. The kernel's answer about it shows whether it tells users. Raises
+        OSError if something else is in the way: another user may have caused it, and must not switch the check off.
+        """
         anywhere = "::" if ":" in listening[0] else "0.0.0.0"
         try:
             self.tell = _owner(listening, (anywhere, 0), is_listener=True) == os.geteuid()
-        except OSError:
+        except OSError as error:
+            if error.errno not in _NO_USERS:
+                raise
             self.tell = False
 
     def user_of(self, client: tuple[Any, ...], server: tuple[Any, ...]) -> int | None:
         """Whose socket is connected from `client` to `server`; -1 if no process has it open, or that is not known. None
         for a client of another host, and where the kernel does not tell.
         """
-        if not self.tell or not _is_of_this_host(client):
+        if not self.tell:
             return None
         try:
+            if not _is_of_this_host(client):
+                return None
             user = _owner(client, server)
         except OSError:
             return -1
@@ -347,14 +356,22 @@ class Owners:
 
 
 def _is_of_this_host(client: tuple[Any, ...]) -> bool:
-    """The kernel's own address for a way to one of this host's is that address itself."""
+    """True for loopback, and for all addresses that the kernel's routes call local. Raises OSError."""
     host = _canonical(client)
-    to = (str(host), client[1] or 1, *client[2:4]) if host.version == 6 else (str(host), client[1] or 1)
-    with contextlib.suppress(OSError), socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
-        # Sends nothing.
-        probe.connect(to)
-        return _canonical(probe.getsockname()) == host
-    return False
+    if host.is_loopback:
+        return True
+    # `struct rtmsg`: the family, the length of the address in bits, and nothing else; then attributes.
+    body = struct.pack("=8BI", _family(host), host.max_prefixlen, *[0] * 7)
+    body += struct.pack("=HH", 4 + len(host.packed), _TO) + host.packed
+    if len(client) > 3 and client[3]:
+        body += struct.pack("=HHI", 8, _BY_INTERFACE, client[3])
+    try:
+        kind, answer = _ask_kernel(_ROUTE, _GET_ROUTE, body)
+    except OSError as error:
+        if error.errno == ENETUNREACH:
+            return False
+        raise
+    return kind == _NEW_ROUTE and answer[7] == _IS_LOCAL
 
 
 _Host: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -378,20 +395,27 @@ def _owner(of: tuple[Any, ...], to: tuple[Any, ...], *, is_listener: bool = Fals
     body = struct.pack("=BBHI", _family(host), socket.IPPROTO_TCP, 0, 0xFFFF_FFFF) + struct.pack("!HH", of[1], to[1])
     body += b"".join(it.packed.ljust(16, b"\0") for it in (host, _canonical(to)))
     body += struct.pack("=I", of[3] if len(of) > 3 else 0) + b"\xff" * 8
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
-        # The kernel answers before `send` returns.
-        kernel.send(_MESSAGE.pack(_MESSAGE.size + len(body), _BY_FAMILY, _REQUEST, 1, 0) + body)
-        answer = kernel.recv(512, socket.MSG_DONTWAIT)
-    kind = _MESSAGE.unpack_from(answer)[1]
-    if kind != _BY_FAMILY:
-        errno = -struct.unpack_from("=i", answer, _MESSAGE.size)[0]
-        if errno == ENOENT:
-            return None
-        raise OSError(errno, os.strerror(errno))
+    try:
+        _, answer = _ask_kernel(_SOCK_DIAG, _BY_FAMILY, body)
+    except FileNotFoundError:
+        return None
     # `struct inet_diag_msg`: the state is its second byte; the user and the inode are its last numbers.
-    state, (user, inode) = answer[_MESSAGE.size + 1], struct.unpack_from("=II", answer, _MESSAGE.size + 64)
+    state, (user, inode) = answer[1], struct.unpack_from("=II", answer, 64)
     # Where there is no such connection, the kernel finds what listens at its address.
     return user if inode and (state == _LISTENS) is is_listener else None
+
+
+def _ask_kernel(family: int, kind: int, body: bytes) -> tuple[int, bytes]:
+    """The kind and the body of the answer to a question by netlink. Raises OSError."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, family) as kernel:
+        # The kernel answers before `send` returns.
+        kernel.send(_MESSAGE.pack(_MESSAGE.size + len(body), kind, _REQUEST, 1, 0) + body)
+        answer = kernel.recv(4096, socket.MSG_DONTWAIT)
+    kind = _MESSAGE.unpack_from(answer)[1]
+    if kind == _ERROR:
+        errno = -struct.unpack_from("=i", answer, _MESSAGE.size)[0]
+        raise OSError(errno, os.strerror(errno))
+    return kind, answer[_MESSAGE.size :]
 
 
 def place(parallel: Any, own_host: str) -> tuple[int, str | None]:

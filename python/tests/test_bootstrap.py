@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
 import os
@@ -202,15 +203,45 @@ def test_a_connection_within_this_host_that_nobody_has_is_no_users(listening: so
     # Of a client that listens at its own port, and of none.
     assert owners.user_of((client[0], port), (client[0], 1)) == -1
     assert owners.user_of((client[0], 1), (client[0], port)) == -1
-    # Of another host.
-    assert owners.user_of(("192.0.2.1", 1), ("192.0.2.2", port)) is None
+
+
+def test_each_loopback_address_is_of_this_host_and_others_as_the_kernels_routes_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        owners, address = _bootstrap.Owners(listening.getsockname()), listening.getsockname()
+        with socket.create_connection(address, source_address=("127.0.0.5", 0)):
+            accepted, client = listening.accept()
+            assert owners.user_of(client, accepted.getsockname()) == os.geteuid()
+            accepted.close()
+    asked: list[bytes] = []
+
+    def routes(_family: int, _kind: int, question: bytes) -> tuple[int, bytes]:
+        asked.append(question)
+        # `struct rtmsg`: the kind of the route is its last byte; 2 is local, 1 leads to others.
+        return 24, bytes([*question[:7], 2 if question.endswith(bytes([10, 0, 0, 7])) else 1, 0, 0, 0, 0])
+
+    monkeypatch.setattr(_bootstrap, "_ask_kernel", routes)
+    assert _bootstrap._is_of_this_host(("10.0.0.7", 1))
+    assert not _bootstrap._is_of_this_host(("10.0.0.8", 1))
+    assert not _bootstrap._is_of_this_host(("fd00::7", 1, 0, 0))
+    assert len(asked) == 3
+
+
+def test_a_want_of_descriptors_does_not_switch_the_check_of_users_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(_bootstrap, "_ask_kernel", none)
+    with pytest.raises(OSError, match="Too many"):
+        _bootstrap.Owners(("127.0.0.1", 1))
 
 
 def test_of_a_kernel_that_does_not_tell_users_no_client_is_refused(
     server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: Any, **__: Any) -> int:
-        raise OSError("a kernel without INET_DIAG")
+        raise OSError(errno.EPROTONOSUPPORT, "a kernel without INET_DIAG")
 
     with monkeypatch.context() as patch:
         patch.setattr(_bootstrap, "_owner", none)
