@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import secrets
 import threading
@@ -11,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ _LOOKED_S = 1.0
 _ANSWERS_S = 5.0
 # Threads that may wait for files.
 _LOOKING_MAX = 16
+
+_log = logging.getLogger("kvferry.adapters")
 
 _State = tuple[Any, ...]
 Files = tuple[Any, ...]
@@ -89,8 +93,9 @@ class _Adapter:
 class Adapters:
     """vLLM loads an adapter at `add_lora` or for its first request, and keeps it by its number, `lora_int_id`, whatever
     becomes of its files, until others take its place and it is read again, which the scheduler does not see. So an
-    adapter whose files have changed since equals nothing, not even itself, until it is loaded anew. An adapter that
-    vLLM was told to load in place has `load_inplace` in each request that follows, and is read in each step.
+    adapter whose files were found to be others since equals nothing, not even itself, until it is loaded anew, also
+    where they have become those of before again. An adapter that vLLM was told to load in place has `load_inplace` in
+    each request that follows, and is read in each step.
 
     Files are looked at on threads of their own: a file system that is slow, or hangs, does not stop the scheduler.
     """
@@ -116,7 +121,7 @@ class Adapters:
             self._look_now(it, follows=True)
             least = now
         else:
-            if now >= it.looked_at + _LOOKED_S:
+            if not it.is_lost and now >= it.looked_at + _LOOKED_S:
                 self._look(it)
             if it.loaded is None or it.now_at < now - _ANSWERS_S:
                 self._wait(it)
@@ -160,7 +165,7 @@ class Adapters:
         """The engine loads an adapter now. What is returned is called when it has, with whether it succeeded."""
         is_known = lora.lora_int_id in self._known
         if is_known and not _in_place(lora):
-            # It is loaded.
+            # It is loaded, or was and is read again: a look finds whether from the same files.
             return lambda _: None
         it = self._adapter(lora)
         began = time.monotonic()
@@ -222,7 +227,8 @@ class Adapters:
         if it.is_looking or len(self._looks) >= _LOOKING_MAX:
             return
         reads = not only_state and (follows or before is not None or (it.loaded is None and not it.is_lost))
-        look = _Look(it, it.turn, it.name, it.path, self._cached, reads, before, time.monotonic(), threading.Event())
+        what = _Purpose.READ if reads else _Purpose.BEFORE_LOAD if only_state else _Purpose.COMPARE
+        look = _Look(it, it.turn, it.name, it.path, self._cached, what, before, time.monotonic(), threading.Event())
         try:
             threading.Thread(target=look.run, name="kvferry-adapter", daemon=True).start()
         except RuntimeError:
@@ -310,6 +316,15 @@ class _Cached:
             self.are_mixed = False
 
 
+class _Purpose(Enum):
+    # The engine has read what the look finds, or will.
+    READ = auto()
+    # The engine has read the files before: others may have been read since.
+    COMPARE = auto()
+    # The engine is about to read them.
+    BEFORE_LOAD = auto()
+
+
 @dataclass
 class _Look:
     """A look at an adapter's files, on a thread of its own."""
@@ -320,8 +335,8 @@ class _Look:
     name: str
     path: str
     cached: _Cached
-    # Whether the engine has read what this look finds, or will, and what it found before, if that is known.
-    reads: bool
+    purpose: _Purpose
+    # What was found before the engine read the files, if that is known.
     before: _State | None
     began_at: float
     ended: threading.Event
@@ -333,7 +348,7 @@ class _Look:
         with suppress(Exception):
             folder = folder_of(self.path)
             now = _state_of(self.path, folder)
-            if self.reads and self.before in (None, now) and now != it.loaded:
+            if self.purpose is _Purpose.READ and self.before in (None, now) and now != it.loaded:
                 sample = sample_of(folder)
                 found = sample.digest if sample is not None and sample.has_weights else "unknown " + self.path
                 # Else the files change just now.
@@ -345,6 +360,17 @@ class _Look:
                 if digest is not None:
                     self.cached.add((self.name, self.path), digest)
                     it.digest, it.loaded, it.is_lost = digest, now, False
+                elif self.purpose is _Purpose.COMPARE and None not in (now, it.loaded) and now != it.loaded:
+                    # The engine may have these weights now, and blocks of them in its cache, and keep them when the
+                    # files become those of before again.
+                    self.cached.add((self.name, self.path), secrets.token_hex(16))
+                    it.digest, it.loaded, it.is_lost, it.is_sure = "", None, True, False
+                    _log.warning(
+                        "the files of adapter %r at %s are not those that were loaded: KV of it is neither stored nor "
+                        "handed over until it is loaded anew, under another number or in place",
+                        self.name,
+                        self.path,
+                    )
         self.ended.set()
 
 

@@ -591,6 +591,30 @@ def test_an_adapter_is_named_by_what_the_engine_has_loaded_not_by_what_its_files
     assert extra(adapters, lora_request=lora(path, 2)) == new
 
 
+def test_files_of_an_adapter_that_become_those_of_before_again_do_not_bring_its_name_back(tmp_path: Path) -> None:
+    current, first, second = tmp_path / "current", folder(tmp_path / "1", b"one"), folder(tmp_path / "2", b"two")
+    current.symlink_to(first)
+    adapters, of = Adapters(), lora(current)
+    old = adapters.weights(of)
+    assert adapters.still(of, old)
+
+    def switch(to: Path) -> str:
+        current.unlink()
+        current.symlink_to(to)
+        soon(adapters)
+        return adapters.weights(of)
+
+    # The engine has room for one adapter, so it reads the files whenever another one was used.
+    assert switch(second) != old
+    again = switch(first)
+    assert again != old and not adapters.still(of, old) and not adapters.still(of, again)
+    assert adapters.may_be_mixed(of), "the engine's cache may have blocks of the second weights"
+    assert adapters.files(of, old) == ()
+    adapters.cache_was_emptied()
+    anew = lora(current, 2)
+    assert adapters.weights(anew) == old and adapters.still(anew, old) and not adapters.may_be_mixed(anew)
+
+
 def test_a_reload_in_place_without_new_weights_is_no_other_adapter(tmp_path: Path) -> None:
     path = folder(tmp_path / "lora")
     adapters = Adapters()
