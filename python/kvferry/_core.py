@@ -102,23 +102,17 @@ class Cached:
         self.are_mixed = False
         self._core = core
         self._has_blocks = False
-        # Requests that have not ended, where `step` is called.
-        self._live: set[str] = set()
         core.on_emptied(self._was_emptied)
 
     def add(self) -> None:
         """A step or a load may have blocks cached."""
         self._has_blocks = True
 
-    def began(self, request: str) -> None:
-        self._live.add(request)
-
-    def ended(self, request: str) -> None:
-        self._live.discard(request)
-
-    def step(self) -> None:
-        """A step was scheduled, with blocks of the requests that have not ended."""
-        if self._live:
+    def step_of_callers(self) -> None:
+        """vLLM schedules a step, and this is called while it tells its connector. Some compute nothing: they tell
+        workers of requests that have ended, also while the engine is paused.
+        """
+        if _scheduled_tokens_of_callers() != 0:
             self.add()
 
     def _was_emptied(self) -> None:
@@ -202,6 +196,18 @@ def core_of_callers() -> Core:
             return found
         frame = frame.f_back  # type: ignore[assignment]
     return Core(None)
+
+
+def _scheduled_tokens_of_callers() -> int | None:
+    """Tokens of the step that vLLM's connector is told of now; None if that is not known."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "build_connector_meta":
+            tokens = getattr(frame.f_locals.get("scheduler_output"), "total_num_scheduled_tokens", None)
+            if tokens is not None:
+                return int(tokens)
+        frame = frame.f_back
+    return None
 
 
 # An engine has several of kvferry's objects, and one is enough to wrap its methods.

@@ -64,6 +64,10 @@ class Scheduler:
         self._made.on_new_request(context)
         return context
 
+    def build_connector_meta(self, scheduler_output: Any) -> None:
+        assert scheduler_output.total_num_scheduled_tokens >= 0
+        self._made.on_schedule_end(None)
+
 
 def with_adapter(path: Path, number: int = 1, name: str = "tuned") -> Any:
     lora = SimpleNamespace(lora_name=name, lora_path=str(path), lora_int_id=number, load_inplace=False)
@@ -111,6 +115,16 @@ class Engine:
         if hasattr(self.made, "submit_store"):
             self.store(number)
             return list(settle(self).values()) == [True]
+        # One step computes what the next one offers.
+        for _ in range(2):
+            self.schedules(1)
+        return self.offers(number)
+
+    def schedules(self, tokens: int) -> None:
+        Scheduler(self.made).build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=tokens))
+
+    def offers(self, number: int) -> bool:
+        """Whether a manager takes a block that vLLM offers."""
         context = Context(BLOCKS)
         keys: list[bytes] = self.made.prepare_store([key(number)], context).keys_to_store
         self.made.complete_store(keys, context)
@@ -247,22 +261,38 @@ def test_a_store_whose_engine_is_out_of_reach_goes_on_after_a_reset(stored: Made
 
 def test_blocks_that_were_not_offered_are_in_vllms_cache_too(stored: Made) -> None:
     engine = stored()
-    context = Scheduler(engine.made).on_new_request(SimpleNamespace(lora_request=None))
-    # It waits while the engine is paused.
+    # A request waits while the engine is paused.
+    Scheduler(engine.made).on_new_request(SimpleNamespace(lora_request=None))
     engine.core.set_weight_version("2")
-    engine.made.on_schedule_end(None)
     assert engine.stores(0)
     engine.reset()
-    engine.made.on_request_finished(context)
-    # A step that only tells the workers of the end.
-    engine.made.on_schedule_end(None)
+    # A client leaves: a step that only tells the workers of the request's end, which vLLM reports after it.
+    engine.schedules(0)
     engine.core.set_weight_version("3")
     assert engine.stores(0)
     engine.reset()
-    Scheduler(engine.made).on_new_request(SimpleNamespace(lora_request=None))
-    engine.made.on_schedule_end(None)
+    engine.schedules(1)
     engine.core.set_weight_version("4")
     assert not engine.stores(0)
+
+
+def test_a_step_whose_tokens_are_not_known_may_have_blocks_cached(stored: Made) -> None:
+    engine = stored()
+    engine.made.on_schedule_end(None)
+    engine.core.set_weight_version("2")
+    assert not engine.stores(0)
+
+
+def test_a_manager_stores_nothing_that_is_offered_in_the_first_step_with_other_weights(manager: Made) -> None:
+    engine = manager()
+    assert engine.stores(0)
+    # As in a process of the caller's, which has the engine do nothing between these calls.
+    engine.reset(of_connector=False)
+    engine.core.set_weight_version("2")
+    engine.schedules(1)
+    assert not engine.offers(1), "the last block of a request that ended before"
+    engine.schedules(1)
+    assert engine.offers(2)
 
 
 def test_a_store_takes_nothing_after_other_weights_where_another_connector_keeps_blocks(

@@ -156,7 +156,10 @@ _READ_BY_STORES: Names = {
         *_of("OffloadingParallelConfig", "rank world_size tp_size pp_size pcp_size dcp_size is_parallelism_agnostic"),
     ),
     f"{_CONNECTOR}.v1.offloading.metrics": _of("OffloadingConnectorStats", "increase_counter set_gauge"),
-    f"{_CONNECTOR}.v1.offloading.scheduler": ("OffloadingConnectorScheduler._events_tracker",),
+    f"{_CONNECTOR}.v1.offloading.scheduler": _of(
+        "OffloadingConnectorScheduler", "_events_tracker build_connector_meta"
+    ),
+    "vllm.v1.core.sched.output": ("SchedulerOutput.total_num_scheduled_tokens",),
     f"{_CONNECTOR}.v1.offloading.events": (
         "OffloadingEventsTracker._pending_event_metadata",
         "_OffloadEventMetadata.active_residencies",

@@ -115,6 +115,8 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         self._tenant = b""
         self._groups: dict[int, _Group] = {}
         self._step = 0
+        # The step at which blocks got other names.
+        self._renamed_at = -2
         # Keys of stores that run.
         self._storing: Counter[bytes] = Counter()
         # By request: vLLM loads for a request once at a time.
@@ -202,19 +204,17 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
             plan = self._plans.of(req_context.kv_transfer_params)
             request = _Request(plan, Keys(self._tokens), self._adapters.of_request())
             req_context.set_state(request)
-            self._cached.began(req_context.req_id)
         return request
 
     def on_request_finished(self, req_context: Any) -> None:
         request: _Request | None = req_context.get_state(_Request)
-        self._cached.ended(req_context.req_id)
         if request is not None:
             request.known.clear()
             request.prefetches.clear()
 
     def on_schedule_end(self, context: Any) -> None:
         self._step += 1
-        self._cached.step()
+        self._cached.step_of_callers()
 
     # Look-ups.
 
@@ -405,6 +405,9 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         """Whether the request's KV is computed with the weights of its names. vLLM offers blocks that it has found in
         its cache, too.
         """
+        if self._step <= self._renamed_at + 1:
+            # vLLM offers the last blocks of requests in the step after their end, which may have been before that.
+            return False
         if self._cached.are_mixed:
             logger.warning_once(
                 "KVFerryOffloadingSpec: the weights are others, or may be, and vLLM's cache has blocks of the weights "
@@ -484,6 +487,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         for request in list(self._pins):
             self._release(request)
         self._step += 1
+        self._renamed_at = self._step
         if self._cards is not None:
             self._make_spaces()
 

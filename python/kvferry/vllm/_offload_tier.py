@@ -171,7 +171,6 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             plan = self._plans.of(req_context.kv_transfer_params)
             asked = _Asked(plan, Keys(self._tokens), self._adapters.of_request())
             req_context.set_state(asked)
-            self._cached.began(req_context.req_id)
         return asked
 
     @_guarded(lambda self, _: RequestOffloadingContext())
@@ -181,12 +180,11 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: Any) -> None:
         asked: _Asked | None = req_context.get_state(_Asked)
-        self._cached.ended(req_context.req_id)
         if asked is not None:
             asked.prefetches.clear()
 
     def on_schedule_end(self, context: Any) -> None:
-        self._cached.step()
+        self._cached.step_of_callers()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         result = self._lookup(key, req_context)
