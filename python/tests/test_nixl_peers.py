@@ -214,6 +214,18 @@ def test_the_listener_stays_where_it_is_if_another_socket_has_its_new_place() ->
         agent.shutdown()
 
 
+def test_an_agent_that_was_shut_down_opens_no_listener_for_a_later_backend() -> None:
+    with kept_port() as address:
+        port = int(address.rpartition(":")[2])
+        agent = nixl_agent("ended", nixl_agent_config(True, True, port, backends=["POSIX"]))
+        listener = agent._listener
+        assert listener is not None
+        agent.shutdown()
+        with pytest.raises(nixlBackendError, match="shut down"):
+            agent.create_backend("UCX")
+        assert agent._listener is listener and listener.closed and "UCX" not in agent.backends
+
+
 def test_a_listener_that_has_lost_its_place_is_tried_again() -> None:
     with kept_port() as address:
         port = int(address.rpartition(":")[2])

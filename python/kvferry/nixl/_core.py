@@ -62,10 +62,10 @@ class AgentCore(Backends):
             raise ValueError("an agent needs a name")
         self._lock = threading.RLock()
         self._agent: kvferry.Agent | None = None
-        super().__init__(wanted)
-        self.name = name
         self._is_forked = False
         self._shut_down = False
+        super().__init__(wanted)
+        self.name = name
         self._local = Local()
         self._remotes: dict[str, Remote] = {}
         self._running: weakref.WeakSet[nixl_xfer_handle] = weakref.WeakSet()

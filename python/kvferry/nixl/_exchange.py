@@ -7,6 +7,7 @@ import logging
 import os
 import struct
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ from kvferry.nixl._bindings import DEFAULT_COMM_PORT, nixlRegDList, nixlXferDLis
 from kvferry.nixl._core import AgentCore, text
 from kvferry.nixl._errors import (
     as_nixl,
+    nixlBackendError,
     nixlInvalidParamError,
     nixlMismatchError,
     nixlNotAllowedError,
@@ -38,6 +40,7 @@ class Exchange(AgentCore):
 
     def __init__(self, name: str, wanted: list[str] | None, listen_port: int | None) -> None:
         self._listener: _listener.Listener | None = None
+        self._closes_listener: Callable[[], object] = lambda: None
         super().__init__(name, wanted)
         if listen_port is None:
             return
@@ -61,7 +64,9 @@ class Exchange(AgentCore):
 
         with as_nixl():
             self._listener = _listener.Listener(host, port, answer)
-        weakref.finalize(self, self._listener.close).atexit = False
+        closes = weakref.finalize(self, self._listener.close)
+        closes.atexit = False
+        self._closes_listener = closes
 
     def _move_listener(self, host: str) -> None:
         """Has the metadata listener on another interface, at the same port. The caller holds the lock.
@@ -73,7 +78,7 @@ class Exchange(AgentCore):
         if before is None or (before.host == host and not before.closed):
             return
         # One socket at a time: all interfaces and one of them can't have the same port.
-        before.close()
+        self._closes_listener()
         try:
             self._listen(host, before.port)
         except Exception:
@@ -87,7 +92,10 @@ class Exchange(AgentCore):
 
     def create_backend(self, backend: str, initParams: dict[str, str] | None = None) -> None:  # noqa: N803
         """Makes a backend. If the metadata listener can't be where the agent is going to listen, there is none."""
+        self._must_not_be_forked()
         with self._lock:
+            if self._shut_down:
+                raise nixlBackendError("the agent was shut down")
             super().create_backend(backend, initParams)
             # An agent that has started stays where it is.
             if self._listener is not None and self._agent is None:
@@ -103,10 +111,9 @@ class Exchange(AgentCore):
             self._listener.forked()
 
     def shutdown(self) -> None:
-        self._must_not_be_forked()
-        if self._listener is not None:
-            self._listener.close()
         super().shutdown()
+        # No call opens it anew now.
+        self._closes_listener()
 
     def get_agent_metadata(self) -> bytes:
         """What another agent needs to reach this one's memory."""
