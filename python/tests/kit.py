@@ -149,9 +149,9 @@ class Child:
     def _is_stopped(self) -> bool:
         try:
             stats = [stat.read_text() for stat in Path(f"/proc/{self.process.pid}/task").glob("*/stat")]
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return False  # a thread has ended meanwhile
-        return all(stat.rsplit(")", 1)[1].split()[0] == "T" for stat in stats)
+        return bool(stats) and all(stat.rsplit(")", 1)[1].split()[0] == "T" for stat in stats)
 
     def kill(self) -> None:
         self.process.kill()

@@ -13,7 +13,8 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("adapter
 
 def anchors(page: Path) -> set[str]:
     """What headings are called in links, as GitHub makes it of them."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 

@@ -148,6 +148,8 @@ impl MessageQueue {
         let mut queue = lock(&self.0);
         let dropped = queue.waiting_bytes;
         (queue.waiting, queue.waiting_bytes) = (VecDeque::new(), 0);
+        // No message follows that could use the spare.
+        queue.keeps_spare = false;
         queue.release(dropped);
     }
 
