@@ -1,11 +1,9 @@
 //! [`Files`]: moving bytes between this agent's memory and files of its host.
 
 use crate::agent::Agent;
-use crate::core::Core;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use crate::transfer::batch::Batch;
-use crate::transfer::drive;
-use crate::transfer::job::{Job, Op, TransferStats};
+use crate::transfer::job::{Op, TransferStats};
 use crate::transfer::{Options, Transfer};
 use crate::transport::file::{FileOptions, FileRegion, Storage};
 use std::os::fd::OwnedFd;
@@ -44,8 +42,7 @@ impl Agent {
     /// read reaches beyond the file's end; `Unsupported` if the settings ask for io_uring and the system
     /// does not permit it.
     pub fn open_file(&self, path: impl AsRef<Path>, options: &FileOptions) -> Result<FileRegion> {
-        let (storage, id) = self.storage()?;
-        storage.shared.table.open((self.core().incarnation, id), path.as_ref(), options)
+        self.storage().open(path.as_ref(), options)
     }
 
     /// As [`Agent::open_file`], for a descriptor, which the agent takes: a file without a name, or a
@@ -54,8 +51,7 @@ impl Agent {
     /// # Errors
     /// As [`Agent::open_file`]; `AccessDenied` if the descriptor was opened for less.
     pub fn register_file(&self, fd: OwnedFd, options: &FileOptions) -> Result<FileRegion> {
-        let (storage, id) = self.storage()?;
-        storage.shared.table.adopt((self.core().incarnation, id), fd, options)
+        self.storage().adopt(fd, options)
     }
 
     /// Closes a file region: later transfers refuse it. Transfers that have begun keep the file open
@@ -64,21 +60,16 @@ impl Agent {
     /// # Errors
     /// `NotRegistered` if the region is not open at this agent.
     pub fn close_file(&self, file: &FileRegion) -> Result<()> {
-        self.core().check()?;
-        self.services().storage().shared.table.close(file)
+        self.storage().close(file)
     }
 
     /// The agent's files.
     pub fn files(&self) -> Files {
-        Files { agent: self.clone() }
+        Files { storage: self.storage(), _agent: self.clone() }
     }
 
-    /// The files of the agent, ready to be used, and the id of a new region.
-    fn storage(&self) -> Result<(&Storage, kvferry_proto::RegionId)> {
-        self.core().check()?;
-        let storage = self.services().storage();
-        storage.shared.engine.choose()?;
-        Ok((storage, self.core().memory.regions.next_id()?))
+    fn storage(&self) -> Arc<Storage> {
+        self.services().get().expect("every agent has files")
     }
 }
 
@@ -97,7 +88,9 @@ impl Agent {
 /// its own transfer.
 #[derive(Clone, Debug)]
 pub struct Files {
-    agent: Agent,
+    storage: Arc<Storage>,
+    /// Keeps the agent's threads running.
+    _agent: Agent,
 }
 
 impl Files {
@@ -114,7 +107,7 @@ impl Files {
     /// `Unsupported` for device memory and with a notification. `Deadline`, `Interrupted`. After an
     /// error, some of the bytes may be in the file.
     pub fn write(&self, batch: &Batch, options: &Options<'_>) -> Result<TransferStats> {
-        self.blocking(Op::Write, batch, options)
+        self.storage.run(Op::Write, batch, options)
     }
 
     /// Reads files into memory (onboard). Blocks, as [`Files::write`].
@@ -122,79 +115,28 @@ impl Files {
     /// # Errors
     /// As [`Files::write`].
     pub fn read(&self, batch: &Batch, options: &Options<'_>) -> Result<TransferStats> {
-        self.blocking(Op::Read, batch, options)
+        self.storage.run(Op::Read, batch, options)
     }
 
     /// Like [`Files::write`], but returns at once. An error is the outcome of the transfer.
     pub fn write_async(&self, batch: &Batch, options: &Options<'_>) -> Transfer {
-        self.asynchronous(Op::Write, batch, options)
+        self.storage.submit(Op::Write, batch, options)
     }
 
     /// Like [`Files::read`], but returns at once. An error is the outcome of the transfer.
     pub fn read_async(&self, batch: &Batch, options: &Options<'_>) -> Transfer {
-        self.asynchronous(Op::Read, batch, options)
+        self.storage.submit(Op::Read, batch, options)
     }
 
     /// The engine that reads and writes files: `uring`, with the reason if memory can't be registered with it, or
     /// `posix` and the reason why it is not `uring`. `None` before the first file was opened. Text for people.
     pub fn engine(&self) -> Option<String> {
-        self.agent.services().storage().shared.engine.text()
+        self.storage.engine().text()
     }
 
     /// Operations so far whose memory was registered with io_uring. For tests and measurements.
     #[doc(hidden)]
     pub fn registered_operations(&self) -> u64 {
-        self.agent.services().storage().shared.engine.registered_operations()
+        self.storage.engine().registered_operations()
     }
-
-    fn core(&self) -> &Arc<Core> {
-        self.agent.core()
-    }
-
-    fn job(&self, op: Op, batch: &Batch, options: &Options<'_>) -> Arc<Job> {
-        let timeout = options.timeout.unwrap_or(self.core().settings.timeout);
-        Arc::new(Job::new(Arc::clone(self.core()), op, batch.clone(), None, timeout, None))
-    }
-
-    /// Refuses what can be refused before anything is read or written.
-    fn check(&self, batch: &Batch, options: &Options<'_>) -> Result<()> {
-        self.core().check()?;
-        if options.notify.is_some() {
-            let what = "nobody is behind a file who could be notified";
-            return Err(Error::new(ErrorKind::Unsupported, what));
-        }
-        match batch.incarnation {
-            Some(named) if named != self.core().incarnation => Err(Error::new(
-                ErrorKind::StaleIncarnation,
-                "the batch names regions of another agent, or of an earlier one",
-            )
-            .with("named", named)),
-            _ => Ok(()),
-        }
-    }
-
-    fn blocking(&self, op: Op, batch: &Batch, options: &Options<'_>) -> Result<TransferStats> {
-        self.check(batch, options)?;
-        let job = self.job(op, batch, options);
-        if batch.is_empty() {
-            job.finish(Ok(nothing()));
-            return Ok(nothing());
-        }
-        let link = &self.agent.services().storage().link;
-        drive::run(&job, link, options.interrupt)
-    }
-
-    fn asynchronous(&self, op: Op, batch: &Batch, options: &Options<'_>) -> Transfer {
-        let job = self.job(op, batch, options);
-        match self.check(batch, options) {
-            Err(e) => job.finish(Err(e)),
-            Ok(()) if batch.is_empty() => job.finish(Ok(nothing())),
-            Ok(()) => drive::submit(&job, &self.agent.services().storage().link),
-        }
-        Transfer(job)
-    }
-}
-
-fn nothing() -> TransferStats {
-    TransferStats { bytes: 0, descriptors: 0, streams: 0, transport: None }
 }

@@ -23,11 +23,12 @@ pub(crate) mod service;
 
 use crate::error::{Error, Result};
 use crate::reactor::Cx;
+use crate::sync::Arc;
 use crate::transfer::kind::TransportKind;
-use file::Storage;
 use kvferry_sys::socket::Socket;
 use serde::{Deserialize, Serialize};
 use service::{Dialer, Service, Start, Startup};
+use std::any::Any;
 use std::fmt;
 
 macro_rules! transports {
@@ -167,10 +168,10 @@ impl fmt::Debug for Transports {
 pub(crate) struct Services {
     allowed: Transports,
     /// Services that use kvferry's own sessions, slowest first.
-    native: Vec<Box<dyn Service>>,
+    native: Vec<Arc<dyn Service>>,
     /// Services with a handshake of their own.
-    foreign: Vec<Box<dyn Service>>,
-    without_peer: Vec<Box<dyn Service>>,
+    foreign: Vec<Arc<dyn Service>>,
+    without_peer: Vec<Arc<dyn Service>>,
 }
 
 impl Services {
@@ -187,14 +188,16 @@ impl Services {
         Ok(Self { allowed, native, foreign, without_peer })
     }
 
-    /// The agent's files.
-    pub(crate) fn storage(&self) -> &Storage {
-        let storage = self.without_peer.iter().find_map(|service| service.storage());
-        storage.expect("files are in the table")
+    /// The running transport of this type; `None` if the agent does not have it.
+    pub(crate) fn get<T: Service>(&self) -> Option<Arc<T>> {
+        self.all().find_map(|service| {
+            let service: Arc<dyn Any + Send + Sync> = Arc::clone(service) as _;
+            service.downcast().ok()
+        })
     }
 
-    fn all(&self) -> impl Iterator<Item = &dyn Service> {
-        self.native.iter().chain(&self.foreign).map(|service| &**service)
+    fn all(&self) -> impl Iterator<Item = &Arc<dyn Service>> {
+        self.native.iter().chain(&self.foreign).chain(&self.without_peer)
     }
 
     pub(crate) fn allow(&self, kind: TransportKind) -> bool {

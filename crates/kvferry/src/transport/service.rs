@@ -7,9 +7,9 @@ use crate::reactor::Cx;
 use crate::sync::Arc;
 use crate::transfer::kind::Transport;
 use crate::transfer::link::Link;
-use crate::transport::file::Storage;
 use kvferry_proto::{StreamHello, WireCode};
 use kvferry_sys::socket::Socket;
+use std::any::Any;
 use std::net::SocketAddr;
 
 /// The start of a transport in an agent.
@@ -24,7 +24,7 @@ pub(crate) trait Start: Transport {
     /// # Errors
     /// An error that prevents the agent's start. A transport that merely can't be used on this host
     /// starts, and gives the reason when it is asked to attach.
-    fn start(&self, cx: &Startup<'_>) -> Result<Box<dyn Service>>;
+    fn start(&self, cx: &Startup<'_>) -> Result<Arc<dyn Service>>;
 }
 
 /// An agent at the start of its transports.
@@ -50,8 +50,9 @@ pub(crate) trait Directory: Send + Sync {
 /// none.
 pub(crate) type Attached = Box<dyn FnOnce(Option<String>) + Send>;
 
-/// A transport of one running agent.
-pub(crate) trait Service: Send + Sync {
+/// A transport of one running agent. What users of the transport call gets it by its type
+/// ([`Services::get`](super::Services::get)).
+pub(crate) trait Service: Any + Send + Sync {
     /// Capability bits that the native handshake announces.
     fn announces(&self) -> u64 {
         0
@@ -61,11 +62,6 @@ pub(crate) trait Service: Send + Sync {
     /// only for transports that use kvferry's own sessions.
     fn attach(&self, _link: &Arc<Link>, attached: Attached) {
         attached(None);
-    }
-
-    /// The agent's files, if this is the transport of files.
-    fn storage(&self) -> Option<&Storage> {
-        None
     }
 
     /// The transport's own handshake, if it has one.

@@ -33,15 +33,21 @@ pub use engine::FileEngine;
 pub use region::{DirectIo, FileOptions, FileRegion};
 
 use crate::core::Core;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::sync::Arc;
+use crate::transfer::batch::Batch;
+use crate::transfer::drive;
+use crate::transfer::job::{Job, Op, TransferStats};
 use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
 use crate::transfer::link::{Backend, Link};
+use crate::transfer::{Options, Transfer};
 use crate::transport::service::{Service, Start, Startup};
 use engine::Engine;
-use kvferry_proto::RegionId;
+use kvferry_proto::{Incarnation, RegionId};
 use region::Table;
 use route::FileRoute;
+use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::time::Duration;
 
 /// The transport; stateless.
@@ -68,24 +74,26 @@ impl Transport for File {
 }
 
 impl Start for File {
-    fn start(&self, cx: &Startup<'_>) -> Result<Box<dyn Service>> {
-        Ok(Box::new(Storage::new(cx)))
+    fn start(&self, cx: &Startup<'_>) -> Result<Arc<dyn Service>> {
+        Ok(Arc::new(Storage::new(cx)))
     }
 }
 
 /// The files of an agent. Nothing is started before the first file is opened.
 #[derive(Debug)]
 pub(crate) struct Storage {
-    pub(crate) link: Arc<Link>,
-    pub(crate) shared: Arc<Shared>,
+    link: Arc<Link>,
+    shared: Arc<Shared>,
 }
 
 /// State of the agent that the shares of transfers use.
 #[derive(Debug)]
-pub(crate) struct Shared {
-    pub(crate) table: Table,
-    pub(crate) engine: Engine,
+struct Shared {
+    table: Table,
+    engine: Engine,
 }
+
+impl Service for Storage {}
 
 impl Storage {
     fn new(cx: &Startup<'_>) -> Self {
@@ -98,12 +106,89 @@ impl Storage {
         link.add_route(Arc::new(FileRoute(Arc::clone(&shared))));
         Self { link, shared }
     }
+
+    /// Opens a range of the file at `path`.
+    pub(crate) fn open(&self, path: &Path, options: &FileOptions) -> Result<FileRegion> {
+        self.shared.table.open(self.new_id()?, path, options)
+    }
+
+    /// Takes a range of an open file.
+    pub(crate) fn adopt(&self, fd: OwnedFd, options: &FileOptions) -> Result<FileRegion> {
+        self.shared.table.adopt(self.new_id()?, fd, options)
+    }
+
+    /// Closes a region; later transfers refuse it.
+    pub(crate) fn close(&self, file: &FileRegion) -> Result<()> {
+        self.link.core.check()?;
+        self.shared.table.close(file)
+    }
+
+    /// The names of a new region, once the engine can be used.
+    fn new_id(&self) -> Result<(Incarnation, FileId)> {
+        let core = &self.link.core;
+        core.check()?;
+        self.shared.engine.choose()?;
+        Ok((core.incarnation, core.memory.regions.next_id()?))
+    }
+
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.shared.engine
+    }
+
+    /// Moves a batch on the caller's thread.
+    pub(crate) fn run(
+        &self,
+        op: Op,
+        batch: &Batch,
+        options: &Options<'_>,
+    ) -> Result<TransferStats> {
+        self.check(batch, options)?;
+        let job = self.job(op, batch, options);
+        if batch.is_empty() {
+            job.finish(Ok(nothing()));
+            return Ok(nothing());
+        }
+        drive::run(&job, &self.link, options.interrupt)
+    }
+
+    /// Moves a batch on the agent's threads. An error is the transfer's outcome.
+    pub(crate) fn submit(&self, op: Op, batch: &Batch, options: &Options<'_>) -> Transfer {
+        let job = self.job(op, batch, options);
+        match self.check(batch, options) {
+            Err(e) => job.finish(Err(e)),
+            Ok(()) if batch.is_empty() => job.finish(Ok(nothing())),
+            Ok(()) => drive::submit(&job, &self.link),
+        }
+        Transfer(job)
+    }
+
+    fn job(&self, op: Op, batch: &Batch, options: &Options<'_>) -> Arc<Job> {
+        let core = &self.link.core;
+        let timeout = options.timeout.unwrap_or(core.settings.timeout);
+        Arc::new(Job::new(Arc::clone(core), op, batch.clone(), None, timeout, None))
+    }
+
+    /// Refuses what can be refused before anything is read or written.
+    fn check(&self, batch: &Batch, options: &Options<'_>) -> Result<()> {
+        let core = &self.link.core;
+        core.check()?;
+        if options.notify.is_some() {
+            let what = "transfers with files carry no notification: a file has no agent behind it";
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        match batch.incarnation {
+            Some(named) if named != core.incarnation => Err(Error::new(
+                ErrorKind::StaleIncarnation,
+                "the batch names regions of another agent, or of an earlier one",
+            )
+            .with("named", named)),
+            _ => Ok(()),
+        }
+    }
 }
 
-impl Service for Storage {
-    fn storage(&self) -> Option<&Storage> {
-        Some(self)
-    }
+fn nothing() -> TransferStats {
+    TransferStats { bytes: 0, descriptors: 0, streams: 0, transport: None }
 }
 
 /// The backend of the link to files, which have no peer that could be asked.

@@ -410,6 +410,7 @@ impl Handler for Leftover {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::transport::file::Storage;
     use crate::{Access, Agent, FileOptions, Options};
     use kvferry_sys::poll::EventFd;
     use kvferry_testkit::{PATIENCE, eventually};
@@ -484,6 +485,10 @@ mod tests {
         batch: Batch,
     }
 
+    fn storage(agent: &Agent) -> Arc<Storage> {
+        agent.services().get().expect("every agent has files")
+    }
+
     /// A batch of 100 000 bytes that the scripted queue moves.
     fn rig(name: &str) -> Rig {
         rig_with(name, Duration::from_millis(200))
@@ -498,7 +503,7 @@ mod tests {
         let mut batch = Batch::new();
         batch.push(&memory, 0, &file.remote(), 0, 100_000).expect("inside");
         let queue = Scripted::new();
-        agent.services().storage().shared.engine.keep(Box::new(queue.clone()));
+        storage(&agent).engine().keep(Box::new(queue.clone()));
         Rig { agent, queue, memory, file, batch }
     }
 
@@ -599,7 +604,7 @@ mod tests {
             let at = pair * 7919 % pairs;
             batch.push(&rig.memory, 0, &rig.file.remote(), at * 8, 8).expect("inside");
         }
-        let shared = &rig.agent.services().storage().shared;
+        let shared = &storage(&rig.agent).shared;
         let targets = Targets::of(&batch, Op::Read, shared).expect("an open file");
         let mut order = Order::default();
         let pairs: Vec<usize> =

@@ -95,7 +95,7 @@ impl Transport for Local {
 }
 
 impl Start for Local {
-    fn start(&self, cx: &Startup<'_>) -> Result<Box<dyn Service>> {
+    fn start(&self, cx: &Startup<'_>) -> Result<Arc<dyn Service>> {
         let obstacle = if cx.config.checksum == Checksum::On {
             Some("checksums are on, and copies within a host have none".to_owned())
         } else {
@@ -104,7 +104,7 @@ impl Start for Local {
                 e.to_string()
             })
         };
-        Ok(Box::new(LocalService { obstacle }))
+        Ok(Arc::new(LocalService { obstacle }))
     }
 }
 

@@ -94,7 +94,7 @@ impl Start for Mooncake {
         false
     }
 
-    fn start(&self, cx: &Startup<'_>) -> Result<Box<dyn Service>> {
+    fn start(&self, cx: &Startup<'_>) -> Result<Arc<dyn Service>> {
         let has_secret = cx.config.secret.is_some();
         let native_too = cx.config.transports.has_native();
         if has_secret {
@@ -120,7 +120,7 @@ impl Start for Mooncake {
             inbound::serve(&server, socket);
         }
         let dials = !has_secret && (!native_too || cx.config.mooncake);
-        Ok(Box::new(MooncakeService { server, dials }))
+        Ok(Arc::new(MooncakeService { server, dials }))
     }
 }
 

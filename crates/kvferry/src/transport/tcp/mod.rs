@@ -61,8 +61,8 @@ impl Transport for Tcp {
 }
 
 impl Start for Tcp {
-    fn start(&self, _cx: &Startup<'_>) -> error::Result<Box<dyn Service>> {
-        Ok(Box::new(Self))
+    fn start(&self, _cx: &Startup<'_>) -> error::Result<Arc<dyn Service>> {
+        Ok(Arc::new(Self))
     }
 }
 
