@@ -102,15 +102,52 @@ pub fn stream_mac(key: &SessionKey, session: SessionId, stream: StreamId) -> [u8
     keyed(key, b"kvferry stream\0", session, stream)
 }
 
-/// The MAC of the initiator's hello on the acceptor's local socket. Its label differs from that of
-/// [`stream_mac`], so a process that receives the hello can't open a data stream with it.
-pub fn local_hello_mac(key: &SessionKey, session: SessionId, stream: StreamId) -> [u8; MAC_LEN] {
-    keyed(key, b"kvferry local hello\0", session, stream)
-}
+/// The name of a transport whose own connections prove a session's key. A proof is valid under its
+/// label only: a process that receives a hello of one transport can't use it for another one, nor
+/// open a data stream with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ProofLabel(&'static str);
 
-/// The MAC of the acceptor's answer to the initiator's hello on its local socket.
-pub fn local_mac(key: &SessionKey, session: SessionId, stream: StreamId) -> [u8; MAC_LEN] {
-    keyed(key, b"kvferry local\0", session, stream)
+impl ProofLabel {
+    /// The label of the transport with this name: lower-case letters and digits.
+    ///
+    /// # Panics
+    /// If the name has other characters or none, or belongs to a proof of the protocol itself
+    /// (`stream`, `initiator`, `acceptor`). For constants, at compile time.
+    pub const fn new(name: &'static str) -> Self {
+        let bytes = name.as_bytes();
+        assert!(!bytes.is_empty(), "a label has a character");
+        let mut at = 0;
+        while at < bytes.len() {
+            // Without spaces and zeros, no label is the beginning of another proof's text.
+            let is_plain = bytes[at].is_ascii_lowercase() || bytes[at].is_ascii_digit();
+            assert!(is_plain, "a label has lower-case letters and digits only");
+            at += 1;
+        }
+        let is_taken = matches!(bytes, b"stream" | b"initiator" | b"acceptor");
+        assert!(!is_taken, "a proof of the protocol has this label");
+        Self(name)
+    }
+
+    /// The MAC of the initiator's hello on a connection of the transport.
+    pub fn hello_mac(
+        self,
+        key: &SessionKey,
+        session: SessionId,
+        stream: StreamId,
+    ) -> [u8; MAC_LEN] {
+        keyed(key, format!("kvferry {} hello\0", self.0).as_bytes(), session, stream)
+    }
+
+    /// The MAC of the acceptor's answer to that hello.
+    pub fn answer_mac(
+        self,
+        key: &SessionKey,
+        session: SessionId,
+        stream: StreamId,
+    ) -> [u8; MAC_LEN] {
+        keyed(key, format!("kvferry {}\0", self.0).as_bytes(), session, stream)
+    }
 }
 
 /// The MAC of the acceptor's answer to the opening of a stream: [`WireCode::Ok`] if it is accepted.
@@ -234,6 +271,37 @@ impl fmt::Debug for HandshakeKeys {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_proofs_of_the_local_socket_have_the_texts_of_version_1() {
+        let key = SessionKey::from_bytes([7; 32]);
+        let (session, stream) = (SessionId(3), StreamId(4));
+        let local = ProofLabel::new("local");
+        let text = |label: &[u8]| keyed(&key, label, session, stream);
+        assert_eq!(local.hello_mac(&key, session, stream), text(b"kvferry local hello\0"));
+        assert_eq!(local.answer_mac(&key, session, stream), text(b"kvferry local\0"));
+    }
+
+    #[test]
+    fn a_label_that_could_be_taken_for_another_proof_is_refused() {
+        for name in ["", "stream", "initiator", "acceptor", "a hello", "a\0", "Stream"] {
+            let refused = std::panic::catch_unwind(|| ProofLabel::new(name));
+            assert!(refused.is_err(), "{name:?}");
+        }
+        let (key, session, stream) = (SessionKey::from_bytes([7; 32]), SessionId(3), StreamId(4));
+        let labels = ["local", "verbs", "control"].map(ProofLabel::new);
+        let mut proofs: Vec<_> = labels
+            .iter()
+            .flat_map(|it| {
+                [it.hello_mac(&key, session, stream), it.answer_mac(&key, session, stream)]
+            })
+            .collect();
+        proofs.push(stream_mac(&key, session, stream));
+        let count = proofs.len();
+        proofs.sort_unstable();
+        proofs.dedup();
+        assert_eq!(proofs.len(), count);
+    }
 
     #[test]
     fn proofs_are_macs_of_the_transcript_with_a_key_derived_from_the_secret() {

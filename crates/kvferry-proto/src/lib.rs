@@ -47,7 +47,7 @@ mod time;
 pub use admission::{
     Handshakes, Opener, Opening, PENDING_MAX, Sniff, Sniffer, WAITING_ROOM_MAX, WaitingRoom,
 };
-pub use auth::{Secret, SessionKey};
+pub use auth::{ProofLabel, Secret, SessionKey};
 pub use code::WireCode;
 pub use frame::{
     CHECKSUM_PIECE, Flags, FrameError, Limits, MAGIC, Notification, Op, PieceDigest, RequestHeader,

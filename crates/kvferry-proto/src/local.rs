@@ -14,12 +14,15 @@
 //! A process number proves nothing. The probe proves that the initiator reaches the acceptor's memory
 //! under that number: random bytes of which the acceptor sends only the address.
 
-use crate::auth::MAC_LEN;
+use crate::auth::{MAC_LEN, ProofLabel};
 use crate::code::WireCode;
 use crate::id::RegionId;
 use thiserror::Error;
 
 const MAGIC: [u8; 4] = *b"KVFL";
+
+/// The label of the proofs in the hello and in `Offer`.
+pub const PROOF: ProofLabel = ProofLabel::new("local");
 
 /// Random bytes of a probe.
 pub const PROBE_LEN: usize = 16;

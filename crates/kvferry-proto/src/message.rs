@@ -200,8 +200,8 @@ pub struct Close {
     pub detail: String,
 }
 
-/// The first message of a data stream or of a connection to the acceptor's local socket, from the
-/// session's initiator.
+/// The first message of a data stream, or of a connection of another transport that proves the
+/// session's key, from the session's initiator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamHello {
     /// The session it belongs to.
@@ -210,7 +210,7 @@ pub struct StreamHello {
     pub stream: StreamId,
     /// The acceptor that the initiator expects.
     pub incarnation: Incarnation,
-    /// [`crate::auth::stream_mac`] or [`crate::auth::local_hello_mac`].
+    /// [`crate::auth::stream_mac`] or [`crate::auth::ProofLabel::hello_mac`].
     #[serde(with = "serde_bytes")]
     pub mac: [u8; MAC_LEN],
 }

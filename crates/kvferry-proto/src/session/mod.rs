@@ -52,8 +52,8 @@ mod queues;
 mod streams;
 
 use crate::auth::{
-    MAC_LEN, Secret, SessionKey, local_hello_mac, local_mac, macs_equal, stream_answer_mac,
-    stream_mac, stream_seals,
+    MAC_LEN, ProofLabel, Secret, SessionKey, macs_equal, stream_answer_mac, stream_mac,
+    stream_seals,
 };
 use crate::code::WireCode;
 use crate::frame::MAGIC;
@@ -84,9 +84,6 @@ pub const KEYED_VERSION: u16 = 2;
 
 /// Capability bit: takes part in transfers within one host.
 pub const CAPABILITY_LOCAL: u64 = 1;
-
-/// Computes a hello's proof of the session's key: for a data stream, or for the local socket.
-type HelloMac = fn(&SessionKey, SessionId, StreamId) -> [u8; MAC_LEN];
 
 /// Requests outstanding in one direction of a session.
 pub const REQUESTS_MAX: usize = 1024;
@@ -581,16 +578,20 @@ impl Session {
         self.verify_hello(hello, stream_mac)
     }
 
-    /// Acceptor: whether a connection to the local socket belongs to this session. Uses up the
-    /// stream id.
+    /// Acceptor: whether a connection of the transport with this label belongs to this session.
+    /// Uses up the stream id.
     ///
     /// # Errors
     /// As [`Session::verify_stream`].
-    pub fn verify_local(&mut self, hello: &StreamHello) -> Result<(), WireCode> {
-        self.verify_hello(hello, local_hello_mac)
+    pub fn verify_proof(&mut self, label: ProofLabel, hello: &StreamHello) -> Result<(), WireCode> {
+        self.verify_hello(hello, |key, session, stream| label.hello_mac(key, session, stream))
     }
 
-    fn verify_hello(&mut self, hello: &StreamHello, mac: HelloMac) -> Result<(), WireCode> {
+    fn verify_hello(
+        &mut self,
+        hello: &StreamHello,
+        mac: impl FnOnce(&SessionKey, SessionId, StreamId) -> [u8; MAC_LEN],
+    ) -> Result<(), WireCode> {
         if hello.incarnation != self.cfg.incarnation {
             return Err(WireCode::StaleIncarnation);
         }
@@ -615,13 +616,16 @@ impl Session {
         self.hello(stream_mac)
     }
 
-    /// Initiator: the first packet to the acceptor's local socket. It opens no data stream.
-    /// `None` unless established.
-    pub fn local_hello(&mut self) -> Option<(StreamId, Vec<u8>)> {
-        self.hello(local_hello_mac)
+    /// Initiator: the first bytes of a connection of the transport with this label. They open no data
+    /// stream. `None` unless established.
+    pub fn prove(&mut self, label: ProofLabel) -> Option<(StreamId, Vec<u8>)> {
+        self.hello(|key, session, stream| label.hello_mac(key, session, stream))
     }
 
-    fn hello(&mut self, mac: HelloMac) -> Option<(StreamId, Vec<u8>)> {
+    fn hello(
+        &mut self,
+        mac: impl FnOnce(&SessionKey, SessionId, StreamId) -> [u8; MAC_LEN],
+    ) -> Option<(StreamId, Vec<u8>)> {
         let (State::Established, Side::Initiator, Some(key), Some(peer)) =
             (&self.state, self.side, &self.key, &self.peer)
         else {
@@ -674,11 +678,11 @@ impl Session {
         peer.authenticated.then(|| stream_answer_mac(key, peer.session, stream, code))
     }
 
-    /// The proof in the acceptor's answer to [`Session::local_hello`], for both sides. `None`
+    /// The proof in the acceptor's answer to the hello of [`Session::prove`], for both sides. `None`
     /// unless established.
-    pub fn local_mac(&self, stream: StreamId) -> Option<[u8; MAC_LEN]> {
+    pub fn answer_proof(&self, label: ProofLabel, stream: StreamId) -> Option<[u8; MAC_LEN]> {
         let (key, peer) = (self.key.as_ref()?, self.peer.as_ref()?);
-        Some(local_mac(key, peer.session, stream))
+        Some(label.answer_mac(key, peer.session, stream))
     }
 
     /// Ends the session: sends a close, waits at most a second for the peer's, then `Closed` with

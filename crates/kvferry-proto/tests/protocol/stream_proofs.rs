@@ -1,6 +1,7 @@
 //! Every stream proves that it belongs to the session, once.
 
 use crate::pair::{A, B, INCARNATION, Pair, config, ms, with_secret};
+use kvferry_proto::local::PROOF;
 use kvferry_proto::{
     Incarnation, Opener, Opening, SessionConfig, SessionId, Sniff, Sniffer, StreamHello, StreamId,
     WireCode,
@@ -65,12 +66,12 @@ fn a_stream_of_another_key_session_or_incarnation_is_refused_and_uses_up_no_id()
 #[test]
 fn the_proof_for_the_local_socket_opens_no_stream_and_the_other_way_round() {
     let mut pair = authenticated();
-    let local = parse(&pair.session(A).local_hello().unwrap().1);
+    let local = parse(&pair.session(A).prove(PROOF).unwrap().1);
     assert_eq!(pair.session(B).verify_stream(&local), Err(WireCode::AuthFailed));
     let stream = hello(&mut pair);
-    assert_eq!(pair.session(B).verify_local(&stream), Err(WireCode::AuthFailed));
-    assert_eq!(pair.session(B).verify_local(&local), Ok(()));
-    assert_eq!(pair.session(B).verify_local(&local), Err(WireCode::StreamReplayed));
+    assert_eq!(pair.session(B).verify_proof(PROOF, &stream), Err(WireCode::AuthFailed));
+    assert_eq!(pair.session(B).verify_proof(PROOF, &local), Ok(()));
+    assert_eq!(pair.session(B).verify_proof(PROOF, &local), Err(WireCode::StreamReplayed));
     assert_eq!(pair.session(B).verify_stream(&stream), Ok(()));
 }
 

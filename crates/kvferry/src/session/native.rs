@@ -15,7 +15,7 @@ use crate::transfer::link::{Answered, Backend, Link};
 use crate::transfer::requests::{PROBE, REGION, REGIONS, RegionsPage, RegionsQuery, encode};
 use crate::transfer::slot::Slot;
 use kvferry_proto::auth::MAC_LEN;
-use kvferry_proto::{PeerInfo, Session, Side, StreamId, Timestamp, WireCode};
+use kvferry_proto::{PeerInfo, ProofLabel, Session, Side, StreamId, Timestamp, WireCode};
 use kvferry_sys::socket::Socket;
 use rustc_hash::FxHashMap;
 use std::io;
@@ -441,12 +441,12 @@ impl Backend for Native {
         }
     }
 
-    fn local_hello(&self) -> Option<(StreamId, Vec<u8>)> {
-        self.session().local_hello()
+    fn prove(&self, label: ProofLabel) -> Option<(StreamId, Vec<u8>)> {
+        self.session().prove(label)
     }
 
-    fn local_mac(&self, stream: StreamId) -> Option<[u8; MAC_LEN]> {
-        self.session().local_mac(stream)
+    fn answer_proof(&self, label: ProofLabel, stream: StreamId) -> Option<[u8; MAC_LEN]> {
+        self.session().answer_proof(label, stream)
     }
 
     /// Keeps the gate of a stream while a device still copies for it, so that a revoke that arrives

@@ -16,8 +16,8 @@ use crate::transfer::link::Link;
 use crate::transport::Services;
 use crate::transport::service::Directory;
 use kvferry_proto::{
-    ChecksumPolicy, Origin, Secret, Session, SessionConfig, SessionId, StreamHello, Timestamp,
-    WireCode,
+    ChecksumPolicy, Origin, ProofLabel, Secret, Session, SessionConfig, SessionId, StreamHello,
+    Timestamp, WireCode,
 };
 use kvferry_sys::poll::Interest;
 use kvferry_sys::random;
@@ -179,12 +179,11 @@ impl Sessions {
         Some(permit)
     }
 
-    /// The session that a new connection names and whose key it proves. `verify` is
-    /// `Session::verify_stream` or `Session::verify_local`.
+    /// The session that a new connection names and whose key it proves, as `verify` finds.
     pub(crate) fn session_of(
         &self,
         hello: &StreamHello,
-        verify: fn(&mut Session, &StreamHello) -> Result<(), WireCode>,
+        verify: impl FnOnce(&mut Session, &StreamHello) -> Result<(), WireCode>,
     ) -> Result<Accepted, WireCode> {
         let found = lock(&self.accepted).get(&hello.session).cloned();
         let verdict = found.ok_or(WireCode::UnknownSession).and_then(|(link, native)| {
@@ -257,8 +256,9 @@ impl Directory for Sessions {
         }
     }
 
-    fn verify_local(&self, hello: &StreamHello) -> Result<Arc<Link>, WireCode> {
-        self.session_of(hello, Session::verify_local).map(|(link, _)| link)
+    fn verify(&self, label: ProofLabel, hello: &StreamHello) -> Result<Arc<Link>, WireCode> {
+        let verify = |session: &mut Session, hello: &_| session.verify_proof(label, hello);
+        self.session_of(hello, verify).map(|(link, _)| link)
     }
 }
 

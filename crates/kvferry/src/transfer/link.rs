@@ -23,7 +23,7 @@ use crate::transfer::job::{Job, Op, RevokeDone, TransferStats};
 use crate::transfer::kind::{Capabilities, Transport, TransportKind};
 use crate::transfer::slot::Interrupt;
 use kvferry_proto::auth::MAC_LEN;
-use kvferry_proto::{PeerInfo, StreamId, Timestamp, WireCode};
+use kvferry_proto::{PeerInfo, ProofLabel, StreamId, Timestamp, WireCode};
 use smallvec::SmallVec;
 use std::fmt;
 use std::net::{Shutdown, SocketAddr};
@@ -116,13 +116,14 @@ pub(crate) trait Backend: Send + Sync {
     /// Fails the requests that the peer did not answer in time.
     fn expire(&self, _link: &Link, _now: Timestamp) {}
 
-    /// A new local stream: its number, and the hello that proves the session's key on it.
-    fn local_hello(&self) -> Option<(StreamId, Vec<u8>)> {
+    /// The hello by which a connection of a transport proves the session's key, and the number of the
+    /// stream. `None` once the session has ended.
+    fn prove(&self, _label: ProofLabel) -> Option<(StreamId, Vec<u8>)> {
         None
     }
 
-    /// The proof of the session's key with which the peer answers such a hello.
-    fn local_mac(&self, _stream: StreamId) -> Option<[u8; MAC_LEN]> {
+    /// The proof with which the acceptor answers such a hello.
+    fn answer_proof(&self, _label: ProofLabel, _stream: StreamId) -> Option<[u8; MAC_LEN]> {
         None
     }
 

@@ -7,7 +7,7 @@ use crate::reactor::Cx;
 use crate::sync::Arc;
 use crate::transfer::kind::Transport;
 use crate::transfer::link::Link;
-use kvferry_proto::{StreamHello, WireCode};
+use kvferry_proto::{ProofLabel, StreamHello, WireCode};
 use kvferry_sys::socket::Socket;
 use std::any::Any;
 use std::net::SocketAddr;
@@ -42,8 +42,8 @@ pub(crate) trait Directory: Send + Sync {
     /// Adds a link, so that the suspend detector runs and the link ends with the agent.
     fn add(&self, link: &Arc<Link>);
 
-    /// The session whose key the hello of a local connection proves.
-    fn verify_local(&self, hello: &StreamHello) -> Result<Arc<Link>, WireCode>;
+    /// The session whose key the hello of a connection proves, under the transport's label.
+    fn verify(&self, label: ProofLabel, hello: &StreamHello) -> Result<Arc<Link>, WireCode>;
 }
 
 /// Called exactly once: with `None` if there is a route now, else with the reason why there is

@@ -1,7 +1,7 @@
 //! Raw peers: the tests write the protocol's bytes themselves, malformed ones included.
 
 use super::*;
-use kvferry_proto::local::PROBE_LEN;
+use kvferry_proto::local::{PROBE_LEN, PROOF};
 use kvferry_proto::message::{Ping, Refused, encode};
 use kvferry_proto::{
     CAPABILITY_LOCAL, CloseReason, Flags, Incarnation, Limits, LocalPacket, MAGIC, Message,
@@ -283,7 +283,7 @@ fn a_process_that_listens_on_a_peers_local_name_gets_no_proof_for_tcp_and_causes
     };
     let mut session = elsewhere.end();
     assert_eq!(session.verify_stream(&hello), Err(WireCode::AuthFailed), "it opens a stream");
-    assert_eq!(session.verify_local(&hello), Ok(()));
+    assert_eq!(session.verify_proof(PROOF, &hello), Ok(()));
 }
 
 #[test]
@@ -383,7 +383,7 @@ fn attach(raw_peer: &mut RawPeer, agent: &Agent) -> Channel {
     let channel = Channel::connect(name.as_bytes()).expect("the agent listens");
     let page = Shared::create("page", 64 * 256).expect("memory");
     page.word(0).store(u64::from_le_bytes(*b"kvfgate\x01"), Ordering::SeqCst);
-    let (_, hello) = raw_peer.session.local_hello().expect("established");
+    let (_, hello) = raw_peer.session.prove(PROOF).expect("established");
     channel.send(&hello, &[page.as_fd()]).expect("room");
     let (offer, _) = packet(&channel);
     assert!(matches!(offer, LocalPacket::Offer { code: WireCode::Ok, .. }), "{offer:?}");

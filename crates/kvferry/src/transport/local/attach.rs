@@ -19,7 +19,7 @@ use crate::transfer::link::Link;
 use crate::transfer::requests::PROBE;
 use crate::transport::service::Attached;
 use kvferry_proto::auth::macs_equal;
-use kvferry_proto::local::{PACKET_LEN, PROBE_LEN};
+use kvferry_proto::local::{PACKET_LEN, PROBE_LEN, PROOF};
 use kvferry_proto::{CAPABILITY_LOCAL, LocalPacket, RegionId, StreamId, Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::shared::Shared;
@@ -108,7 +108,7 @@ fn begin(link: &Arc<Link>) -> Result<Begun, String> {
     }
     let failed = |e: io::Error| format!("the page of gates can't be made: {e}");
     let page = WriterPage::create().map_err(failed)?;
-    let (stream, hello) = link.backend().local_hello().ok_or("the session ended")?;
+    let (stream, hello) = link.backend().prove(PROOF).ok_or("the session ended")?;
     match channel.send(&hello, &[page.fd()]) {
         Ok(()) => {}
         // It closed the connection at once, and has sent the reason.
@@ -216,7 +216,7 @@ impl Attach {
         probe: u64,
         mac: &[u8; kvferry_proto::auth::MAC_LEN],
     ) -> Result<(), String> {
-        let expected = self.link.backend().local_mac(stream);
+        let expected = self.link.backend().answer_proof(PROOF, stream);
         if !expected.is_some_and(|expected| macs_equal(&expected, mac)) {
             return Err(NOT_THE_PEER.into());
         }

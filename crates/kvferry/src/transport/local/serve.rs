@@ -12,7 +12,7 @@ use crate::sync::{Arc, Weak, lock};
 use crate::transfer::link::Copying;
 use crate::transport::service::Directory;
 use kvferry_proto::auth::MAC_LEN;
-use kvferry_proto::local::PROBE_LEN;
+use kvferry_proto::local::{PROBE_LEN, PROOF};
 use kvferry_proto::{
     LocalPacket, Opener, Opening, PREAUTH_MAX, RegionId, Sniff, Sniffer, StreamHello, Timestamp,
     WireCode,
@@ -164,8 +164,8 @@ impl HandshakeConn {
         let hello = parse_hello(bytes).ok_or(WireCode::Malformed)?;
         let page = fds.into_iter().next().ok_or(WireCode::Malformed)?;
         let directory = self.directory.upgrade().ok_or(WireCode::Closed)?;
-        let link = directory.verify_local(&hello)?;
-        let mac = link.backend().local_mac(hello.stream).ok_or(WireCode::Closed)?;
+        let link = directory.verify(PROOF, &hello)?;
+        let mac = link.backend().answer_proof(PROOF, hello.stream).ok_or(WireCode::Closed)?;
         let internal = |e: io::Error| {
             warn_limited!(peer = %link.address, error = %e, "a process can't be attached");
             WireCode::Internal
