@@ -55,7 +55,7 @@ fn share(job: &Arc<Job>, link: &Arc<Link>) {
 fn two_shares_against_cancel_and_wait() {
     let core = bare();
     let (job, link) = (job(&core), link(&core));
-    job.start_shares(2, TransportKind::TCP, Frames::Messages);
+    job.start_shares(2, TransportKind::new("model"), Frames::Messages);
     let shares: Vec<_> = (0..2)
         .map(|_| {
             let (job, link) = (Arc::clone(&job), Arc::clone(&link));
@@ -141,7 +141,7 @@ fn loom_i1_a_lane_that_comes_while_its_job_is_cancelled_is_used_or_given_back() 
 fn two_waiters_for_one_outcome() {
     let core = bare();
     let (job, link) = (job(&core), link(&core));
-    job.start_shares(1, TransportKind::TCP, Frames::Messages);
+    job.start_shares(1, TransportKind::new("model"), Frames::Messages);
     let waiter = {
         let job = Arc::clone(&job);
         thread::spawn(move || job.wait(LONG).expect("ended").is_ok())

@@ -30,7 +30,7 @@ struct Instant;
 
 impl Transport for Instant {
     fn kind(&self) -> TransportKind {
-        TransportKind::TCP
+        TransportKind::new("model")
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -15,7 +15,7 @@ use crate::session::native::{Full, InboundLane, Native};
 use crate::session::sessions::Sessions;
 use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
 use crate::transfer::link::{Backend, Link};
-use crate::transport::tcp::{InboundStream, Tcp};
+use crate::transport::service::AcceptedStream;
 use kvferry_proto::message::{Refused, StreamReady, encode};
 use kvferry_proto::{
     Handshakes, Message, Opener, Opening, Origin, PENDING_MAX, Session, Sniff, Sniffer,
@@ -426,16 +426,16 @@ pub(super) fn is_full(core: &Core, peer: SocketAddr, what: &str) -> String {
     format!("too many {what} for the descriptor limit of the process (RLIMIT_NOFILE)")
 }
 
-fn accept_stream(sessions: &Sessions, socket: Socket, hello: &StreamHello, rest: Vec<u8>) {
+fn accept_stream(sessions: &Sessions, socket: Socket, hello: &StreamHello, early: Vec<u8>) {
     let (link, native) = match sessions.session_of(hello, Session::verify_stream) {
         Ok(session) => session,
         Err(code) => return refuse(&socket, code, ""),
     };
     let answer = |code| native.session().stream_answer(hello.stream, code);
-    if !sessions.services().allow(Tcp::KIND) {
+    let Some(streams) = sessions.services().streams() else {
         let code = WireCode::Unsupported;
         return refuse_with(&socket, code, "", answer(code));
-    }
+    };
     let core = &sessions.core;
     let Some(guard) = native.session().stream_guard(hello.stream) else {
         return refuse(&socket, WireCode::UnknownSession, "");
@@ -458,7 +458,5 @@ fn accept_stream(sessions: &Sessions, socket: Socket, hello: &StreamHello, rest:
         native.inbound_ended(hello.stream);
         return;
     }
-    let stream = InboundStream::new(link, hello.stream, socket, gate, guard, rest, permit);
-    let remote = core.threads.io();
-    remote.add(remote.token(), Box::new(stream));
+    streams.accept(AcceptedStream { link, id: hello.stream, socket, gate, guard, early, permit });
 }

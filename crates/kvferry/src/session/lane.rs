@@ -188,7 +188,10 @@ impl Handler for Dial {
                     Ok(Some(Message::Refused(refused))) => {
                         let kind = ErrorKind::from_wire(refused.code);
                         let what = match refused.code {
-                            WireCode::Unsupported => "the peer does not allow tcp".to_owned(),
+                            WireCode::Unsupported => match self.link.lane_kind() {
+                                Some(kind) => format!("the peer does not allow {kind}"),
+                                None => "the peer does not allow data streams".to_owned(),
+                            },
                             code => format!("the peer refused a stream: {code}"),
                         };
                         let busy = refused.code == WireCode::Busy;

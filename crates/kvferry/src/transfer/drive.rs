@@ -501,8 +501,8 @@ impl<S, A> Drop for Background<S, A> {
 mod tests {
     use super::*;
     use crate::transfer::job::Op;
+    use crate::transfer::kind::{Capabilities, Fence, TransportKind};
     use crate::transfer::link::tests::NoPeer;
-    use crate::transport::tcp::Tcp;
     use crate::{Access, Agent, Batch};
     use kvferry_proto::{Guard, StreamId};
     use kvferry_sys::socket::Socket;
@@ -510,11 +510,22 @@ mod tests {
     #[derive(Clone)]
     struct Panics;
 
+    impl Transport for Panics {
+        fn kind(&self) -> TransportKind {
+            TransportKind::new("panics")
+        }
+
+        fn capabilities(&self) -> Capabilities {
+            let (write_fence, read_fence) = (Fence::Local, Fence::Local);
+            Capabilities { write_fence, read_fence, notifications: true, checksums: false }
+        }
+    }
+
     impl OnLanes for Panics {
         type Share = Self;
 
         fn transport(&self) -> &'static dyn Transport {
-            &Tcp
+            &Self
         }
 
         fn share(&self, _: &Arc<Link>, _: Arc<Lane>, _: &Arc<Job>, _: Wake) -> Self {

@@ -377,6 +377,11 @@ impl Link {
         self.main_route().map(|route| route.kind())
     }
 
+    /// The transport of the link's lanes; `None` if it has none.
+    pub(crate) fn lane_kind(&self) -> Option<TransportKind> {
+        read(&self.routes).iter().find(|route| route.uses_lanes()).map(|route| route.kind())
+    }
+
     /// The capabilities of the transport of the fastest open route.
     pub(crate) fn capabilities(&self) -> Option<Capabilities> {
         self.main_route().map(|route| route.transport().capabilities())

@@ -27,7 +27,7 @@ use crate::sync::Arc;
 use crate::transfer::kind::TransportKind;
 use kvferry_sys::socket::Socket;
 use serde::{Deserialize, Serialize};
-use service::{Dialer, Service, Start, Startup};
+use service::{Dialer, Service, Start, Startup, Streams};
 use std::any::Any;
 use std::fmt;
 
@@ -200,12 +200,13 @@ impl Services {
         self.native.iter().chain(&self.foreign).chain(&self.without_peer)
     }
 
-    pub(crate) fn allow(&self, kind: TransportKind) -> bool {
-        self.allowed.contains(kind)
-    }
-
     pub(crate) fn announces(&self) -> u64 {
         self.all().map(|service| service.announces()).fold(0, |all, bits| all | bits)
+    }
+
+    /// The transport of data streams, if it is permitted.
+    pub(crate) fn streams(&self) -> Option<&dyn Streams> {
+        self.native.iter().find_map(|service| service.streams())
     }
 
     /// The handshake to try before the native one, or instead of it.
@@ -216,7 +217,7 @@ impl Services {
     /// The reason why sessions do not use the fastest transport although both ends may have it.
     pub(crate) fn obstacle(&self) -> Option<String> {
         let fastest = TABLE.iter().rfind(|transport| transport.is_native())?.kind();
-        (!self.allow(fastest)).then(|| format!("this agent does not allow {fastest}"))
+        (!self.allowed.contains(fastest)).then(|| format!("this agent does not allow {fastest}"))
     }
 
     /// The services that use native sessions, slowest first.

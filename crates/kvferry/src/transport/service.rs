@@ -3,11 +3,13 @@
 use crate::config::Config;
 use crate::core::Core;
 use crate::error::{Error, Result};
+use crate::memory::gate::Gate;
+use crate::quota::Permit;
 use crate::reactor::Cx;
 use crate::sync::Arc;
 use crate::transfer::kind::Transport;
 use crate::transfer::link::Link;
-use kvferry_proto::{ProofLabel, StreamHello, WireCode};
+use kvferry_proto::{Guard, ProofLabel, StreamHello, StreamId, WireCode};
 use kvferry_sys::socket::Socket;
 use std::any::Any;
 use std::net::SocketAddr;
@@ -69,11 +71,40 @@ pub(crate) trait Service: Any + Send + Sync {
         None
     }
 
+    /// The part that serves data streams of native sessions, if this is the transport of which they
+    /// are.
+    fn streams(&self) -> Option<&dyn Streams> {
+        None
+    }
+
     /// Takes a connection on the agent's port whose first eight bytes are not the native magic but
     /// `first`, little-endian. Gives the socket back if it does not belong to this transport.
     fn accept(&self, socket: Socket, _first: u64, _cx: &Cx<'_>) -> Option<Socket> {
         Some(socket)
     }
+}
+
+/// Serves the data streams that peers open in native sessions.
+pub(crate) trait Streams {
+    /// Serves a stream until its end. Called on the control thread.
+    fn accept(&self, stream: AcceptedStream);
+}
+
+/// A data stream that a peer has opened: it has proved its session's key, and was told that it is
+/// accepted.
+pub(crate) struct AcceptedStream {
+    pub(crate) link: Arc<Link>,
+    pub(crate) id: StreamId,
+    pub(crate) socket: Arc<Socket>,
+    /// Memory is touched for the peer inside this gate only. The session shuts it when the peer revokes
+    /// the stream.
+    pub(crate) gate: Arc<Gate>,
+    /// The protection of its frames.
+    pub(crate) guard: Guard,
+    /// Bytes that arrived behind the hello.
+    pub(crate) early: Vec<u8>,
+    /// The stream's place in the agent's quota.
+    pub(crate) permit: Permit,
 }
 
 /// Connects to peers by a transport's own handshake.

@@ -16,10 +16,10 @@ use crate::reactor::{Cause, Cx, Handler, Next, now};
 use crate::transfer::drive::{RECEIVE_CHUNK, STEP_BYTES};
 use crate::transfer::link::Link;
 use crate::transfer::requests::{STREAM_FAULT, StreamFaultNote, encode};
+use crate::transport::service::AcceptedStream;
 use kvferry_proto::lane::{self, Malformed, Placed, Target};
 use kvferry_proto::{
-    Guard, Limits, Op, PieceDigest, RequestHeader, StreamId, Timestamp, WireCode, WireDescriptor,
-    frame,
+    Limits, Op, PieceDigest, RequestHeader, StreamId, Timestamp, WireCode, WireDescriptor, frame,
 };
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
@@ -28,7 +28,7 @@ use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-pub(crate) struct InboundStream {
+pub(super) struct InboundStream {
     link: Arc<Link>,
     id: StreamId,
     socket: Arc<Socket>,
@@ -72,15 +72,8 @@ enum Step {
 }
 
 impl InboundStream {
-    pub(crate) fn new(
-        link: Arc<Link>,
-        id: StreamId,
-        socket: Arc<Socket>,
-        gate: Arc<Gate>,
-        guard: Guard,
-        early: Vec<u8>,
-        permit: Permit,
-    ) -> Self {
+    pub(super) fn new(stream: AcceptedStream) -> Self {
+        let AcceptedStream { link, id, socket, gate, guard, early, permit } = stream;
         link.core.counters.streams.one();
         let account = link.core.peer_memory.account(link.peer_addr.ip(), Memory::Received);
         let lane = Target::new(Limits::default(), link.checksum(), guard, early);

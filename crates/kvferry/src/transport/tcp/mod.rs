@@ -16,8 +16,6 @@
 mod inbound;
 mod outbound;
 
-pub(crate) use inbound::InboundStream;
-
 use crate::error::{self, Error, ErrorKind};
 use crate::memory::cursor::{Cursor, Fault, Lent, lent};
 use crate::memory::device::Wake;
@@ -26,7 +24,8 @@ use crate::transfer::job::Job;
 use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
 use crate::transfer::lanes::Lane;
 use crate::transfer::link::Link;
-use crate::transport::service::{Attached, Service, Start, Startup};
+use crate::transport::service::{AcceptedStream, Attached, Service, Start, Startup, Streams};
+use inbound::InboundStream;
 use kvferry_proto::PieceDigest;
 use kvferry_proto::lane::Transmit;
 use kvferry_sys::HostSpan;
@@ -72,6 +71,18 @@ impl Service for Tcp {
         link.add_route(Arc::new(LaneRoute(Self)));
         link.open_ahead();
         attached(None);
+    }
+
+    fn streams(&self) -> Option<&dyn Streams> {
+        Some(self)
+    }
+}
+
+impl Streams for Tcp {
+    /// Serves the stream on an I/O thread.
+    fn accept(&self, stream: AcceptedStream) {
+        let remote = stream.link.core.threads.io();
+        remote.add(remote.token(), Box::new(InboundStream::new(stream)));
     }
 }
 
