@@ -6,7 +6,6 @@
 
 use crate::address;
 use crate::builder::AgentBuilder;
-use crate::channel::MessageHandler;
 use crate::config::Config;
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
@@ -15,6 +14,7 @@ use crate::notify::Notification;
 use crate::peer::Peer;
 use crate::reactor::{self, Cause, Cx, Handler, LINGER, Next, Reactor, Threads, now};
 use crate::session::accept::Listener;
+use crate::session::channel::MessageHandler;
 use crate::session::sessions::{Identity, Sessions, SuspendTimer};
 use crate::stats::Stats;
 use crate::suspend::SuspendDetector;

@@ -1,10 +1,12 @@
 //! [`Peer`]: connecting to a peer, and moving bytes to and from it.
 
+use crate::callback::contain;
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::region::RemoteRegion;
 use crate::notify::Notification;
 use crate::reactor::now;
+use crate::session::channel::Channel;
 use crate::session::connect::PeerState;
 use crate::transfer::batch::Batch;
 use crate::transfer::drive;
@@ -167,6 +169,29 @@ impl Peer {
         let timeout = self.limit(timeout);
         let link = self.link(timeout)?;
         link.backend().probe(&link, timeout)
+    }
+
+    /// The channel to this peer. Connects if there is no live session; blocks for `timeout` at most.
+    ///
+    /// # Errors
+    /// As [`Peer::connect`]; `Unsupported` for a stock Mooncake peer.
+    pub fn channel(&self, timeout: impl Into<Option<Duration>>) -> Result<Channel> {
+        Channel::of(&self.link(timeout)?)
+    }
+
+    /// Like [`Peer::channel`], but returns at once. Calls `opened` once, with the channel or the
+    /// error, on any thread; on the calling thread, before this returns, if the outcome is known.
+    /// `opened` must not block. A peer that has been silent gets the time of a handshake to answer: it may
+    /// have been stopped, and run again by now.
+    pub fn open_channel(&self, opened: Box<dyn FnOnce(Result<Channel>) + Send>) {
+        if let Err(error) = self.core.check() {
+            return opened(Err(error));
+        }
+        let linked = move |link: Result<Arc<Link>>| {
+            let channel = link.and_then(|link| Channel::of(&link));
+            contain("the callback of `Peer::open_channel`", || opened(channel));
+        };
+        self.state.link_patiently(Box::new(linked));
     }
 
     fn job(&self, op: Op, batch: &Batch, options: &Options<'_>) -> Arc<Job> {

@@ -6,17 +6,17 @@
 //! that a host that keeps connecting does not keep others out. Each connection has its own handler and never blocks, so a slow
 //! connection does not delay others.
 
-use crate::core::Core;
 use crate::host::{keep_alive, keep_control_alive, prepare};
 use crate::quota;
-use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next, Remote, now};
+use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next, now};
+use crate::session::admission::{Admission, Places, refuse, refuse_full, refuse_with};
 use crate::session::control::Control;
 use crate::session::native::{Full, InboundLane, Native};
 use crate::session::sessions::Sessions;
-use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
+use crate::sync::{Arc, Weak};
 use crate::transfer::link::{Backend, Link};
 use crate::transport::service::AcceptedStream;
-use kvferry_proto::message::{Refused, StreamReady, encode};
+use kvferry_proto::message::{StreamReady, encode};
 use kvferry_proto::{
     Handshakes, Message, Opener, Opening, Origin, PENDING_MAX, Session, Sniff, Sniffer,
     StreamHello, Timestamp, WAITING_ROOM_MAX, WaitingRoom, WireCode,
@@ -39,11 +39,7 @@ impl Listener {
     pub(crate) fn new(sessions: &Arc<Sessions>, socket: Socket, token: u64) -> Self {
         let core = &sessions.core;
         let pending = Handshakes::new(PENDING_MAX, core.settings.handshake_timeout());
-        let places = Places {
-            control: core.threads.control.clone(),
-            listener: token,
-            state: Mutex::new(PlacesState { pending, is_awaited: false }),
-        };
+        let places = Places::new(core.threads.control.clone(), token, pending);
         let room = WAITING_ROOM_MAX.min(quota::quarter() / 2);
         Self {
             sessions: Arc::downgrade(sessions),
@@ -85,46 +81,6 @@ impl Listener {
             self.admit(sessions, socket, from, cx);
         }
         None
-    }
-}
-
-/// The places of connections that are not authenticated yet. A connection's key is its token on the
-/// control thread.
-struct Places {
-    control: Remote,
-    listener: u64,
-    state: Mutex<PlacesState>,
-}
-
-struct PlacesState {
-    pending: Handshakes<u64>,
-    /// The listener waits for a place.
-    is_awaited: bool,
-}
-
-impl Places {
-    fn state(&self) -> MutexGuard<'_, PlacesState> {
-        lock(&self.state)
-    }
-
-    /// The time until which the listener must wait for a place; `None` if there is one.
-    fn wait_until(&self, now: Timestamp) -> Option<Timestamp> {
-        let mut state = self.state();
-        let until = state.pending.room_at().filter(|at| *at > now);
-        state.is_awaited = until.is_some();
-        until
-    }
-
-    /// Releases a place. Returns whether the connection still held it.
-    fn leave(&self, token: u64) -> bool {
-        let (was_held, is_awaited) = {
-            let mut state = self.state();
-            (state.pending.done(&token), std::mem::take(&mut state.is_awaited))
-        };
-        if is_awaited {
-            self.control.wake(self.listener);
-        }
-        was_held
     }
 }
 
@@ -238,17 +194,6 @@ impl NewConnection {
     }
 }
 
-pub(super) fn refuse(socket: &Socket, code: WireCode, detail: &str) {
-    refuse_with(socket, code, detail, None);
-}
-
-/// Sends a refusal. `mac` is the proof that the session of a stream refuses it.
-fn refuse_with(socket: &Socket, code: WireCode, detail: &str, mac: Option<Vec<u8>>) {
-    let refused = Refused { code, detail: detail.to_owned(), aux: 0, mac };
-    // The first bytes that we send on this connection fit the socket's buffer.
-    let _ = socket.send(&encode(&Message::Refused(refused)));
-}
-
 impl Handler for NewConnection {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.socket.as_ref().map(AsFd::as_fd)
@@ -311,12 +256,7 @@ impl Handler for NewConnection {
                 return refuse(&socket, WireCode::Busy, "");
             };
             self.counted = false;
-            let admission = Admission {
-                core: Arc::downgrade(&sessions.core),
-                places: Arc::clone(&self.places),
-                token: self.token,
-                until,
-            };
+            let admission = Admission::new(&sessions.core, &self.places, self.token, until);
             return accept_session(&sessions, socket, self.from, admission, &bytes);
         }
         let has_place = self.places.leave(self.token);
@@ -355,31 +295,6 @@ impl Drop for NewConnection {
     }
 }
 
-/// The place of a connection whose session handshake runs. Dropping it releases the place.
-pub(crate) struct Admission {
-    core: Weak<Core>,
-    places: Arc<Places>,
-    token: u64,
-    /// Deadline of the handshake.
-    until: Timestamp,
-}
-
-impl Admission {
-    /// False if the place was given to another connection.
-    pub(crate) fn is_held(&self) -> bool {
-        self.places.state().pending.contains(&self.token)
-    }
-}
-
-impl Drop for Admission {
-    fn drop(&mut self) {
-        self.places.leave(self.token);
-        if let Some(core) = self.core.upgrade() {
-            core.counters.handshakes_pending.less_one();
-        }
-    }
-}
-
 fn accept_session(
     sessions: &Arc<Sessions>,
     socket: Socket,
@@ -394,7 +309,7 @@ fn accept_session(
         return refuse_full(&sessions.core, &socket, from, "sessions", None);
     }
     let here = socket.local_addr().ok();
-    let left = admission.until.saturating_since(now());
+    let left = admission.until().saturating_since(now());
     let session = match sessions.new_session_acceptor(from, here, left) {
         Ok(session) => session,
         Err(e) => {
@@ -402,7 +317,7 @@ fn accept_session(
             return;
         }
     };
-    let token = admission.token;
+    let token = admission.token();
     let socket = Arc::new(socket);
     let native = Native::new(session, &socket, token);
     native.session().receive(bytes, now());
@@ -411,19 +326,6 @@ fn accept_session(
     let link = Link::new(Arc::clone(core), from.to_string(), from, backend, permits_max);
     let control = Control::acceptor(sessions, link, native, socket, admission);
     core.threads.control.add(token, Box::new(control));
-}
-
-/// Refuses a connection because the process may use no more descriptors for connections of this kind.
-fn refuse_full(core: &Core, socket: &Socket, peer: SocketAddr, what: &str, mac: Option<Vec<u8>>) {
-    refuse_with(socket, WireCode::Busy, &is_full(core, peer, what), mac);
-}
-
-/// Counts a connection that is refused because the process may use no more descriptors for connections of
-/// this kind. Returns the reason in words.
-pub(super) fn is_full(core: &Core, peer: SocketAddr, what: &str) -> String {
-    core.counters.connections_refused.one();
-    tracing::debug!(%peer, "refused a connection: too many {what} for the descriptor limit of the process");
-    format!("too many {what} for the descriptor limit of the process (RLIMIT_NOFILE)")
 }
 
 fn accept_stream(sessions: &Sessions, socket: Socket, hello: &StreamHello, early: Vec<u8>) {

@@ -1,15 +1,15 @@
 //! The control connection: drives one `kvferry_proto::Session` on the control thread.
 
 use crate::callback::contain;
-use crate::channel::{Channel, Message};
 use crate::error::{Error, ErrorKind};
 use crate::host::keep_control_alive;
 use crate::memory::gate::Gate;
 use crate::peer_memory::{Account, Memory};
 use crate::reactor::{Cause, Cx, Handler, Next, now};
-use crate::session::accept::{Admission, is_full, refuse};
+use crate::session::admission::{Admission, is_full, refuse};
+use crate::session::channel::{Channel, Message};
 use crate::session::connect::Attempt;
-use crate::session::native::{Native, Wrote};
+use crate::session::native::{Native, Wrote, close_error};
 use crate::session::service;
 use crate::session::sessions::Sessions;
 use crate::sync::{Arc, MutexGuard, Weak};
@@ -400,31 +400,6 @@ impl Control {
         }
         self.check_active_at = active.then(|| now + self.link.core.settings.ping_interval());
     }
-}
-
-/// The error for users of a session that ended.
-pub(crate) fn close_error(reason: &CloseReason, address: &str) -> Error {
-    let code = reason.code.to_string();
-    let (kind, what) = match reason.code {
-        WireCode::Closed if reason.by_peer && reason.established => {
-            (ErrorKind::PeerReset, "the connection to the peer was lost")
-        }
-        WireCode::Closed if reason.by_peer => (
-            ErrorKind::PeerReset,
-            "the peer closed the connection during the handshake; check that it is a kvferry agent",
-        ),
-        WireCode::Deadline if !reason.by_peer && !reason.established => {
-            (ErrorKind::PeerSilent, "the peer did not answer the handshake in time")
-        }
-        WireCode::Silent => (ErrorKind::PeerSilent, "the peer sent nothing for the silence limit"),
-        WireCode::Slept => {
-            (ErrorKind::PeerSilent, "this process was suspended for longer than the silence limit")
-        }
-        WireCode::Shutdown if !reason.by_peer => (ErrorKind::Shutdown, "the agent was shut down"),
-        other => (ErrorKind::from_wire(other), code.as_str()),
-    };
-    let error = Error::new(kind, what).with("peer", address);
-    if reason.detail.is_empty() { error } else { error.with("detail", &reason.detail) }
 }
 
 impl Handler for Control {

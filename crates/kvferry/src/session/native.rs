@@ -6,7 +6,6 @@ use crate::memory::gate::Gate;
 use crate::memory::region::RemoteRegion;
 use crate::quota::{Permit, Quota};
 use crate::reactor::now;
-use crate::session::control::close_error;
 use crate::session::lane;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Mutex, OnceLock, Weak, lock};
@@ -15,7 +14,9 @@ use crate::transfer::link::{Answered, Backend, Link};
 use crate::transfer::requests::{PROBE, REGION, REGIONS, RegionsPage, RegionsQuery, encode};
 use crate::transfer::slot::Slot;
 use kvferry_proto::auth::MAC_LEN;
-use kvferry_proto::{PeerInfo, ProofLabel, Session, Side, StreamId, Timestamp, WireCode};
+use kvferry_proto::{
+    CloseReason, PeerInfo, ProofLabel, Session, Side, StreamId, Timestamp, WireCode,
+};
 use kvferry_sys::socket::Socket;
 use rustc_hash::FxHashMap;
 use std::io;
@@ -458,4 +459,29 @@ impl Backend for Native {
         }
         inbound.retain(|_, lane| lane.socket.is_some() || !lane.gate.is_quiet());
     }
+}
+
+/// The error for users of a session that ended.
+pub(super) fn close_error(reason: &CloseReason, address: &str) -> Error {
+    let code = reason.code.to_string();
+    let (kind, what) = match reason.code {
+        WireCode::Closed if reason.by_peer && reason.established => {
+            (ErrorKind::PeerReset, "the connection to the peer was lost")
+        }
+        WireCode::Closed if reason.by_peer => (
+            ErrorKind::PeerReset,
+            "the peer closed the connection during the handshake; check that it is a kvferry agent",
+        ),
+        WireCode::Deadline if !reason.by_peer && !reason.established => {
+            (ErrorKind::PeerSilent, "the peer did not answer the handshake in time")
+        }
+        WireCode::Silent => (ErrorKind::PeerSilent, "the peer sent nothing for the silence limit"),
+        WireCode::Slept => {
+            (ErrorKind::PeerSilent, "this process was suspended for longer than the silence limit")
+        }
+        WireCode::Shutdown if !reason.by_peer => (ErrorKind::Shutdown, "the agent was shut down"),
+        other => (ErrorKind::from_wire(other), code.as_str()),
+    };
+    let error = Error::new(kind, what).with("peer", address);
+    if reason.detail.is_empty() { error } else { error.with("detail", &reason.detail) }
 }

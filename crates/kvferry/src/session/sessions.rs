@@ -1,13 +1,13 @@
 //! The tables of an agent's peers and links, by session and by address; the suspend timer.
 
 use crate::address;
-use crate::channel::MessageHandler;
 use crate::config::Checksum;
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::host::is_same_host;
 use crate::quota::Permit;
 use crate::reactor::{self, Cause, Cx, Handler, Next, now};
+use crate::session::channel::MessageHandler;
 use crate::session::connect::PeerState;
 use crate::session::native::Native;
 use crate::sync::atomic::{AtomicU64, Ordering};

@@ -79,7 +79,7 @@ pub(crate) trait Backend: Send + Sync {
 
     /// Looks up the peer's region of that name. Blocks.
     fn region(&self, link: &Arc<Link>, _name: &str, _timeout: Duration) -> Result<RemoteRegion> {
-        let what = "the regions of a stock Mooncake peer have no names";
+        let what = "the peer is not a kvferry agent: its regions have no names";
         Err(Error::new(ErrorKind::Unsupported, what).with("peer", &link.address))
     }
 

@@ -1,8 +1,6 @@
 //! [`Channel`]: short messages between agents, for the layers above transfers.
 
-use crate::callback::contain;
 use crate::error::{Error, ErrorKind, Result};
-use crate::peer::Peer;
 use crate::sync::Arc;
 use crate::transfer::link::Link;
 use crate::transfer::messages::{self, Full, Need};
@@ -116,6 +114,15 @@ impl Channel {
 
     pub(crate) fn new(link: &Arc<Link>) -> Self {
         Self(Arc::clone(link))
+    }
+
+    /// The channel of a link, if its session is a native one.
+    pub(crate) fn of(link: &Arc<Link>) -> Result<Self> {
+        if link.info().is_some() {
+            return Ok(Self::new(link));
+        }
+        let what = "the peer is not a kvferry agent: its protocol carries no messages";
+        Err(Error::new(ErrorKind::Unsupported, what).with("peer", &link.address))
     }
 
     /// The id that the peer drew when it started.
@@ -268,37 +275,4 @@ impl Drop for Watch {
     fn drop(&mut self) {
         self.0.end_watch();
     }
-}
-
-impl Peer {
-    /// The channel to this peer. Connects if there is no live session; blocks for `timeout` at most.
-    ///
-    /// # Errors
-    /// As [`Peer::connect`]; `Unsupported` for a stock Mooncake peer.
-    pub fn channel(&self, timeout: impl Into<Option<Duration>>) -> Result<Channel> {
-        channel_of(&self.link(timeout)?)
-    }
-
-    /// Like [`Peer::channel`], but returns at once. Calls `opened` once, with the channel or the
-    /// error, on any thread; on the calling thread, before this returns, if the outcome is known.
-    /// `opened` must not block. A peer that has been silent gets the time of a handshake to answer: it may
-    /// have been stopped, and run again by now.
-    pub fn open_channel(&self, opened: Box<dyn FnOnce(Result<Channel>) + Send>) {
-        if let Err(error) = self.core.check() {
-            return opened(Err(error));
-        }
-        let linked = move |link: Result<Arc<Link>>| {
-            let channel = link.and_then(|link| channel_of(&link));
-            contain("the callback of `Peer::open_channel`", || opened(channel));
-        };
-        self.state.link_patiently(Box::new(linked));
-    }
-}
-
-fn channel_of(link: &Arc<Link>) -> Result<Channel> {
-    if link.info().is_some() {
-        return Ok(Channel::new(link));
-    }
-    let what = "a stock Mooncake peer has no channel: its protocol carries no messages";
-    Err(Error::new(ErrorKind::Unsupported, what).with("peer", &link.address))
 }
