@@ -126,9 +126,9 @@ impl Inner {
                  unregisters; do not reuse the region's memory"
             );
         }
-        if let Some(gate) = occupied.first() {
+        if let Some(copier) = occupied.first() {
             tracing::error!(
-                peer = %gate.writer.name,
+                peer = %copier.name(),
                 "the agent is shut down, but a process of this host may still write to its \
                  memory: the process does not answer; do not reuse the memory until it exits"
             );
@@ -404,14 +404,8 @@ impl Agent {
         stats.regions = self.core().memory.regions.count() as u64;
         stats.peer_memory_bytes = self.core().peer_memory.held() as u64;
         stats.gates = self.core().memory.gates.live() as u64;
-        self.core().memory.writers.forget_gone();
-        stats.writers = self.core().memory.writers.count() as u64;
         stats.regions_quarantined = self.core().memory.regions.quarantined() as u64;
-        // Processes of this host that copy by themselves keep their own counts.
-        let theirs = self.core().memory.writers.totals();
-        stats.bytes_received = stats.bytes_received.wrapping_add(theirs.written);
-        stats.bytes_served = stats.bytes_served.wrapping_add(theirs.read);
-        stats.requests_served = stats.requests_served.wrapping_add(theirs.batches);
+        self.services().count(&mut stats);
         stats
     }
 

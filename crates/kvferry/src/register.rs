@@ -82,7 +82,7 @@ impl Agent {
         if len == 0 {
             return Err(Error::invalid("the region has no bytes"));
         }
-        if core.memory.regions.registry_fd().is_none() || len < SHARED_MIN {
+        if !core.memory.regions.maps_memory() || len < SHARED_MIN {
             return self.insert_private(Mapping::populated(len), len, access);
         }
         let shared = Shared::allocate("kvferry-region", len)
@@ -267,12 +267,9 @@ fn quiesce(core: &Core, removed: &[&Region]) -> Result<()> {
     let until = now() + core.settings.silence;
     let Unquiet { stuck, copied, occupied } =
         core.memory.quiesce(removed.iter().copied(), false, until);
-    for region in removed {
-        core.memory.writers.unmap(&region.0);
-    }
-    if let Some(gate) = occupied.first() {
+    if let Some(copier) = occupied.first() {
         core.memory.regions.quarantine(removed.iter().copied(), &occupied, &stuck);
-        return Err(quarantined(&gate.writer.name).with("region", removed[0].id()));
+        return Err(quarantined(copier.name()).with("region", removed[0].id()));
     }
     if !stuck.is_empty() {
         core.memory.regions.quarantine(removed.iter().copied(), &occupied, &stuck);
@@ -282,8 +279,8 @@ fn quiesce(core: &Core, removed: &[&Region]) -> Result<()> {
     }
     if let Some(region) = copied {
         core.memory.regions.quarantine(removed.iter().copied(), &occupied, &stuck);
-        let what = "a copy of a device or a file that uses the memory does not end; do not reuse the \
-                    memory, and unregister it again later";
+        let what = "a copy of a device or a file that uses the memory does not end, or a transport still \
+                    holds the memory; do not reuse the memory, and unregister it again later";
         return Err(Error::new(ErrorKind::Quarantined, what).with("region", region));
     }
     Ok(())

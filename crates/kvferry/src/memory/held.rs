@@ -8,13 +8,6 @@ use crate::memory::region::{Region, RegionInner};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 use kvferry_sys::span::HostSpan;
-use kvferry_sys::uring::Range;
-
-/// Bytes of a region that are registered with the kernel at once. A registration keeps the pages in memory
-/// and takes some 0.1 ms per MiB.
-const RANGE_BYTES: usize = 16 << 20;
-/// Ranges overlap by the bytes of the longest operation, so that each lies in one range.
-pub(crate) const OVERLAP_BYTES: usize = 1 << 20;
 
 /// The reason why memory can't be held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,19 +50,10 @@ impl Held {
         let held = Self(Arc::clone(region));
         region.is_alive().then_some(held)
     }
-}
 
-impl Held {
-    /// The range of the region that may be registered for operations on `span`; `None` for a span that is
-    /// longer than ranges overlap.
-    pub(crate) fn range(&self, span: HostSpan) -> Option<Range<'_>> {
-        let region = &self.0;
-        let number = (span.as_ptr() as usize).wrapping_sub(region.base) / RANGE_BYTES;
-        let first = number * RANGE_BYTES;
-        let len = region.len.checked_sub(first)?.min(RANGE_BYTES + OVERLAP_BYTES);
-        let whole = region.span(first as u64, len);
-        let is_inside = span.as_ptr() as usize + span.len() <= whole.as_ptr() as usize + len;
-        is_inside.then_some(Range { pins: &region.pins, number: number as u64, span: whole })
+    /// The region, whose memory and keys can be used until the value is dropped.
+    pub(crate) fn region(&self) -> &RegionInner {
+        &self.0
     }
 }
 

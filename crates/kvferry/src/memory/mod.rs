@@ -6,13 +6,11 @@
 //! 1. The caller of `Agent::register` promises that a range stays mapped until it is unregistered.
 //! 2. A span of the range exists only inside a gate, after its region was seen alive inside that
 //!    gate ([`cursor`]).
-//! 3. `unregister` marks the region dead and then waits until every gate was seen empty ([`gate`])
-//!    and until started device copies have ended ([`device`]).
+//! 3. `unregister` marks the region dead and then waits until every gate was seen empty ([`gate`]),
+//!    until started device copies have ended ([`device`]), and until transports have released what they
+//!    keep for the region ([`user`]).
 //!
 //! So no span outlives the promise.
-//!
-//! Processes of this host that copy directly follow the same rules, with gates and a table in
-//! shared memory ([`registry`], [`writers`]).
 
 pub(crate) mod cursor;
 pub(crate) mod device;
@@ -21,13 +19,13 @@ pub(crate) mod fuzzing;
 pub(crate) mod gate;
 pub(crate) mod held;
 pub(crate) mod region;
-pub(crate) mod registry;
 pub(crate) mod remote;
-pub(crate) mod writers;
+pub(crate) mod user;
 
 pub use device::{DeviceMemory, Stage};
 pub use region::{Access, Region, RemoteRegion};
 
+use crate::sync::Arc;
 use kvferry_proto::{RegionId, Timestamp};
 use smallvec::SmallVec;
 
@@ -36,10 +34,10 @@ use smallvec::SmallVec;
 pub(crate) struct Unquiet {
     /// Copiers of this process that hang.
     pub(crate) stuck: Vec<gate::Stuck>,
-    /// A region that a device or a file operation still copies.
+    /// A region that a device or a file operation still copies, or that a transport has not released.
     pub(crate) copied: Option<RegionId>,
-    /// Gates of other processes.
-    pub(crate) occupied: Vec<writers::Occupied>,
+    /// Copiers of other processes and of devices.
+    pub(crate) occupied: Vec<Arc<dyn user::Copier>>,
 }
 
 /// An agent's memory: its regions, and their copiers.
@@ -48,13 +46,11 @@ pub(crate) struct Memory {
     pub(crate) regions: region::RegionTable,
     /// Copiers of this process.
     pub(crate) gates: gate::Gates,
-    /// Processes of this host that copy to and from this agent's memory directly.
-    pub(crate) writers: writers::Writers,
 }
 
 impl Memory {
     /// Waits until nothing touches these regions, which were removed from the table, at most until `until`.
-    /// Copiers and processes of other regions count as well if `are_all`.
+    /// Copiers of other regions count as well if `are_all`.
     ///
     /// All that may be inside is noted first, so that one copier that hangs has no other one that has left
     /// since be reported.
@@ -68,11 +64,12 @@ impl Memory {
         let ids: SmallVec<[RegionId; 16]> = removed.clone().map(Region::id).collect();
         let concerned = (!are_all).then_some(&ids[..]);
         let mut stuck = self.gates.inside(concerned);
-        let mut occupied = self.writers.inside(concerned);
+        let mut occupied = self.regions.copiers(concerned);
+        removed.clone().for_each(|region| region.0.keys.revoke());
         stuck.retain(|copier| !copier.wait(until));
         // Copies of devices and files that were started before the removal end on their own, or hang.
-        let copied = region::RegionTable::wait_for_copies(removed, until);
-        occupied.retain(|gate| !gate.wait(until));
+        let copied = region::RegionTable::wait_for_release(removed, until);
+        occupied.retain(|copier| !copier.wait(until));
         Unquiet { stuck, copied, occupied }
     }
 }

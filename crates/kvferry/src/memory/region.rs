@@ -3,8 +3,7 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::device::DeviceMemory;
 use crate::memory::gate::Stuck;
-use crate::memory::registry::Registry;
-use crate::memory::writers::Occupied;
+use crate::memory::user::{Copier, Keys, MemoryUser};
 use crate::reactor::now;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{
@@ -12,17 +11,13 @@ use crate::sync::{
 };
 use kvferry_proto::pack;
 use kvferry_proto::{Incarnation, RegionId, Timestamp, WireCode};
-use kvferry_sys::alive::AliveMark;
 use kvferry_sys::map::Mapping;
-use kvferry_sys::pins::Pins;
 use kvferry_sys::shared::Shared;
 use kvferry_sys::span::HostSpan;
 use rustc_hash::{FxHashMap, FxHashSet};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -82,8 +77,8 @@ pub(crate) struct RegionInner {
     pub(crate) base: usize,
     pub(crate) len: usize,
     pub(crate) access: Access,
-    /// Registrations of the memory with the kernel. Before `backing`: they end before memory is unmapped.
-    pub(crate) pins: Pins,
+    /// What transports keep for the memory. Before `backing`: it ends before memory is unmapped.
+    pub(crate) keys: Keys,
     pub(crate) backing: Backing,
     name: OnceLock<String>,
     alive: AtomicBool,
@@ -92,13 +87,13 @@ pub(crate) struct RegionInner {
     quarantine: Mutex<Quarantine>,
 }
 
-/// Whether an unresponsive process, or a copier of this one that hangs, may still be writing.
+/// Whether an unresponsive copier may still be writing.
 #[derive(Debug, Default)]
 enum Quarantine {
     #[default]
     Never,
-    /// The gates in which processes and copiers of this process were seen and that they have not left.
-    Inside(Vec<Occupied>, Vec<Stuck>),
+    /// Copiers of others and of this process that were seen and have not left.
+    Inside(Vec<Arc<dyn Copier>>, Vec<Stuck>),
     Lifted,
 }
 
@@ -109,19 +104,24 @@ impl RegionInner {
 
     fn quarantine(&self) -> MutexGuard<'_, Quarantine> {
         let mut quarantine = lock(&self.quarantine);
-        if let Quarantine::Inside(gates, own) = &mut *quarantine {
-            gates.retain(|gate| !gate.is_left());
+        if let Quarantine::Inside(copiers, own) = &mut *quarantine {
+            copiers.retain(|copier| !copier.is_left());
             own.retain(|gate| !gate.is_left());
-            if gates.is_empty() && own.is_empty() && self.copies.load(Ordering::SeqCst) == 0 {
-                // A registration with the kernel is made while a copy is counted, so none follows.
-                self.pins.close();
+            if copiers.is_empty() && own.is_empty() && self.is_released() {
                 *quarantine = Quarantine::Lifted;
             }
         }
         quarantine
     }
 
-    /// Whether an unresponsive process may still write to the region, or a copy still uses it.
+    /// Releases the keys of an unregistered region once no copy is counted. False while a copy is, or
+    /// while something holds the memory through a key.
+    fn is_released(&self) -> bool {
+        // A key gets to the memory while a copy is counted, so none does after this.
+        self.copies.load(Ordering::SeqCst) == 0 && self.keys.release()
+    }
+
+    /// Whether an unresponsive copier may still write to the region, or a copy still uses it.
     pub(crate) fn is_quarantined(&self) -> bool {
         matches!(*self.quarantine(), Quarantine::Inside(..))
     }
@@ -151,7 +151,7 @@ impl RegionInner {
         // SAFETY: the range is inside the region. A borrowed region is mapped until it is
         // unregistered (`Agent::register`'s contract), an owned one until its last handle is
         // dropped; and `unregister` returns only after the caller has left the gate it holds, and after
-        // `pins` was closed, which ends registrations of the span with the kernel.
+        // `keys` were released, which ends registrations of the span.
         unsafe { HostSpan::new((self.base as *mut u8).add(offset), len) }
     }
 }
@@ -322,9 +322,9 @@ pub(crate) struct Tables {
     /// Host regions only: device memory has no address in this process.
     by_addr: BTreeMap<usize, Arc<RegionInner>>,
     next_id: u32,
-    /// The table of regions for writers in other processes.
-    registry: Option<Registry>,
-    /// Unregistered regions that a process may still write to.
+    /// The parts of the agent through which others reach memory.
+    users: Vec<Arc<dyn MemoryUser>>,
+    /// Unregistered regions that a copier may still write to.
     quarantined: Vec<Arc<RegionInner>>,
     /// Unregistered regions whose copiers the unregistering thread still waits for.
     leaving: FxHashSet<RegionId>,
@@ -375,7 +375,7 @@ impl Tables {
             .filter(|region| region.base + region.len > base)
     }
 
-    /// Ends the quarantine of regions whose writers have left their gates.
+    /// Ends the quarantine of regions whose copiers have left.
     fn lift(&mut self) {
         self.quarantined.retain(|region| region.is_quarantined());
     }
@@ -432,7 +432,7 @@ impl Tables {
             base,
             len,
             access,
-            pins: Pins::new(),
+            keys: Keys::default(),
             backing,
             name: OnceLock::new(),
             alive: AtomicBool::new(true),
@@ -443,9 +443,7 @@ impl Tables {
         if !device {
             self.by_addr.insert(base, Arc::clone(&region));
         }
-        if let Some(registry) = &mut self.registry {
-            registry.publish(&region);
-        }
+        self.users.iter().for_each(|user| user.registered(&region));
         Ok(Region(region))
     }
 
@@ -459,9 +457,7 @@ impl Tables {
                 .with("addr", format_args!("{:#x}", region.base)));
         }
         region.alive.store(false, Ordering::SeqCst);
-        if let Some(registry) = &mut self.registry {
-            registry.retract(region.id);
-        }
+        self.users.iter().for_each(|user| user.unregistered(region));
         self.by_id.remove(&region.id.0);
         if let Some(name) = region.name.get() {
             self.by_name.remove(name);
@@ -557,27 +553,29 @@ impl RegionTable {
         }
     }
 
-    /// Waits until no device copies to or from these unregistered regions, then ends the registrations
-    /// of their memory with the kernel. Returns the first one that a device still copies when `until` passes;
-    /// it has no effect on the others.
-    pub(crate) fn wait_for_copies<'a>(
+    /// Waits until no device copies to or from these unregistered regions, and transports have released what
+    /// they keep for them. Returns the first one that is still used when `until` passes; it has no effect on the
+    /// others.
+    pub(crate) fn wait_for_release<'a>(
         regions: impl IntoIterator<Item = &'a Region>,
         until: Timestamp,
     ) -> Option<RegionId> {
-        let mut copied = None;
+        let mut used = None;
         for region in regions {
-            let is_copied = || region.0.copies.load(Ordering::SeqCst) > 0;
-            while is_copied() && now() < until {
+            loop {
+                // The time before the look: each region is looked at once after it has passed.
+                let is_late = now() >= until;
+                if region.0.is_released() {
+                    break;
+                }
+                if is_late {
+                    used = used.or(Some(region.id()));
+                    break;
+                }
                 thread::sleep(LOOK_EVERY);
             }
-            if is_copied() {
-                copied = copied.or(Some(region.id()));
-                continue;
-            }
-            // A registration is made while a copy is counted, so none follows.
-            region.0.pins.close();
         }
-        copied
+        used
     }
 
     pub(crate) fn starting_at(&self, addr: usize) -> Option<Region> {
@@ -637,36 +635,35 @@ impl RegionTable {
         self.read().by_id.get(&id.0).map(|r| Region(Arc::clone(r)))
     }
 
-    // ---- writers in other processes ----
+    // ---- others that reach memory ----
 
-    /// Makes the regions visible to writers in other processes. Called before there are any
-    /// regions.
-    pub(crate) fn publish_to(&self, registry: Registry) {
-        self.write().registry = Some(registry);
+    /// Adds a part of the agent through which others reach memory. Called before there are any regions.
+    pub(crate) fn add_user(&self, user: Arc<dyn MemoryUser>) {
+        self.write().users.push(user);
     }
 
-    /// The table for writers in other processes, if there is one.
-    pub(crate) fn registry_fd(&self) -> Option<OwnedFd> {
-        self.read().registry.as_ref().and_then(|r| r.fd().try_clone_to_owned().ok())
+    /// The copiers of others that may touch one of these regions now (`None`: any region). Every later one
+    /// finds regions that were removed unregistered.
+    pub(crate) fn copiers(&self, regions: Option<&[RegionId]>) -> Vec<Arc<dyn Copier>> {
+        let users = self.read().users.clone();
+        users.iter().flat_map(|user| user.copiers(regions)).collect()
     }
 
-    /// A mark by which writers learn that this thread has ended; `None` without a table.
-    pub(crate) fn mark_alive(&self) -> Option<io::Result<AliveMark>> {
-        self.read().registry.as_ref().map(Registry::mark_alive)
+    /// Whether memory that the agent allocates is to be of a kind that other processes can map.
+    pub(crate) fn maps_memory(&self) -> bool {
+        self.read().users.iter().any(|user| user.maps_memory())
     }
 
-    /// Tells writers that the agent was shut down.
+    /// Tells others that the agent was shut down.
     pub(crate) fn close(&self) {
-        if let Some(registry) = &self.read().registry {
-            registry.close();
-        }
+        self.read().users.iter().for_each(|user| user.closed());
     }
 
-    /// Quarantines the ranges of unregistered regions until the gates are left.
+    /// Quarantines the ranges of unregistered regions until the copiers have left.
     pub(crate) fn quarantine<'a>(
         &self,
         regions: impl IntoIterator<Item = &'a Region>,
-        occupied: &[Occupied],
+        occupied: &[Arc<dyn Copier>],
         stuck: &[Stuck],
     ) {
         let mut tables = self.write();
@@ -695,6 +692,8 @@ impl RegionTable {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::user::tests::Clinging;
+    use kvferry_sys::pins::Pins;
 
     const LIFE: Incarnation = Incarnation(7);
 
@@ -720,16 +719,36 @@ mod tests {
     }
 
     #[test]
-    fn the_wait_for_copies_looks_at_each_region_though_one_is_still_copied() {
+    fn the_wait_for_release_looks_at_each_region_though_one_is_still_copied() {
         let table = RegionTable::default();
         let [copied, quiet] = [0x1000, 0x2000].map(|base| host(&table, base, 16).expect("free"));
+        let pins = |region: &Region| region.0.keys.get(Pins::new).is_closed();
+        assert!(!pins(&copied) && !pins(&quiet));
         copied.0.copies.fetch_add(1, Ordering::SeqCst);
-        let still = RegionTable::wait_for_copies([&copied, &quiet], now());
+        let still = RegionTable::wait_for_release([&copied, &quiet], now());
         assert_eq!(still, Some(copied.id()));
-        assert!(!copied.0.pins.is_closed() && quiet.0.pins.is_closed());
+        assert!(!pins(&copied) && pins(&quiet));
         copied.0.copies.fetch_sub(1, Ordering::SeqCst);
-        assert_eq!(RegionTable::wait_for_copies([&copied, &quiet], now()), None);
-        assert!(copied.0.pins.is_closed());
+        assert_eq!(RegionTable::wait_for_release([&copied, &quiet], now()), None);
+        assert!(pins(&copied));
+    }
+
+    #[test]
+    fn i2_a_region_is_in_quarantine_until_every_transport_has_released_it() {
+        let memory = crate::memory::Memory::default();
+        let region = host(&memory.regions, 0x1000, 16).expect("free");
+        let key = region.0.keys.get(Clinging::default);
+        memory.regions.remove(&region).expect("registered");
+        let unquiet = memory.quiesce([&region], false, now());
+        assert_eq!(unquiet.copied, Some(region.id()));
+        assert_eq!(key.revoked.load(Ordering::SeqCst), 1);
+        memory.regions.quarantine([&region], &unquiet.occupied, &unquiet.stuck);
+        assert!(region.is_quarantined() && !RegionTable::was_lifted(&region));
+        let e = host(&memory.regions, 0x1008, 16).expect_err("its range is not used again");
+        assert_eq!(e.kind(), ErrorKind::Quarantined);
+        key.let_go.store(true, Ordering::SeqCst);
+        assert!(RegionTable::was_lifted(&region) && !region.is_quarantined());
+        host(&memory.regions, 0x1008, 16).expect("free");
     }
 
     #[test]

@@ -23,6 +23,7 @@ pub(crate) mod service;
 
 use crate::error::{Error, Result};
 use crate::reactor::Cx;
+use crate::stats::Stats;
 use crate::sync::Arc;
 use crate::transfer::kind::TransportKind;
 use kvferry_sys::socket::Socket;
@@ -202,6 +203,11 @@ impl Services {
 
     pub(crate) fn announces(&self) -> u64 {
         self.all().map(|service| service.announces()).fold(0, |all, bits| all | bits)
+    }
+
+    /// Adds the figures that only the transports know.
+    pub(crate) fn count(&self, stats: &mut Stats) {
+        self.all().for_each(|service| service.count(stats));
     }
 
     /// The transport of data streams, if it is permitted.

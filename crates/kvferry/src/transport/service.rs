@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use crate::memory::gate::Gate;
 use crate::quota::Permit;
 use crate::reactor::Cx;
+use crate::stats::Stats;
 use crate::sync::Arc;
 use crate::transfer::kind::Transport;
 use crate::transfer::link::Link;
@@ -65,6 +66,9 @@ pub(crate) trait Service: Any + Send + Sync {
     fn attach(&self, _link: &Arc<Link>, attached: Attached) {
         attached(None);
     }
+
+    /// Adds the figures that others keep, who copy by themselves.
+    fn count(&self, _stats: &mut Stats) {}
 
     /// The transport's own handshake, if it has one.
     fn dialer(&self) -> Option<&dyn Dialer> {

@@ -3,12 +3,14 @@
 use super::posix::{Pool, PoolQueue};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::held::Held;
+use crate::memory::user::RegionKey;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Mutex, OnceLock, lock};
 use kvferry_sys::file::File;
+use kvferry_sys::pins::Pins;
 use kvferry_sys::poll::{self, Interest};
 use kvferry_sys::span::HostSpan;
-use kvferry_sys::uring::{Ring, Way};
+use kvferry_sys::uring::{Range, Ring, Way};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::io;
@@ -24,6 +26,33 @@ const WAKE_SHARE: usize = 4;
 const IDLE_QUEUES: usize = 16;
 /// Transfers with files under way at once: each takes a queue, which takes a descriptor.
 const LEASED_MAX: usize = 256;
+
+/// Bytes of a region that are registered with the kernel at once. A registration keeps the pages in memory
+/// and takes some 0.1 ms per MiB.
+const RANGE_BYTES: usize = 16 << 20;
+/// Ranges overlap by the bytes of the longest operation, so that each lies in one range.
+pub(super) const OVERLAP_BYTES: usize = 1 << 20;
+
+/// A region's registrations with rings. An operation makes them while it holds the region.
+impl RegionKey for Pins {
+    fn release(&self) -> bool {
+        self.close();
+        true
+    }
+}
+
+/// The range of the region that may be registered for operations on `span`; `None` for a span that is
+/// longer than ranges overlap.
+fn range(held: &Held, span: HostSpan) -> Option<Range<'_>> {
+    let region = held.region();
+    let number = (span.as_ptr() as usize).wrapping_sub(region.base) / RANGE_BYTES;
+    let first = number * RANGE_BYTES;
+    let len = region.len.checked_sub(first)?.min(RANGE_BYTES + OVERLAP_BYTES);
+    let whole = region.span(first as u64, len);
+    let is_inside = span.as_ptr() as usize + span.len() <= whole.as_ptr() as usize + len;
+    let pins = region.keys.get(Pins::new);
+    is_inside.then_some(Range { pins, number: number as u64, span: whole })
+}
 
 /// The way in which an agent reads and writes files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -135,7 +164,7 @@ impl Queue for RingQueue {
 
     fn push(&mut self, operation: Operation) {
         let Operation { way, offset, span, is_direct, .. } = operation;
-        let range = if is_direct { operation.held.range(span) } else { None };
+        let range = if is_direct { range(&operation.held, span) } else { None };
         let place = range.and_then(|range| self.ring.place(range, span));
         if place.is_some() {
             self.rings.registered.fetch_add(1, Ordering::Relaxed);

@@ -12,8 +12,8 @@
 //! deadline although the device does not answer; unregistering the memory then waits for the device.
 //!
 //! Memory and files that are used often are registered with io_uring, for operations past the page cache.
-//! A registration belongs to the region or the file ([`kvferry_sys::pins`]): `unregister` waits until no operation
-//! holds the memory and takes its registrations back, and a region that is dropped does so before its
+//! A registration belongs to the region, as a [key](crate::memory::user::RegionKey) of it, or to the file
+//! ([`kvferry_sys::pins`]): `unregister` waits until no operation holds the memory and takes its registrations back, and a region that is dropped does so before its
 //! memory is unmapped. It is made while an operation holds the memory, so none follows.
 //!
 //! Wake-up: a queue has a descriptor that is readable while there are completions. A blocking caller

@@ -1,12 +1,12 @@
 //! One transfer between memory and files: keeps a queue full of operations until all have ended.
 
 use super::Shared;
-use super::engine::{Leased, Operation, Queue};
+use super::engine::{Leased, OVERLAP_BYTES, Operation, Queue};
 use super::region::FileInner;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::cursor::Position;
 use crate::memory::gate::Gate;
-use crate::memory::held::{Held, NotHeld, OVERLAP_BYTES};
+use crate::memory::held::{Held, NotHeld};
 use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::sync::Arc;
 use crate::transfer::batch::{Batch, Frame};

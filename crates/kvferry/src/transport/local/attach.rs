@@ -7,11 +7,11 @@
 
 use super::copier::lost;
 use super::maps::Maps;
+use super::registry::{RegistryView, Seen};
 use super::route::LocalRoute;
+use super::writers::WriterPage;
 use super::{LocalPeer, PACKETS_PER_CALL, name_of};
 use crate::host::is_on_this_host;
-use crate::memory::registry::{RegistryView, Seen};
-use crate::memory::writers::WriterPage;
 use crate::reactor::{Cause, Cx, Handler, Next, now};
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use crate::sync::{Arc, Mutex};

@@ -1,14 +1,14 @@
 //! Resolves ranges of the peer, and copies to and from them.
 
+use super::registry::{Missed, Seen};
+use super::writers::WriterGate;
 use super::{ENDED, LocalPeer};
 use crate::core::Core;
 use crate::error::{Error, ErrorKind};
 use crate::memory::cursor::{Pieces, Position};
 use crate::memory::gate::Touches;
 use crate::memory::region::Access;
-use crate::memory::registry::{Missed, Seen};
 use crate::memory::remote;
-use crate::memory::writers::WriterGate;
 use crate::sync::Arc;
 use crate::transfer::batch::Batch;
 use crate::transfer::job::Op;

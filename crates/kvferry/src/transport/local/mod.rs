@@ -3,11 +3,11 @@
 //! Bytes move by `process_vm_writev` and `process_vm_readv`. Memory that the peer allocated through
 //! kvferry is mapped into this process, and copied to and from directly. There is no message per
 //! transfer: the peer keeps a table in shared memory of the ranges that may be touched
-//! (`crate::memory::registry`).
+//! ([`registry`]).
 //!
 //! **Fence.** Reads write this process's memory, inside a gate of this process: `Local`. Writes are
 //! one-sided into standing registered memory: `PeerExit`. The initiator copies a bounded piece at a
-//! time inside a gate that the peer can see (`crate::memory::writers`); the peer's `unregister`
+//! time inside a gate that the peer can see ([`writers`]); the peer's `unregister`
 //! clears the region's entry and waits until the gate was left or the initiator's process is gone.
 //! If neither happens within the silence limit, the range is quarantined.
 //!
@@ -28,16 +28,18 @@ mod copier;
 mod copy;
 mod direct;
 mod maps;
+mod own;
+mod registry;
 mod route;
 mod serve;
 mod share;
+mod writers;
 
 use crate::config::Checksum;
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::gate::Gate;
-use crate::memory::registry::{Index, RegistryView};
-use crate::memory::writers::WriterPage;
+use crate::stats::Stats;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Mutex, lock};
 use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
@@ -48,7 +50,10 @@ use kvferry_sys::fd::Fd;
 use kvferry_sys::shared::Shared;
 use kvferry_sys::unix::Channel;
 use maps::Maps;
+use own::OwnMemory;
+use registry::{Index, RegistryView};
 use std::time::Duration;
+use writers::WriterPage;
 
 /// Bytes copied inside a gate at a time: an unregistering peer waits for one such piece, a tenth of
 /// a millisecond. Larger pieces are no faster.
@@ -96,34 +101,45 @@ impl Transport for Local {
 
 impl Start for Local {
     fn start(&self, cx: &Startup<'_>) -> Result<Arc<dyn Service>> {
-        let obstacle = if cx.config.checksum == Checksum::On {
-            Some("checksums are on, and copies within a host have none".to_owned())
+        let memory = if cx.config.checksum == Checksum::On {
+            Err("checksums are on, and copies within a host have none".to_owned())
         } else {
-            serve::listen(cx.core, cx.directory).err().map(|e| {
+            serve::listen(cx.core, cx.directory).map_err(|e| {
                 tracing::warn!(error = %e, "transfers within the host go over tcp");
                 e.to_string()
             })
         };
-        Ok(Arc::new(LocalService { obstacle }))
+        Ok(Arc::new(LocalService { memory }))
     }
 }
 
 /// The transport of one agent.
 struct LocalService {
-    /// The reason why this agent can't use transfers within the host, if it can't.
-    obstacle: Option<String>,
+    /// This agent's memory for other processes, or the reason why it can't use transfers within the host.
+    memory: Result<Arc<OwnMemory>, String>,
 }
 
 impl Service for LocalService {
     fn announces(&self) -> u64 {
-        if self.obstacle.is_none() { CAPABILITY_LOCAL } else { 0 }
+        if self.memory.is_ok() { CAPABILITY_LOCAL } else { 0 }
     }
 
     fn attach(&self, link: &Arc<Link>, attached: Attached) {
-        match &self.obstacle {
-            Some(obstacle) => attached(Some(obstacle.clone())),
-            None => attach::attach(link, attached),
+        match &self.memory {
+            Err(obstacle) => attached(Some(obstacle.clone())),
+            Ok(_) => attach::attach(link, attached),
         }
+    }
+
+    /// Adds the counts of the processes that copy by themselves.
+    fn count(&self, stats: &mut Stats) {
+        let Ok(memory) = &self.memory else { return };
+        memory.writers.forget_gone();
+        stats.writers = memory.writers.count() as u64;
+        let theirs = memory.writers.totals();
+        stats.bytes_received = stats.bytes_received.wrapping_add(theirs.written);
+        stats.bytes_served = stats.bytes_served.wrapping_add(theirs.read);
+        stats.requests_served = stats.requests_served.wrapping_add(theirs.batches);
     }
 }
 
@@ -212,10 +228,10 @@ impl LocalPeer {
 
 #[cfg(test)]
 mod tests {
+    use super::registry::Registry;
     use super::route::LocalRoute;
     use super::*;
     use crate::memory::region::Access;
-    use crate::memory::registry::Registry;
     use crate::reactor::now;
     use crate::transfer::drive;
     use crate::transfer::job::{Job, Op};

@@ -1,21 +1,20 @@
 //! The target's side: lets processes of the same user on this host reach this agent's memory.
 
+use super::own::{OwnMemory, lend};
+use super::registry::Registry;
+use super::writers::Writer;
 use super::{PACKETS_PER_CALL, name_of};
 use crate::core::Core;
 use crate::error::{Error, Result};
-use crate::memory::region::RegionInner;
-use crate::memory::registry::Registry;
-use crate::memory::writers::Writer;
 use crate::quota::Permit;
 use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next};
-use crate::sync::{Arc, Weak, lock};
+use crate::sync::{Arc, Weak};
 use crate::transfer::link::Copying;
 use crate::transport::service::Directory;
 use kvferry_proto::auth::MAC_LEN;
 use kvferry_proto::local::{PROBE_LEN, PROOF};
 use kvferry_proto::{
-    LocalPacket, Opener, Opening, PREAUTH_MAX, RegionId, Sniff, Sniffer, StreamHello, Timestamp,
-    WireCode,
+    LocalPacket, Opener, Opening, PREAUTH_MAX, Sniff, Sniffer, StreamHello, Timestamp, WireCode,
 };
 use kvferry_sys::alive::AliveMark;
 use kvferry_sys::map::Mapping;
@@ -26,24 +25,27 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// Opens the socket and makes the table by which processes of this host reach the agent's memory.
-pub(super) fn listen(core: &Arc<Core>, directory: &Arc<dyn Directory>) -> Result<()> {
+pub(super) fn listen(core: &Arc<Core>, directory: &Arc<dyn Directory>) -> Result<Arc<OwnMemory>> {
     let channel = Channel::listen(name_of(core.incarnation).as_bytes())
         .map_err(|e| Error::io("a local socket can't be made", e))?;
     let registry = Registry::create().map_err(|e| Error::io("shared memory can't be made", e))?;
-    core.memory.regions.publish_to(registry);
+    let memory = OwnMemory::new(registry);
+    core.memory.regions.add_user(Arc::clone(&memory) as _);
     let listener = LocalListener {
         core: Arc::downgrade(core),
         directory: Arc::downgrade(directory),
+        memory: Arc::clone(&memory),
         channel,
         alive: None,
     };
     core.threads.control.add(core.threads.control.token(), Box::new(listener));
-    Ok(())
+    Ok(memory)
 }
 
 struct LocalListener {
     core: Weak<Core>,
     directory: Weak<dyn Directory>,
+    memory: Arc<OwnMemory>,
     channel: Channel,
     /// Belongs to the control thread, which makes and drops it.
     alive: Option<AliveMark>,
@@ -58,8 +60,8 @@ impl Handler for LocalListener {
         let Some(core) = self.core.upgrade() else { return Next::Close };
         if self.alive.is_none() {
             // Made before any process can map the table.
-            match core.memory.regions.mark_alive().transpose() {
-                Ok(mark) => self.alive = mark,
+            match self.memory.mark_alive() {
+                Ok(mark) => self.alive = Some(mark),
                 Err(e) => {
                     tracing::warn!(error = %e, "transfers within the host go over tcp");
                     return Next::Close;
@@ -84,6 +86,7 @@ impl Handler for LocalListener {
                     let conn = HandshakeConn {
                         core: Weak::clone(&self.core),
                         directory: Weak::clone(&self.directory),
+                        memory: Arc::clone(&self.memory),
                         channel: Arc::new(channel),
                         stage: Stage::Hello,
                         deadline: cx.now + core.settings.handshake_timeout(),
@@ -121,6 +124,7 @@ enum Stage {
 struct HandshakeConn {
     core: Weak<Core>,
     directory: Weak<dyn Directory>,
+    memory: Arc<OwnMemory>,
     channel: Arc<Channel>,
     stage: Stage,
     deadline: Timestamp,
@@ -133,7 +137,7 @@ impl HandshakeConn {
     /// Handles one packet; an error is the code to refuse with.
     fn take(&mut self, core: &Arc<Core>, bytes: &[u8], fds: Vec<OwnedFd>) -> Result<(), WireCode> {
         match &mut self.stage {
-            Stage::Hello => self.hello(core, bytes, fds),
+            Stage::Hello => self.hello(bytes, fds),
             Stage::Probe { writer, bytes: expected, .. } => {
                 let Ok(LocalPacket::Probe { code, bytes: read }) = LocalPacket::decode(bytes)
                 else {
@@ -144,7 +148,7 @@ impl HandshakeConn {
                 }
                 let writer = Arc::clone(writer);
                 // Before the message that lets the initiator begin.
-                core.memory.writers.add(Arc::clone(&writer));
+                self.memory.writers.add(Arc::clone(&writer));
                 self.stage = Stage::Attached(writer);
                 let attached = LocalPacket::Attached { code: WireCode::Ok };
                 self.channel.send(&attached.encode(), &[]).map_err(|_| WireCode::Closed)
@@ -160,7 +164,7 @@ impl HandshakeConn {
         }
     }
 
-    fn hello(&mut self, core: &Arc<Core>, bytes: &[u8], fds: Vec<OwnedFd>) -> Result<(), WireCode> {
+    fn hello(&mut self, bytes: &[u8], fds: Vec<OwnedFd>) -> Result<(), WireCode> {
         let hello = parse_hello(bytes).ok_or(WireCode::Malformed)?;
         let page = fds.into_iter().next().ok_or(WireCode::Malformed)?;
         let directory = self.directory.upgrade().ok_or(WireCode::Closed)?;
@@ -173,7 +177,7 @@ impl HandshakeConn {
         let bytes: [u8; PROBE_LEN] = random::bytes().map_err(internal)?;
         let probe = Mapping::anonymous(PROBE_LEN).map_err(internal)?;
         probe.span(0, PROBE_LEN).copy_from(&bytes);
-        let registry = core.memory.regions.registry_fd().ok_or(WireCode::Unsupported)?;
+        let registry = self.memory.registry_fd().map_err(internal)?;
         let offer = LocalPacket::Offer { code: WireCode::Ok, probe: probe.as_ptr() as u64, mac };
         let name = link.info().map_or_else(|| link.address.clone(), |info| info.name.clone());
         let writer = Writer::open(page, Arc::clone(&self.channel), name).map_err(internal)?;
@@ -193,24 +197,6 @@ fn parse_hello(bytes: &[u8]) -> Option<StreamHello> {
     match Opener::new().feed(rest) {
         Ok(Some(Opening::Stream { hello, .. })) => Some(hello),
         _ => None,
-    }
-}
-
-/// Sends a writer the memory of a region, if it is registered.
-fn lend(writer: &Writer, id: RegionId, region: Option<&RegionInner>) {
-    // `Writer::take_back` runs after the region was marked dead, and takes the same lock. Either it
-    // finds the entry made here, and its message follows this one, or this function sees that the
-    // region is dead.
-    let mut mapped = lock(&writer.mapped);
-    let shared = region.filter(|region| region.is_alive()).and_then(RegionInner::shared);
-    let (code, len) = match shared {
-        Some(shared) => (WireCode::Ok, shared.len() as u64),
-        None => (WireCode::UnknownRegion, 0),
-    };
-    let fds: Vec<BorrowedFd<'_>> = shared.iter().map(|shared| shared.as_fd()).collect();
-    let answer = LocalPacket::Mapped { region: id, code, len };
-    if writer.channel.send(&answer.encode(), &fds).is_ok() && code.is_ok() {
-        mapped.insert(id.0);
     }
 }
 
@@ -261,55 +247,8 @@ impl Handler for HandshakeConn {
 
 impl Drop for HandshakeConn {
     fn drop(&mut self) {
-        if let (Stage::Attached(_), Some(core)) = (&self.stage, self.core.upgrade()) {
-            core.memory.writers.forget_gone();
+        if matches!(self.stage, Stage::Attached(_)) {
+            self.memory.writers.forget_gone();
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::memory::region::{Access, Backing, Region, RegionTable};
-    use crate::memory::writers::WriterPage;
-    use kvferry_proto::Incarnation;
-    use kvferry_proto::local::PACKET_LEN;
-    use kvferry_sys::shared::Shared;
-
-    fn allocate(table: &RegionTable) -> Region {
-        let shared = Shared::create("kvferry-test", 4096).expect("memory");
-        let (base, len) = (shared.as_ptr() as usize, shared.len());
-        let backing = Backing::Shared(Arc::new(shared));
-        table.insert(Incarnation(1), base, len, Access::READ_WRITE, backing).expect("no overlap")
-    }
-
-    fn next(channel: &Channel) -> LocalPacket {
-        let mut buffer = [0; PACKET_LEN];
-        let len = channel.recv(&mut buffer).expect("a packet").len;
-        LocalPacket::decode(&buffer[..len]).expect("well formed")
-    }
-
-    #[test]
-    fn memory_that_is_sent_while_its_region_is_unregistered_is_revoked_or_not_sent() {
-        let name = format!("kvferry-lend-{}", std::process::id());
-        let listener = Channel::listen(name.as_bytes()).expect("a free name");
-        let there = Channel::connect(name.as_bytes()).expect("just made");
-        let here = Arc::new(listener.accept().expect("connected"));
-        let page = WriterPage::create().expect("memory");
-        let fd = page.fd().try_clone_to_owned().expect("a descriptor");
-        let writer = Writer::open(fd, here, "test".into()).expect("a page of gates");
-        let table = RegionTable::default();
-        let region = allocate(&table);
-        let (id, inner) = (region.id(), &*region.0);
-        lend(&writer, id, Some(inner));
-        assert!(matches!(next(&there), LocalPacket::Mapped { code: WireCode::Ok, .. }));
-        table.remove(&region).expect("registered");
-        writer.take_back(inner);
-        assert_eq!(next(&there), LocalPacket::Unmapped { region: id });
-        // Looked up before the region was removed, sent afterwards.
-        lend(&writer, id, Some(inner));
-        let refused = LocalPacket::Mapped { region: id, code: WireCode::UnknownRegion, len: 0 };
-        assert_eq!(next(&there), refused);
-        assert!(lock(&writer.mapped).is_empty(), "no mapping is left to be revoked");
     }
 }

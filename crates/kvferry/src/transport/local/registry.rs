@@ -355,6 +355,7 @@ impl Index {
 
 #[cfg(test)]
 mod tests {
+    use super::super::own::OwnMemory;
     use super::*;
     use crate::memory::region::{Backing, Region, RegionTable};
     use kvferry_proto::Incarnation;
@@ -365,7 +366,7 @@ mod tests {
         let registry = Registry::create().expect("memory");
         let fd = registry.fd().try_clone_to_owned().expect("a descriptor");
         let table = RegionTable::default();
-        table.publish_to(registry);
+        table.add_user(OwnMemory::new(registry));
         (table, RegistryView::open(fd).expect("ours"))
     }
 

@@ -1,7 +1,7 @@
 //! Stops writers in other processes of this host, or detects that one does not stop.
 //!
 //! A process that copies into this agent's memory directly does so inside gates, as the agent's own
-//! copiers do ([`gate`](super::gate)), but the gates are in a page shared by both processes. The
+//! copiers do (`crate::memory::gate`), but the gates are in a page shared by both processes. The
 //! argument is the same: the writer stores "inside", then loads whether the region is registered,
 //! from the owner's table ([`registry`](super::registry)); the owner clears the region's entry,
 //! then loads the writer's gates. All four accesses are sequentially consistent, so the writer
@@ -13,15 +13,14 @@
 //! thread that could be inside has closed its descriptors, or when its process has exited.
 
 use crate::memory::gate::Touches;
-use crate::memory::region::RegionInner;
+use crate::memory::user::Copier;
 use crate::reactor::now;
 use crate::sync::atomic::{AtomicBool, Ordering, fence};
 use crate::sync::{Arc, Mutex, lock};
-use kvferry_proto::{LocalPacket, RegionId, Timestamp};
+use kvferry_proto::{RegionId, Timestamp};
 use kvferry_sys::fd::Fd;
 use kvferry_sys::shared::Shared;
 use kvferry_sys::unix::Channel;
-use rustc_hash::FxHashSet;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
@@ -150,21 +149,10 @@ pub(crate) struct Writer {
     pidfd: Fd,
     /// Names the process in logs.
     pub(crate) name: String,
-    /// Regions whose memory the process has mapped.
-    pub(crate) mapped: Mutex<FxHashSet<u32>>,
     gone: AtomicBool,
 }
 
 impl Writer {
-    /// Tells the process to unmap a region. If its socket is full, it keeps the memory mapped until
-    /// it asks for other memory or its session ends.
-    pub(crate) fn take_back(&self, region: &RegionInner) {
-        let mut mapped = lock(&self.mapped);
-        if mapped.remove(&region.id.0) {
-            let _ = self.channel.send(&LocalPacket::Unmapped { region: region.id }.encode(), &[]);
-        }
-    }
-
     pub(crate) fn open(fd: OwnedFd, channel: Arc<Channel>, name: String) -> io::Result<Self> {
         let shared = Shared::open(fd, LEN, false)?;
         if shared.load(AT_MAGIC) != MAGIC {
@@ -172,8 +160,7 @@ impl Writer {
             return Err(io::Error::new(io::ErrorKind::InvalidData, what));
         }
         let pidfd = channel.peer_pidfd()?;
-        let (mapped, gone) = (Mutex::default(), AtomicBool::new(false));
-        Ok(Self { shared, channel, pidfd, name, mapped, gone })
+        Ok(Self { shared, channel, pidfd, name, gone: AtomicBool::new(false) })
     }
 
     /// Whether the process can never enter a gate again.
@@ -217,14 +204,17 @@ pub(crate) struct Occupied {
     state: u64,
 }
 
-impl Occupied {
+impl Copier for Occupied {
+    fn name(&self) -> &str {
+        &self.writer.name
+    }
+
     /// Whether the process has left the gate since.
-    pub(crate) fn is_left(&self) -> bool {
+    fn is_left(&self) -> bool {
         self.writer.state(self.gate) != self.state || self.writer.is_gone()
     }
 
-    /// Waits until the process has left the gate, at most until `until`. Looks at least once.
-    pub(crate) fn wait(&self, until: Timestamp) -> bool {
+    fn wait(&self, until: Timestamp) -> bool {
         for attempt in 0u32.. {
             if self.is_left() {
                 return true;
@@ -282,14 +272,7 @@ impl Writers {
         });
     }
 
-    /// Asks the processes that have mapped a region, which is marked dead, to unmap it.
-    pub(crate) fn unmap(&self, region: &RegionInner) {
-        if region.shared().is_some() {
-            self.all().iter().for_each(|writer| writer.take_back(region));
-        }
-    }
-
-    pub(crate) fn all(&self) -> Vec<Arc<Writer>> {
+    fn all(&self) -> Vec<Arc<Writer>> {
         lock(&self.live).clone()
     }
 
