@@ -73,7 +73,7 @@ pub struct FileBench {
     /// Block sizes, at most 64 MiB; one at least.
     pub sizes: Vec<u64>,
     /// Engine by which kvferry reads and writes.
-    pub engine: kvferry::FileEngine,
+    pub engine: &'static str,
     /// A Python interpreter with NIXL and `kvferry_peers`. `None`: NIXL is not measured.
     pub peers: Option<PathBuf>,
     /// `None`: 7, or 2 if `quick`.

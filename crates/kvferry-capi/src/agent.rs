@@ -4,7 +4,7 @@ use crate::error::kvferry_error;
 use crate::guard::{self, Failure};
 use crate::handles;
 use crate::structs::{self, Versioned};
-use kvferry::{Agent, Checksum, Config, FileEngine, Secret, Transports};
+use kvferry::{Agent, Checksum, Config, Secret, Transports};
 use std::ffi::{c_char, c_int};
 
 /// One kvferry endpoint in a process. A handle, not an address.
@@ -79,13 +79,9 @@ unsafe fn config(options: &kvferry_agent_options) -> Result<Config, Failure> {
     }
     let mut engine = None;
     set(&mut engine, options.file_engine, "the file engine")?;
-    config.file_engine = match engine.as_deref() {
-        None => config.file_engine,
-        Some("auto") => FileEngine::Auto,
-        Some("uring") => FileEngine::Uring,
-        Some("posix") => FileEngine::Posix,
-        Some(_) => return Err(Failure::invalid("the file engine is auto, uring or posix")),
-    };
+    if let Some(engine) = engine {
+        config.transport_settings.set("file_engine", engine)?;
+    }
     if !options.secret.is_null() || options.secret_len != 0 {
         // SAFETY: the caller's promise.
         let secret = unsafe { guard::array(options.secret, options.secret_len, "the secret") }?;
@@ -101,7 +97,9 @@ unsafe fn config(options: &kvferry_agent_options) -> Result<Config, Failure> {
     let number = |wished: u32, default| if wished == 0 { default } else { Some(wished as usize) };
     config.io_threads = number(options.io_threads, config.io_threads);
     config.streams_per_peer = number(options.streams_per_peer, config.streams_per_peer);
-    config.mooncake |= options.mooncake != 0;
+    if options.mooncake != 0 {
+        config.transport_settings.set("mooncake", true)?;
+    }
     if options.silence_ms != 0 {
         config.silence_ms = options.silence_ms;
     }

@@ -4,7 +4,6 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use kvferry::FileEngine;
 use kvferry_bench::model::{Dtype, Model};
 use kvferry_bench::options::{
     Checksums, FileBench, HandoffOptions, Measure, OffloadBench, Op, Part, Placement, Shape, Size,
@@ -941,9 +940,9 @@ impl BenchFileArgs {
             bytes: self.bytes.unwrap_or(if self.quick { 128 << 20 } else { 512 << 20 }),
             sizes: self.sizes.clone(),
             engine: match self.engine {
-                Engine::Auto => FileEngine::Auto,
-                Engine::Uring => FileEngine::Uring,
-                Engine::Posix => FileEngine::Posix,
+                Engine::Auto => "auto",
+                Engine::Uring => "uring",
+                Engine::Posix => "posix",
             },
             peers: self.peers.clone(),
             rounds: self.rounds.map(|rounds| rounds as usize),

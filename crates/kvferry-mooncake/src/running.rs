@@ -205,7 +205,7 @@ fn settings(local_hostname: &str, directory: &Directory) -> Answer<Config> {
     if ip.is_some() || may_be_address {
         config.advertise = Some(host.to_owned());
     }
-    config.mooncake = true;
+    config.transport_settings.set("mooncake", true)?;
     Ok(config)
 }
 

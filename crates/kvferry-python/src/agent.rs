@@ -197,10 +197,15 @@ impl Agent {
         }
         config.streams_per_peer = streams_per_peer.or(config.streams_per_peer);
         config.io_threads = io_threads.or(config.io_threads);
-        config.mooncake = mooncake.unwrap_or(config.mooncake);
-        config.ptracer_any = ptracer_any.unwrap_or(config.ptracer_any);
-        if let Some(engine) = file_engine {
-            config.file_engine = files::parse_engine(py, engine)?;
+        let settings = [
+            ("mooncake", mooncake.map(|on| on.to_string())),
+            ("ptracer_any", ptracer_any.map(|on| on.to_string())),
+            ("file_engine", file_engine.map(str::to_owned)),
+        ];
+        for (name, value) in settings {
+            let Some(value) = value else { continue };
+            let set = config.transport_settings.set(name, value);
+            set.map_err(|e| error::exception(py, &e))?;
         }
 
         let agent = blocking::run(py, |_| kvferry::Agent::start(config))?;

@@ -7,23 +7,11 @@ use crate::error;
 use crate::memory::RemoteRegion;
 use crate::peer::TransferStats;
 use crate::transfer::Transfer;
-use kvferry::{DirectIo, FileEngine, FileOptions, Options};
+use kvferry::{DirectIo, FileOptions, Options};
 use pyo3::prelude::*;
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
-
-pub(crate) fn parse_engine(py: Python<'_>, name: &str) -> PyResult<FileEngine> {
-    match name {
-        "auto" => Ok(FileEngine::Auto),
-        "uring" => Ok(FileEngine::Uring),
-        "posix" => Ok(FileEngine::Posix),
-        other => Err(error::invalid(
-            py,
-            &format!("file_engine must be \"auto\", \"uring\" or \"posix\", not {other:?}"),
-        )),
-    }
-}
 
 pub(crate) fn parse_direct(py: Python<'_>, text: &str) -> PyResult<DirectIo> {
     match text {

@@ -51,7 +51,7 @@ impl AgentFabric {
             .name(name)
             .listen(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
             .transports(Transports::parse(self.transports)?)
-            .mooncake(self.transports.contains("mooncake"))
+            .setting("mooncake", self.transports.contains("mooncake"))
             // No scenario is about silence; a loaded machine delays heartbeats.
             .silence(self.patience() / 5)
             .checksum(self.checksum);

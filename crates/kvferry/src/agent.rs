@@ -6,7 +6,7 @@
 
 use crate::address;
 use crate::builder::AgentBuilder;
-use crate::config::Config;
+use crate::config::{Checksum, Config};
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Unquiet;
@@ -230,11 +230,6 @@ impl Agent {
         let is_open = config.secret.is_none() && !users.is_on();
         let warning = is_open.then(|| warn_once_that_open(local_addr)).flatten();
         let warning = Mutex::new(warning.or_else(|| warn_if_short(config.secret.as_ref())));
-        if config.ptracer_any
-            && let Err(e) = kvferry_sys::unix::let_any_process_attach()
-        {
-            tracing::debug!(error = %e, "ptracer_any has no effect: this kernel has no Yama");
-        }
 
         let start = |name: String, linger: Duration| {
             Reactor::start(name, linger).map_err(|e| Error::io("a thread can't be started", e))
@@ -274,8 +269,17 @@ impl Agent {
         let (core, sessions) = (agent.core(), &agent.0.sessions);
         let directory: Arc<dyn Directory> = Arc::clone(sessions) as _;
         let (config, advertised) = (&agent.0.config, agent.advertised());
-        let startup = Startup { core, config, local_addr, advertised, directory: &directory };
-        sessions.set_services(Services::start(&startup)?);
+        let startup = Startup {
+            core,
+            settings: &config.transport_settings,
+            has_secret: config.secret.is_some(),
+            must_check: config.checksum == Checksum::On,
+            speaks_native,
+            local_addr,
+            advertised,
+            directory: &directory,
+        };
+        sessions.set_services(Services::start(config.transports, &startup)?);
 
         let remote = &core.threads.control;
         remote.add(reactor::FIRST, Box::new(SuspendTimer::new(Arc::downgrade(sessions))));

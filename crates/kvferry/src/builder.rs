@@ -4,7 +4,6 @@ use crate::agent::Agent;
 use crate::config::{Checksum, Config, empty_secret};
 use crate::error::Result;
 use crate::transport::Transports;
-use crate::transport::file::FileEngine;
 use kvferry_proto::Secret;
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -23,12 +22,11 @@ pub struct AgentBuilder {
     io_threads: Option<usize>,
     streams_per_peer: Option<usize>,
     checksum: Option<Checksum>,
-    file_engine: Option<FileEngine>,
     silence: Option<Duration>,
     timeout: Option<Duration>,
     peer_memory: Option<u64>,
-    mooncake: Option<bool>,
-    ptracer_any: Option<bool>,
+    /// Settings of transports, in the order of the calls.
+    settings: Vec<(String, String)>,
 }
 
 impl AgentBuilder {
@@ -102,14 +100,6 @@ impl AgentBuilder {
         self
     }
 
-    /// Sets the engine that reads and writes files. Default: io_uring if the system permits it,
-    /// else threads.
-    #[must_use]
-    pub fn file_engine(mut self, engine: FileEngine) -> Self {
-        self.file_engine = Some(engine);
-        self
-    }
-
     /// Sets the longest silence of a peer during a transfer, after which its session ends with
     /// `PeerSilent`: 0.1 to 600 s. Default: 3 s.
     #[must_use]
@@ -133,25 +123,20 @@ impl AgentBuilder {
         self
     }
 
-    /// Whether the agent serves stock Mooncake peers. Opens a second port.
+    /// Sets a setting of a transport by its name, such as `setting("mooncake", true)` or
+    /// `setting("file_engine", "posix")`. [`TransportSettings::all`](crate::TransportSettings::all) lists
+    /// them. [`AgentBuilder::build`] refuses unknown names and values.
     #[must_use]
-    pub fn mooncake(mut self, on: bool) -> Self {
-        self.mooncake = Some(on);
-        self
-    }
-
-    /// Whether any process of the same user may attach to this process, which `local` needs if Yama's
-    /// `ptrace_scope` is 1. It also allows debuggers, and holds until the process ends.
-    #[must_use]
-    pub fn ptracer_any(mut self, on: bool) -> Self {
-        self.ptracer_any = Some(on);
+    pub fn setting(mut self, name: &str, value: impl ToString) -> Self {
+        self.settings.push((name.to_owned(), value.to_string()));
         self
     }
 
     /// The configuration that [`AgentBuilder::start`] would use.
     ///
     /// # Errors
-    /// As [`Config::from_env`]; `InvalidArgument` if the secret is empty.
+    /// As [`Config::from_env`]; `InvalidArgument` if the secret is empty, or a setting of a transport is
+    /// unknown or does not have the value.
     pub fn build(self) -> Result<Config> {
         let mut config = match self.config {
             Some(config) => config,
@@ -168,12 +153,12 @@ impl AgentBuilder {
         config.io_threads = self.io_threads.or(config.io_threads);
         config.streams_per_peer = self.streams_per_peer.or(config.streams_per_peer);
         config.checksum = self.checksum.unwrap_or(config.checksum);
-        config.file_engine = self.file_engine.unwrap_or(config.file_engine);
         config.silence_ms = self.silence.map_or(config.silence_ms, ms);
         config.timeout_ms = self.timeout.map_or(config.timeout_ms, ms);
         config.peer_memory = self.peer_memory.or(config.peer_memory);
-        config.mooncake = self.mooncake.unwrap_or(config.mooncake);
-        config.ptracer_any = self.ptracer_any.unwrap_or(config.ptracer_any);
+        for (name, value) in self.settings {
+            config.transport_settings.set(&name, value)?;
+        }
         Ok(config)
     }
 

@@ -6,9 +6,8 @@ use crate::address::{self, AdvertisedBy};
 use crate::core::{Settings, Sizing};
 use crate::error::{Error, ErrorKind, Result};
 use crate::peer_memory::{PEER_MEMORY_MIN, default_budget};
-use crate::transfer::TransportKind;
 use crate::transport::Transports;
-use crate::transport::file::FileEngine;
+use crate::transport::settings::TransportSettings;
 use kvferry_proto::Secret;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -59,14 +58,14 @@ impl Checksum {
 /// | `io_threads` | `KVFERRY_IO_THREADS` | half of the cores, 1 to 64 |
 /// | `streams_per_peer` | `KVFERRY_STREAMS` | 2 × I/O threads, 4 to 64 |
 /// | `checksum` | `KVFERRY_CHECKSUM` | auto |
-/// | `file_engine` | `KVFERRY_FILE_ENGINE` | auto |
 /// | `silence_ms` | `KVFERRY_SILENCE_MS` | 3000 |
 /// | `timeout_ms` | `KVFERRY_TIMEOUT_MS` | 30000 |
 /// | `peer_memory` | `KVFERRY_PEER_MEMORY` | 1/64 of the memory that the process may use, at least 64 MiB |
-/// | `mooncake` | – | false |
-/// | `ptracer_any` | `KVFERRY_PTRACER_ANY` | false |
+///
+/// Transports have settings of their own, which the JSON has beside these: [`TransportSettings::all`] lists
+/// them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(default)]
 #[non_exhaustive]
 pub struct Config {
     /// Version of this structure; see [`CONFIG_VERSION`].
@@ -89,8 +88,6 @@ pub struct Config {
     pub streams_per_peer: Option<usize>,
     /// Whether payload carries checksums.
     pub checksum: Checksum,
-    /// The engine that reads and writes files.
-    pub file_engine: FileEngine,
     /// Longest silence of a peer during a transfer, after which its session ends, in milliseconds, 100 to 600 000.
     pub silence_ms: u64,
     /// The time limit of a transfer whose caller sets none, in milliseconds, 1 to 86 400 000.
@@ -100,11 +97,9 @@ pub struct Config {
     /// it, and all hosts of one network a third; messages that wait
     /// for slow peers get a half of it. At least 16 MiB. Requests and sessions that need more end with `Busy`.
     pub peer_memory: Option<u64>,
-    /// Whether the agent serves stock Mooncake peers. Opens a second port.
-    pub mooncake: bool,
-    /// Whether any process of the same user may attach to this process; see
-    /// [`AgentBuilder::ptracer_any`](crate::AgentBuilder::ptracer_any).
-    pub ptracer_any: bool,
+    /// The settings of the transports. They refuse fields of the JSON that nothing knows.
+    #[serde(flatten)]
+    pub transport_settings: TransportSettings,
 }
 
 impl Default for Config {
@@ -119,12 +114,10 @@ impl Default for Config {
             io_threads: None,
             streams_per_peer: None,
             checksum: Checksum::Auto,
-            file_engine: FileEngine::Auto,
             silence_ms: 3_000,
             timeout_ms: 30_000,
             peer_memory: None,
-            mooncake: false,
-            ptracer_any: false,
+            transport_settings: TransportSettings::default(),
         }
     }
 }
@@ -192,13 +185,9 @@ impl Config {
         )?;
         config.io_threads = env_number("KVFERRY_IO_THREADS")?;
         config.streams_per_peer = env_number("KVFERRY_STREAMS")?;
-        if let Some(text) = env("KVFERRY_FILE_ENGINE") {
-            config.file_engine = FileEngine::parse(&text)?;
-        }
         if let Some(text) = env("KVFERRY_CHECKSUM") {
             config.checksum = Checksum::parse(&text)?;
         }
-        config.ptracer_any = env_number::<u8>("KVFERRY_PTRACER_ANY")?.is_some_and(|on| on != 0);
         if let Some(ms) = env_number("KVFERRY_SILENCE_MS")? {
             config.silence_ms = ms;
         }
@@ -206,6 +195,7 @@ impl Config {
             config.timeout_ms = ms;
         }
         config.peer_memory = env_number("KVFERRY_PEER_MEMORY")?;
+        config.transport_settings = TransportSettings::from_env(env)?;
         Ok(config)
     }
 
@@ -264,7 +254,7 @@ impl Config {
 
     /// Threads that only copy within the host: as many as I/O threads, while there are cores for them.
     pub(crate) fn copy_threads(&self) -> usize {
-        if self.transports.contains(TransportKind::LOCAL) {
+        if self.transports.has_copiers() {
             self.io_threads().min(kvferry_sys::thread::cores().saturating_sub(self.io_threads()))
         } else {
             0
@@ -327,6 +317,8 @@ mod tests {
         let config = Config::from_json(golden).expect("the JSON of version 1");
         assert_eq!(config.checksum, Checksum::On);
         assert_eq!(config.streams_per_peer(), 8);
+        assert_eq!(config.transport_settings.get("mooncake"), Some("true"));
+        assert!(config.to_json().contains(r#""mooncake": true"#), "{}", config.to_json());
         assert_eq!(Config::from_json(&config.to_json()).expect("the output of to_json"), config);
     }
 
@@ -387,6 +379,8 @@ mod tests {
             r#"{"streams_per_peer":1000}"#,
             r#"{"transports":"unknown"}"#,
             r#"{"name":""}"#,
+            r#"{"file_engine":"aio"}"#,
+            r#"{"mooncake":"perhaps"}"#,
         ] {
             assert!(Config::from_json(json).is_err(), "{json}");
         }

@@ -65,4 +65,5 @@ pub use session::channel::{Channel, Message, MessageHandler, Receipt, Watch};
 pub use stats::Stats;
 pub use transfer::{Batch, Capabilities, Fence, Options, Transfer, TransferStats, TransportKind};
 pub use transport::Transports;
-pub use transport::file::{DirectIo, FileEngine, FileOptions, FileRegion};
+pub use transport::file::{DirectIo, FileOptions, FileRegion};
+pub use transport::settings::{TransportSetting, TransportSettings};

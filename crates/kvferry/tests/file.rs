@@ -1,8 +1,8 @@
 //! Batches between memory and files: each sentence with io_uring and with threads.
 
 use kvferry::{
-    Access, Agent, Batch, DirectIo, ErrorKind, FileEngine, FileOptions, FileRegion, Notification,
-    Options, Region, TransportKind,
+    Access, Agent, Batch, DirectIo, ErrorKind, FileOptions, FileRegion, Notification, Options,
+    Region, TransportKind,
 };
 use kvferry_sys::map::Mapping;
 use kvferry_testkit::hanging::HangingDisk;
@@ -24,13 +24,17 @@ struct Rig {
 
 impl Rig {
     /// `None` if the engine can't be used here.
-    fn new(engine: FileEngine) -> Option<Self> {
+    fn new(engine: &str) -> Option<Self> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let folder =
             std::env::temp_dir().join(format!("kvferry-file-{}-{count}", std::process::id()));
         fs::create_dir_all(&folder).expect("a folder for temporary files");
-        let agent = Agent::builder().name("files").file_engine(engine).start().expect("an agent");
+        let agent = Agent::builder()
+            .name("files")
+            .setting("file_engine", engine)
+            .start()
+            .expect("an agent");
         let rig = Self { agent, folder };
         match rig.agent.open_file(rig.folder.join("probe"), &FileOptions::create(1)) {
             Ok(_) => Some(rig),
@@ -72,11 +76,11 @@ impl Drop for Rig {
 macro_rules! sentences {
     ($($name:ident)*) => {
         mod uring {
-            $(#[test] fn $name() { super::Rig::new(super::FileEngine::Uring).inspect(super::$name); })*
+            $(#[test] fn $name() { super::Rig::new("uring").inspect(super::$name); })*
         }
         mod posix {
             $(#[test] fn $name() {
-                super::$name(&super::Rig::new(super::FileEngine::Posix).expect("always there"));
+                super::$name(&super::Rig::new("posix").expect("always there"));
             })*
         }
     };
@@ -564,7 +568,7 @@ fn a_low_limit_of_locked_memory_only_means_that_none_is_registered() {
     // SAFETY: a plain system call with a valid argument.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit) }, 0);
     drop_ipc_lock();
-    let Some(rig) = Rig::new(FileEngine::Uring) else { return };
+    let Some(rig) = Rig::new("uring") else { return };
     let file = rig.file("limited", &FileOptions::create(24 * MIB));
     let memory = rig.memory(24 * MIB);
     let source = fill(&memory, 40);
@@ -595,10 +599,10 @@ fn drop_ipc_lock() {
 
 #[test]
 fn a_shutdown_ends_a_transfer_without_a_deadline_whose_device_hangs() {
-    for engine in [FileEngine::Posix, FileEngine::Uring] {
+    for engine in ["posix", "uring"] {
         let Some(rig) = Rig::new(engine) else { continue };
         let Some(disk) = HangingDisk::mount(&rig.folder) else { return };
-        let builder = Agent::builder().name("hangs").file_engine(engine);
+        let builder = Agent::builder().name("hangs").setting("file_engine", engine);
         let agent = builder.silence(Duration::from_millis(200)).start().expect("an agent");
         let file = agent.open_file(rig.folder.join("file"), &FileOptions::create(MIB));
         let file = file.expect("a file");
@@ -627,7 +631,7 @@ fn a_shutdown_ends_a_transfer_without_a_deadline_whose_device_hangs() {
 #[test]
 fn a_device_that_hangs_takes_no_thread_from_files_of_others() {
     let _watchdog = Watchdog::new(PATIENCE);
-    let rig = Rig::new(FileEngine::Posix).expect("always there");
+    let rig = Rig::new("posix").expect("always there");
     let at = rig.folder.join("hangs");
     fs::create_dir(&at).expect("a folder");
     let Some(disk) = HangingDisk::mount(&at) else { return };

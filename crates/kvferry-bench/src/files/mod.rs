@@ -223,7 +223,7 @@ impl Place {
         let agent = Agent::builder()
             .name("bench-file")
             .transports(Transports::only(TransportKind::TCP))
-            .file_engine(options.engine)
+            .setting("file_engine", options.engine)
             .start()?;
         let folder = options.folder.clone().unwrap_or_else(std::env::temp_dir);
         let path = folder.join(format!("kvferry-bench-{}", std::process::id()));

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 
-use kvferry::{AdvertisedBy, Config};
+use kvferry::{AdvertisedBy, Config, TransportSetting, TransportSettings};
 use kvferry_sys::net::InterfaceAddress;
 use serde_json::json;
 
@@ -28,6 +28,8 @@ pub(super) struct Settings {
     pub(super) everywhere: Result<(SocketAddr, String, AdvertisedBy), String>,
     pub(super) transports: Result<String, String>,
     pub(super) secret: bool,
+    /// Settings of transports that do not have their default, with their values.
+    pub(super) of_transports: Vec<(&'static TransportSetting, &'static str)>,
 }
 
 impl Settings {
@@ -50,8 +52,15 @@ impl Settings {
                 .map(|config| config.transports.to_string())
                 .map_err(|_| refused()),
             secret: checked.as_ref().is_ok_and(|config| config.secret.is_some()),
+            of_transports: checked.as_ref().map(set_of_transports).unwrap_or_default(),
         }
     }
+}
+
+fn set_of_transports(config: &Config) -> Vec<(&'static TransportSetting, &'static str)> {
+    let values = TransportSettings::all()
+        .filter_map(|setting| Some((setting, config.transport_settings.get(setting.name())?)));
+    values.filter(|(setting, value)| *value != setting.default_value()).collect()
 }
 
 pub(super) fn check(host: &Host, tries: &Tries, settings: &Settings) -> Group {
@@ -107,6 +116,10 @@ fn agent(settings: &Settings, own: &[InterfaceAddress]) -> Vec<Finding> {
         Ok(names) => Finding::ok("transports", names.replace(',', ", ")),
         Err(why) => Finding::bad("transports", why.as_str()).fix("correct KVFERRY_TRANSPORTS"),
     });
+    findings.extend(settings.of_transports.iter().map(|(setting, value)| {
+        let words = format!("{value}: {}", setting.about());
+        Finding::ok("setting", words).of(setting.name()).fact("value", *value)
+    }));
     findings
 }
 
@@ -350,6 +363,20 @@ mod tests {
         open.listen = Some("0.0.0.0:0".into());
         let findings = agent(&Settings::of(Ok(open)), &own());
         assert!(findings.iter().any(|f| f.id == "secret" && f.mark == Mark::Note), "{findings:?}");
+    }
+
+    #[test]
+    fn settings_of_transports_are_shown_where_they_are_not_the_default() {
+        let mut config = Config::default();
+        let shown = |config: &Config| {
+            let findings = agent(&Settings::of(Ok(config.clone())), &own());
+            findings.into_iter().find(|found| found.id == "setting")
+        };
+        assert!(shown(&config).is_none());
+        config.transport_settings.set("file_engine", "posix").expect("a value");
+        let found = shown(&config).expect("it is not the default");
+        assert_eq!((&*found.subject, found.mark), ("file_engine", Mark::Ok));
+        assert!(found.finding.starts_with("posix: how files"), "{found:?}");
     }
 
     #[test]

@@ -175,7 +175,7 @@ fn start(transports: Option<Transports>) -> Result<Agent, Error> {
         builder = builder.transports(transports);
     }
     // As an engine's drop-in: it also connects to stock Mooncake peers, unless a secret is set.
-    builder.mooncake(!secret).start()
+    builder.setting("mooncake", !secret).start()
 }
 
 enum Met {

@@ -426,7 +426,11 @@ mod tests {
         for names in ["tcp", "local", "mooncake", "all"] {
             let start = |names: &str| {
                 let transports = Transports::parse(names).expect("names");
-                Agent::builder().transports(transports).mooncake(true).start().expect("an agent")
+                Agent::builder()
+                    .transports(transports)
+                    .setting("mooncake", true)
+                    .start()
+                    .expect("an agent")
             };
             let (near, far) = (start(names), start("all"));
             let alive: Vec<_> = [&near, &far]

@@ -20,6 +20,7 @@
 
 pub(crate) mod refusal;
 pub(crate) mod service;
+pub(crate) mod settings;
 
 use crate::error::{Error, Result};
 use crate::reactor::Cx;
@@ -29,6 +30,7 @@ use crate::transfer::kind::TransportKind;
 use kvferry_sys::socket::Socket;
 use serde::{Deserialize, Serialize};
 use service::{Dialer, Service, Start, Startup, Streams};
+use settings::TransportSetting;
 use std::any::Any;
 use std::fmt;
 
@@ -97,7 +99,16 @@ impl Transports {
 
     /// Whether the set has a transport that uses kvferry's own sessions.
     pub(crate) fn has_native(self) -> bool {
-        TABLE.iter().any(|start| self.contains(start.kind()) && start.is_native())
+        self.any(|transport| transport.is_native())
+    }
+
+    /// Whether the set has a transport whose shares copy memory by the processor.
+    pub(crate) fn has_copiers(self) -> bool {
+        self.any(|transport| transport.has_copiers())
+    }
+
+    fn any(self, is_such: fn(&dyn Start) -> bool) -> bool {
+        TABLE.iter().any(|transport| self.contains(transport.kind()) && is_such(*transport))
     }
 
     /// The transports of the set.
@@ -131,6 +142,11 @@ impl Transports {
         }
         Ok(Self(set))
     }
+}
+
+/// The settings of all transports of this build.
+fn settings() -> impl Iterator<Item = &'static TransportSetting> {
+    TABLE.iter().chain(WITHOUT_PEER).flat_map(|transport| transport.settings())
 }
 
 /// Zero for a transport without a peer.
@@ -176,9 +192,8 @@ pub(crate) struct Services {
 }
 
 impl Services {
-    /// Starts the permitted transports.
-    pub(crate) fn start(cx: &Startup<'_>) -> Result<Self> {
-        let allowed = cx.config.transports;
+    /// Starts the permitted transports, and those without a peer.
+    pub(crate) fn start(allowed: Transports, cx: &Startup<'_>) -> Result<Self> {
         let (mut native, mut foreign) = (Vec::new(), Vec::new());
         for transport in TABLE.iter().filter(|transport| allowed.contains(transport.kind())) {
             let services = if transport.is_native() { &mut native } else { &mut foreign };

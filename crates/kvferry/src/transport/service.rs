@@ -1,6 +1,5 @@
 //! The traits of a transport, except those that move bytes; see the parent module.
 
-use crate::config::Config;
 use crate::core::Core;
 use crate::error::{Error, Result};
 use crate::memory::gate::Gate;
@@ -10,6 +9,7 @@ use crate::stats::Stats;
 use crate::sync::Arc;
 use crate::transfer::kind::Transport;
 use crate::transfer::link::Link;
+use crate::transport::settings::{TransportSetting, TransportSettings};
 use kvferry_proto::{Guard, ProofLabel, StreamHello, StreamId, WireCode};
 use kvferry_sys::socket::Socket;
 use std::any::Any;
@@ -20,6 +20,17 @@ pub(crate) trait Start: Transport {
     /// Whether the transport uses kvferry's own sessions.
     fn is_native(&self) -> bool {
         true
+    }
+
+    /// Whether the transport's shares copy memory by the processor. Then the agent has threads for them
+    /// beside its I/O threads.
+    fn has_copiers(&self) -> bool {
+        false
+    }
+
+    /// The transport's settings. [`Startup::settings`] has their values.
+    fn settings(&self) -> &'static [TransportSetting] {
+        &[]
     }
 
     /// Starts the part that serves peers. Called if the transport is permitted.
@@ -33,7 +44,13 @@ pub(crate) trait Start: Transport {
 /// An agent at the start of its transports.
 pub(crate) struct Startup<'a> {
     pub(crate) core: &'a Arc<Core>,
-    pub(crate) config: &'a Config,
+    pub(crate) settings: &'a TransportSettings,
+    /// Peers must prove a secret.
+    pub(crate) has_secret: bool,
+    /// Payload must carry checksums.
+    pub(crate) must_check: bool,
+    /// The agent uses kvferry's own sessions.
+    pub(crate) speaks_native: bool,
     pub(crate) local_addr: SocketAddr,
     /// The `host:port` that is advertised to peers.
     pub(crate) advertised: &'a str,

@@ -30,7 +30,7 @@ fn agent() -> Agent {
 }
 
 fn builder() -> AgentBuilder {
-    Agent::builder().name("test").mooncake(true)
+    Agent::builder().name("test").setting("mooncake", true)
 }
 
 /// Bytes that depend on their position and a seed.

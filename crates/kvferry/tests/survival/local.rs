@@ -530,7 +530,7 @@ fn a_process_that_lets_any_process_attach_is_reached_under_yama() {
     if !is_under_yama("ptracer_any under Yama") {
         return;
     }
-    let builder = Agent::builder().name("parent").ptracer_any(true);
+    let builder = Agent::builder().name("parent").setting("ptracer_any", true);
     let agent = builder.start().expect("an agent starts");
     let ours = private(&agent, MIB, Access::READ_WRITE, 1);
     let mut child = Child::spawn();

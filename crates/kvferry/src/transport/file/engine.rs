@@ -11,7 +11,6 @@ use kvferry_sys::pins::Pins;
 use kvferry_sys::poll::{self, Interest};
 use kvferry_sys::span::HostSpan;
 use kvferry_sys::uring::{Range, Ring, Way};
-use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::io;
 use std::ops::{Deref, DerefMut};
@@ -54,30 +53,20 @@ fn range(held: &Held, span: HostSpan) -> Option<Range<'_>> {
     is_inside.then_some(Range { pins, number: number as u64, span: whole })
 }
 
-/// The way in which an agent reads and writes files.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FileEngine {
-    /// io_uring if the system permits it, else threads.
-    #[default]
-    Auto,
-    /// io_uring: opening a file fails where the system does not permit it.
-    Uring,
-    /// Threads that call `pread` and `pwrite`.
-    Posix,
-}
+/// Values of the setting: io_uring if the system permits it, else threads.
+pub(super) const AUTO: &str = "auto";
+/// io_uring: opening a file fails where the system does not permit it.
+const URING: &str = "uring";
+/// Threads that call `pread` and `pwrite`.
+const POSIX: &str = "posix";
 
-impl FileEngine {
-    pub(crate) fn parse(text: &str) -> Result<Self> {
-        match text.to_ascii_lowercase().as_str() {
-            "auto" | "" => Ok(Self::Auto),
-            "uring" | "io_uring" => Ok(Self::Uring),
-            "posix" => Ok(Self::Posix),
-            _ => {
-                Err(Error::invalid("the file engine must be auto, uring or posix")
-                    .with("value", text))
-            }
-        }
+/// Parses the setting.
+pub(super) fn parse(text: &str) -> Result<&'static str, &'static str> {
+    match text.to_ascii_lowercase().as_str() {
+        AUTO | "" => Ok(AUTO),
+        URING | "io_uring" => Ok(URING),
+        POSIX => Ok(POSIX),
+        _ => Err("must be auto, uring or posix"),
     }
 }
 
@@ -210,7 +199,8 @@ impl Queue for RingQueue {
 
 /// The engine of an agent; chosen when the first file is opened.
 pub(crate) struct Engine {
-    asked: FileEngine,
+    /// The setting: [`AUTO`], [`URING`] or [`POSIX`].
+    asked: &'static str,
     chosen: OnceLock<Chosen>,
     rings: Arc<Rings>,
     idle: Mutex<Vec<Box<dyn Queue>>>,
@@ -259,7 +249,7 @@ impl fmt::Debug for Engine {
 }
 
 impl Engine {
-    pub(super) fn new(asked: FileEngine) -> Self {
+    pub(super) fn new(asked: &'static str) -> Self {
         let (chosen, idle, leased) = (OnceLock::new(), Mutex::default(), Arc::default());
         Self { asked, chosen, rings: Arc::default(), idle, leased }
     }
@@ -270,7 +260,7 @@ impl Engine {
             return Ok(());
         }
         let ring = match self.asked {
-            FileEngine::Posix => Err("posix: as the setting file_engine says".to_owned()),
+            POSIX => Err("posix: as the setting file_engine says".to_owned()),
             _ => RingQueue::new(&self.rings).map_err(|e| {
                 let hint = match e.kind() {
                     io::ErrorKind::PermissionDenied => {
@@ -286,7 +276,7 @@ impl Engine {
                 self.keep(Box::new(ring));
                 Chosen { pool: None, text: "uring".to_owned() }
             }
-            Err(why) if self.asked == FileEngine::Uring => {
+            Err(why) if self.asked == URING => {
                 return Err(Error::new(
                     ErrorKind::Unsupported,
                     "io_uring can't be used; set the file engine to posix or auto",
@@ -362,7 +352,7 @@ mod tests {
 
     #[test]
     fn more_transfers_at_once_than_there_are_queues_are_refused_until_one_ends() {
-        let engine = Engine::new(FileEngine::Posix);
+        let engine = Engine::new(POSIX);
         let mut leased: Vec<_> = (0..LEASED_MAX).map(|_| engine.take().expect("a place")).collect();
         let refused = engine.take().err().expect("all are taken");
         assert_eq!((refused.kind(), refused.context("max")), (ErrorKind::Busy, Some("256")));
@@ -378,13 +368,11 @@ mod tests {
 
     #[test]
     fn the_engine_and_why_it_was_chosen_are_known() {
-        let engine = Engine::new(FileEngine::Posix);
+        let engine = Engine::new(POSIX);
         assert_eq!(engine.text(), None);
         engine.choose().expect("always there");
         assert_eq!(engine.text().as_deref(), Some("posix: as the setting file_engine says"));
-        for (text, expected) in [("auto", FileEngine::Auto), ("URING", FileEngine::Uring)] {
-            assert_eq!(FileEngine::parse(text).expect("a name"), expected);
-        }
-        assert!(FileEngine::parse("aio").is_err());
+        assert_eq!((parse("Auto"), parse("io_uring")), (Ok(AUTO), Ok(URING)));
+        assert!(parse("aio").is_err());
     }
 }

@@ -29,7 +29,6 @@ mod region;
 mod route;
 mod share;
 
-pub use engine::FileEngine;
 pub use region::{DirectIo, FileOptions, FileRegion};
 
 use crate::core::Core;
@@ -42,6 +41,7 @@ use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
 use crate::transfer::link::{Backend, Link};
 use crate::transfer::{Options, Transfer};
 use crate::transport::service::{Service, Start, Startup};
+use crate::transport::settings::TransportSetting;
 use engine::Engine;
 use kvferry_proto::{Incarnation, RegionId};
 use region::Table;
@@ -73,7 +73,19 @@ impl Transport for File {
     }
 }
 
+static ENGINE: TransportSetting = TransportSetting {
+    name: "file_engine",
+    variable: Some("KVFERRY_FILE_ENGINE"),
+    about: "how files are read and written: `uring`, `posix`, `auto` (io_uring where the system permits it)",
+    default: engine::AUTO,
+    parse: engine::parse,
+};
+
 impl Start for File {
+    fn settings(&self) -> &'static [TransportSetting] {
+        std::slice::from_ref(&ENGINE)
+    }
+
     fn start(&self, cx: &Startup<'_>) -> Result<Arc<dyn Service>> {
         Ok(Arc::new(Storage::new(cx)))
     }
@@ -100,7 +112,7 @@ impl Storage {
         let core = Arc::clone(cx.core);
         let shared = Arc::new(Shared {
             table: Table::default(),
-            engine: Engine::new(cx.config.file_engine),
+            engine: Engine::new(cx.settings.value(&ENGINE)),
         });
         let link = Link::new(core, "files".to_owned(), cx.local_addr, Arc::new(NoPeer), 1);
         link.add_route(Arc::new(FileRoute(Arc::clone(&shared))));

@@ -35,7 +35,6 @@ mod serve;
 mod share;
 mod writers;
 
-use crate::config::Checksum;
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::gate::Gate;
@@ -45,6 +44,7 @@ use crate::sync::{Arc, Mutex, lock};
 use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
 use crate::transfer::link::Link;
 use crate::transport::service::{Attached, Service, Start, Startup};
+use crate::transport::settings::{self, TransportSetting};
 use kvferry_proto::{CAPABILITY_LOCAL, Incarnation, LocalPacket, RegionId, Timestamp};
 use kvferry_sys::fd::Fd;
 use kvferry_sys::shared::Shared;
@@ -99,9 +99,31 @@ impl Transport for Local {
     }
 }
 
+static PTRACER_ANY: TransportSetting = TransportSetting {
+    name: "ptracer_any",
+    variable: Some("KVFERRY_PTRACER_ANY"),
+    about: "let any process of this user attach to this one, until it ends: `local` needs that under Yama's \
+            `ptrace_scope` 1. Debuggers may attach as well",
+    default: settings::OFF,
+    parse: settings::switch,
+};
+
 impl Start for Local {
+    fn has_copiers(&self) -> bool {
+        true
+    }
+
+    fn settings(&self) -> &'static [TransportSetting] {
+        std::slice::from_ref(&PTRACER_ANY)
+    }
+
     fn start(&self, cx: &Startup<'_>) -> Result<Arc<dyn Service>> {
-        let memory = if cx.config.checksum == Checksum::On {
+        if cx.settings.is_on(&PTRACER_ANY)
+            && let Err(e) = kvferry_sys::unix::let_any_process_attach()
+        {
+            tracing::debug!(error = %e, "ptracer_any has no effect: this kernel has no Yama");
+        }
+        let memory = if cx.must_check {
             Err("checksums are on, and copies within a host have none".to_owned())
         } else {
             serve::listen(cx.core, cx.directory).map_err(|e| {

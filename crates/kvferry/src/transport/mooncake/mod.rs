@@ -52,6 +52,7 @@ use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
 use crate::transfer::lanes::Lane;
 use crate::transfer::link::Link;
 use crate::transport::service::{Dialer, Directory, OnDialed, Service, Start, Startup};
+use crate::transport::settings::{self, TransportSetting};
 use kvferry_sys::socket::Socket;
 use peer::MooncakePeer;
 use std::net::SocketAddr;
@@ -89,14 +90,26 @@ impl Transport for Mooncake {
     }
 }
 
+static SERVE: TransportSetting = TransportSetting {
+    name: "mooncake",
+    variable: None,
+    about: "serve stock Mooncake peers, which opens a second port, and connect to them",
+    default: settings::OFF,
+    parse: settings::switch,
+};
+
 impl Start for Mooncake {
+    fn settings(&self) -> &'static [TransportSetting] {
+        std::slice::from_ref(&SERVE)
+    }
+
     fn is_native(&self) -> bool {
         false
     }
 
     fn start(&self, cx: &Startup<'_>) -> Result<Arc<dyn Service>> {
-        let has_secret = cx.config.secret.is_some();
-        let native_too = cx.config.transports.has_native();
+        let (has_secret, native_too) = (cx.has_secret, cx.speaks_native);
+        let is_on = cx.settings.is_on(&SERVE);
         if has_secret {
             let what = "a secret is set, and Mooncake's protocol has no authentication";
             if !native_too {
@@ -104,7 +117,7 @@ impl Start for Mooncake {
             }
             tracing::debug!("Mooncake's protocol is off: {what}");
         }
-        let serves = cx.config.mooncake && !has_secret;
+        let serves = is_on && !has_secret;
         let data = serves.then(|| inbound::listen(cx.local_addr)).transpose()?;
         let server = Arc::new(MooncakeServer {
             core: Arc::clone(cx.core),
@@ -119,7 +132,7 @@ impl Start for Mooncake {
         if let Some((socket, _)) = data {
             inbound::serve(&server, socket);
         }
-        let dials = !has_secret && (!native_too || cx.config.mooncake);
+        let dials = !has_secret && (!native_too || is_on);
         Ok(Arc::new(MooncakeService { server, dials }))
     }
 }
