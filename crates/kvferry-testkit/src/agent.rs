@@ -93,7 +93,7 @@ impl Fabric for AgentFabric {
             Ok(Arc::new(AgentEnd {
                 agent: agent.clone(),
                 peer,
-                memories: Mutex::default(),
+                memories: Memories::default(),
                 closed: AtomicBool::new(false),
                 by_address: !self.names_regions(),
             }))
@@ -103,7 +103,7 @@ impl Fabric for AgentFabric {
 }
 
 /// An error as the suite compares it.
-fn failure(error: kvferry::Error) -> Failure {
+pub(crate) fn failure(error: kvferry::Error) -> Failure {
     Failure {
         kind: error.kind().as_str().to_owned(),
         quiesced: error.quiesced(),
@@ -134,17 +134,45 @@ fn span(stage: &Stage) -> HostSpan {
     unsafe { HostSpan::new(stage.as_ptr(), stage.len()) }
 }
 
+/// The memory that was registered with an agent. Kept until the agent ends: if it fails to stop a copier,
+/// the suite finds the bytes, and the process does not crash.
+#[derive(Default)]
+pub(crate) struct Memories(Mutex<Vec<Memory>>);
+
+impl Memories {
+    /// Registers a part of some memory.
+    pub(crate) fn register(
+        &self,
+        agent: &Agent,
+        memory: &Memory,
+        offset: usize,
+        len: usize,
+        access: Access,
+    ) -> Result<Region, Failure> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(memory.clone());
+        let inner = match memory.device() {
+            Some(device) => {
+                assert_eq!((offset, len), (0, memory.len()), "a device is registered as a whole");
+                agent.register_device(Arc::new(device.clone()), access)
+            }
+            // SAFETY: this value keeps the memory mapped until the agent is gone, it is writable, and no
+            // reference to its bytes exists.
+            None => unsafe { agent.register(memory.span(offset, len).as_ptr(), len, access) },
+        };
+        let inner = Arc::new(inner.map_err(failure)?);
+        Ok(Region { memory: memory.clone(), offset, len, access, inner })
+    }
+}
+
 struct AgentEnd {
     agent: Agent,
     peer: Peer,
-    // Kept until the agent ends: if it fails to stop a copier, the suite finds the bytes, and the
-    // process does not crash.
-    memories: Mutex<Vec<Memory>>,
+    memories: Memories,
     closed: AtomicBool,
     by_address: bool,
 }
 
-fn region_of(region: &Region) -> kvferry::Region {
+pub(crate) fn region_of(region: &Region) -> kvferry::Region {
     let region = Arc::clone(&region.inner).downcast::<kvferry::Region>();
     (*region.expect("regions of this fabric are agents' regions")).clone()
 }
@@ -183,18 +211,7 @@ impl Endpoint for AgentEnd {
         len: usize,
         access: Access,
     ) -> Result<Region, Failure> {
-        self.memories.lock().unwrap_or_else(PoisonError::into_inner).push(memory.clone());
-        let inner = match memory.device() {
-            Some(device) => {
-                assert_eq!((offset, len), (0, memory.len()), "a device is registered as a whole");
-                self.agent.register_device(Arc::new(device.clone()), access)
-            }
-            // SAFETY: the memory is kept mapped by `memories` until the agent is gone, it is
-            // writable, and no reference to its bytes exists.
-            None => unsafe { self.agent.register(memory.span(offset, len).as_ptr(), len, access) },
-        };
-        let inner = Arc::new(inner.map_err(failure)?);
-        Ok(Region { memory: memory.clone(), offset, len, access, inner })
+        self.memories.register(&self.agent, memory, offset, len, access)
     }
 
     fn unregister(&self, region: &Region) -> Result<(), Failure> {

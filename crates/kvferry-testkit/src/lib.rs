@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`suite`] | the conformance suite: a transport runs it by one macro line |
 //! | [`fabric`] | the interface that the suite needs of a transport |
-//! | [`agent`] | that interface over pairs of agents |
+//! | [`agent`], [`file`](mod@file) | that interface over pairs of agents, and over a file between two agents |
 //! | [`memory`], [`slow`] | memory with a model of its content, and memory that behaves like a device |
 //! | [`region`] | regions of an agent in this process |
 //! | [`process`] | peers in processes of their own, which a test kills, stops and inspects |
@@ -20,6 +20,7 @@
 pub mod agent;
 pub mod broken;
 pub mod fabric;
+pub mod file;
 pub mod forked;
 pub mod hanging;
 pub mod journal;
@@ -38,6 +39,7 @@ pub mod watchdog;
 
 pub use agent::AgentFabric;
 pub use fabric::{Effort, Endpoint, Fabric, Failure, Pair, Way};
+pub use file::FileFabric;
 pub use journal::Journal;
 pub use memory::{Memory, MemoryKind};
 pub use violation::Violation;

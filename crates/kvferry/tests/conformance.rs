@@ -1,7 +1,7 @@
 //! The conformance suite for every transport: one line per transport and setting.
 
 use kvferry::Checksum;
-use kvferry_testkit::{AgentFabric, Effort};
+use kvferry_testkit::{AgentFabric, Effort, FileFabric};
 
 const BRIEF: AgentFabric = AgentFabric { effort: Effort::Brief, ..AgentFabric::new("tcp") };
 
@@ -15,3 +15,6 @@ kvferry_testkit::conformance!(
 kvferry_testkit::conformance!(local, AgentFabric::new("local,tcp"));
 // Mooncake's protocol needs addresses, and device memory has none.
 kvferry_testkit::conformance!(mooncake, AgentFabric { transports: "mooncake", ..BRIEF }, host: Host);
+// Device memory goes to and from files by way of host memory.
+kvferry_testkit::conformance!(file, FileFabric { engine: "auto" }, host: Host);
+kvferry_testkit::conformance!(file_posix, FileFabric { engine: "posix" }, host: Host);

@@ -1,4 +1,5 @@
-//! Batches between memory and files: each sentence with io_uring and with threads.
+//! What only files have, each sentence with io_uring and with threads. The promises of every transport are
+//! in `conformance.rs`.
 
 use kvferry::{
     Access, Agent, Batch, DirectIo, ErrorKind, FileOptions, FileRegion, Notification, Options,
@@ -11,7 +12,7 @@ use std::fs;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const KIB: u64 = 1024;
 const MIB: u64 = 1024 * KIB;
@@ -87,19 +88,13 @@ macro_rules! sentences {
 }
 
 sentences! {
-    scattered_blocks_and_parts_of_blocks_land_where_they_were_aimed
     ranges_of_any_alignment_go_past_the_page_cache_and_back
     a_batch_may_name_several_files
-    a_batch_of_thousands_of_blocks_lands_whole
     the_end_of_a_file_is_an_error_that_names_file_and_offset
     a_full_device_is_an_error_and_the_next_transfer_works
     what_is_refused_names_the_file
-    a_transfer_that_was_dropped_ends_by_itself
-    a_cancelled_transfer_ends_and_leaves_its_memory_alone
     a_deadline_that_has_passed_ends_a_transfer
-    memory_is_unregistered_once_no_operation_uses_it
     a_closed_file_is_refused_and_transfers_that_have_begun_end
-    threads_at_once_all_land
     a_range_of_a_file_is_a_region
     a_descriptor_is_a_region
     memory_that_is_used_often_is_registered_until_it_is_unregistered
@@ -131,35 +126,15 @@ fn one(memory: &Region, file: &FileRegion, len: u64) -> Batch {
     batch
 }
 
-fn scattered_blocks_and_parts_of_blocks_land_where_they_were_aimed(rig: &Rig) {
+fn ranges_of_any_alignment_go_past_the_page_cache_and_back(rig: &Rig) {
     for direct in [DirectIo::Off, DirectIo::Auto] {
-        let name = format!("scattered-{direct:?}");
-        let file = rig.file(&name, &FileOptions::create(4 * MIB).direct(direct));
-        let (from, to) = (rig.memory(4 * MIB), rig.memory(4 * MIB));
-        let source = fill(&from, 1);
-        let mut expected = vec![0; 4 << 20];
-        let (mut out, mut back) = (Batch::new(), Batch::new());
-        let mut rng = fastrand::Rng::with_seed(2);
-        for block in 0..64 {
-            // A part of each block of 64 KiB, to the place of another block.
-            let (start, len) = (rng.u64(..30_000), rng.u64(1..30_000));
-            let (near, far) = (block * 64 * KIB + start, (63 - block) * 64 * KIB + rng.u64(..1000));
-            out.push(&from, near, &file.remote(), far, len).expect("inside");
-            back.push(&to, near, &file.remote(), far, len).expect("inside");
-            let range =
-                usize::try_from(near).expect("small")..usize::try_from(near + len).expect("small");
-            expected[range.clone()].copy_from_slice(&source[range]);
-        }
-        let stats = rig.write(&out).expect("space");
-        assert_eq!((stats.bytes, stats.descriptors), (out.bytes(), 64));
-        assert_eq!(stats.transport, Some(TransportKind::FILE));
-        rig.read(&back).expect("written above");
-        assert!(content(&to) == expected, "{direct:?}");
+        ranges_of_any_alignment(rig, direct);
     }
 }
 
-fn ranges_of_any_alignment_go_past_the_page_cache_and_back(rig: &Rig) {
-    let file = rig.file("aligned", &FileOptions::create(3 * MIB));
+fn ranges_of_any_alignment(rig: &Rig, direct: DirectIo) {
+    let options = FileOptions::create(3 * MIB).direct(direct);
+    let file = rig.file(&format!("aligned-{direct:?}"), &options);
     println!("past the page cache: {}", file.is_direct());
     let (from, to) = (rig.memory(3 * MIB), rig.memory(3 * MIB));
     let source = fill(&from, 3);
@@ -197,30 +172,13 @@ fn a_batch_may_name_several_files(rig: &Rig) {
         let (file, at) = (&files[block as usize % 3], block / 3 * 4 * KIB);
         batch.push(&memory, block * 4 * KIB, &file.remote(), at, 4 * KIB).expect("inside");
     }
-    rig.write(&batch).expect("space");
+    let stats = rig.write(&batch).expect("space");
+    assert_eq!((stats.bytes, stats.descriptors), (batch.bytes(), 48));
+    assert_eq!(stats.transport, Some(TransportKind::FILE));
     for (i, file) in files.iter().enumerate() {
         let of_file = source.chunks(4096).skip(i).step_by(3).flatten().copied();
         assert!(fs::read(file.path()).expect("made above") == of_file.collect::<Vec<_>>());
     }
-}
-
-fn a_batch_of_thousands_of_blocks_lands_whole(rig: &Rig) {
-    let (blocks, len) = (5000, 4 * KIB);
-    let file = rig.file("thousands", &FileOptions::create(blocks * len));
-    let (from, to) = (rig.memory(blocks * len), rig.memory(blocks * len));
-    let source = fill(&from, 6);
-    let mut order: Vec<u64> = (0..blocks).collect();
-    fastrand::Rng::with_seed(7).shuffle(&mut order);
-    let (mut out, mut back) = (Batch::new(), Batch::new());
-    for (i, at) in order.into_iter().enumerate() {
-        out.push(&from, i as u64 * len, &file.remote(), at * len, len).expect("inside");
-        back.push(&to, i as u64 * len, &file.remote(), at * len, len).expect("inside");
-    }
-    let files = rig.agent.files();
-    files.write_async(&out, &Options::default()).wait(None).expect("no limit").expect("space");
-    files.read_async(&back, &Options::default()).wait(None).expect("no limit").expect("written");
-    assert!(content(&to) == source);
-    assert_eq!(rig.agent.stats().transfers_in_flight, 0);
 }
 
 fn the_end_of_a_file_is_an_error_that_names_file_and_offset(rig: &Rig) {
@@ -290,41 +248,6 @@ fn what_is_refused_names_the_file(rig: &Rig) {
     assert_eq!(rig.read(&Batch::new()).expect("nothing to do").bytes, 0);
 }
 
-fn a_transfer_that_was_dropped_ends_by_itself(rig: &Rig) {
-    let file = rig.file("dropped", &FileOptions::create(16 * MIB));
-    let memory = rig.memory(16 * MIB);
-    let source = fill(&memory, 9);
-    drop(rig.agent.files().write_async(&one(&memory, &file, 16 * MIB), &Options::default()));
-    let give_up = Instant::now() + Duration::from_secs(30);
-    while rig.agent.stats().transfers_done == 0 {
-        assert!(Instant::now() < give_up, "it does not end");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    assert!(fs::read(file.path()).expect("made above") == source);
-}
-
-fn a_cancelled_transfer_ends_and_leaves_its_memory_alone(rig: &Rig) {
-    let file = rig.file("cancelled", &FileOptions::create(32 * MIB));
-    let memory = rig.memory(32 * MIB);
-    rig.write(&one(&memory, &file, 32 * MIB)).expect("space");
-    let mut cancelled = 0;
-    for delay in [0, 0, 50, 200, 500, 1000, 2000, 5000, 20_000] {
-        let transfer =
-            rig.agent.files().read_async(&one(&memory, &file, 32 * MIB), &Options::default());
-        std::thread::sleep(Duration::from_micros(delay));
-        transfer.cancel();
-        let outcome = transfer.wait(Duration::from_secs(30)).expect("it ends");
-        if let Err(e) = &outcome {
-            assert_eq!((e.kind(), e.quiesced()), (ErrorKind::Cancelled, Some(true)), "{e}");
-            cancelled += 1;
-        }
-        memory.write_at(0, &vec![0xaa; 32 << 20]).expect("inside");
-        std::thread::sleep(Duration::from_millis(2));
-        assert!(content(&memory).iter().all(|byte| *byte == 0xaa), "after {outcome:?}");
-    }
-    assert!(cancelled > 0, "none was cancelled before it was done");
-}
-
 fn a_deadline_that_has_passed_ends_a_transfer(rig: &Rig) {
     let file = rig.file("late", &FileOptions::create(32 * MIB));
     let memory = rig.memory(32 * MIB);
@@ -353,22 +276,6 @@ fn a_deadline_that_has_passed_ends_a_transfer(rig: &Rig) {
     }
 }
 
-fn memory_is_unregistered_once_no_operation_uses_it(rig: &Rig) {
-    let file = rig.file("unregistered", &FileOptions::create(32 * MIB));
-    for delay in [0, 100, 1000, 3000] {
-        let memory = rig.memory(32 * MIB);
-        let transfer =
-            rig.agent.files().read_async(&one(&memory, &file, 32 * MIB), &Options::default());
-        std::thread::sleep(Duration::from_micros(delay));
-        rig.agent.unregister(&memory).expect("registered");
-        // The handle keeps the memory mapped, so that a late byte would be seen.
-        let outcome = transfer.wait(Duration::from_secs(30)).expect("it ends");
-        if let Err(e) = outcome {
-            assert_eq!(e.kind(), ErrorKind::Revoked, "{e}");
-        }
-    }
-}
-
 fn a_closed_file_is_refused_and_transfers_that_have_begun_end(rig: &Rig) {
     let file = rig.file("closed", &FileOptions::create(8 * MIB));
     let memory = rig.memory(8 * MIB);
@@ -379,30 +286,6 @@ fn a_closed_file_is_refused_and_transfers_that_have_begun_end(rig: &Rig) {
     let e = rig.write(&one(&memory, &file, 8)).expect_err("closed");
     assert_eq!((e.kind(), e.context("pair")), (ErrorKind::NotRegistered, Some("0")), "{e}");
     assert_eq!(rig.agent.close_file(&file).expect_err("closed").kind(), ErrorKind::NotRegistered);
-}
-
-fn threads_at_once_all_land(rig: &Rig) {
-    let file = rig.file("threads", &FileOptions::create(32 * MIB));
-    std::thread::scope(|scope| {
-        for thread in 0..8 {
-            let file = &file;
-            scope.spawn(move || {
-                let (from, to) = (rig.memory(4 * MIB), rig.memory(4 * MIB));
-                for round in 0..4 {
-                    let source = fill(&from, thread * 16 + round);
-                    let (mut out, mut back) = (Batch::new(), Batch::new());
-                    for block in 0..64 {
-                        let (near, far) = (block * 64 * KIB, (thread * 64 + 63 - block) * 64 * KIB);
-                        out.push(&from, near, &file.remote(), far, 64 * KIB).expect("inside");
-                        back.push(&to, near, &file.remote(), far, 64 * KIB).expect("inside");
-                    }
-                    rig.write(&out).expect("space");
-                    rig.read(&back).expect("written");
-                    assert!(content(&to) == source, "thread {thread}, round {round}");
-                }
-            });
-        }
-    });
 }
 
 fn a_range_of_a_file_is_a_region(rig: &Rig) {
