@@ -1,9 +1,8 @@
 //! What a listener does with a connection before the peer has proved itself.
 //!
 //! ```text
-//! accepted socket -> Sniffer (8 bytes) -> Native   -> Opener (one message) -> Session or Stream
-//!                                      -> Mooncake -> the compatibility transport
-//!                                      -> Unknown  -> dropped
+//! accepted socket -> Sniffer (8 bytes) -> Native  -> Opener (one message) -> Session or Stream
+//!                                      -> Foreign -> the transport that knows the protocol, or dropped
 //! ```
 //!
 //! The deadline and the cap of [`Handshakes`] bound all of it: a connection that sends nothing takes
@@ -24,9 +23,6 @@ pub const PENDING_MAX: usize = 256;
 /// Default time that a connection has to prove itself.
 pub const PENDING_DEADLINE: Duration = Duration::from_secs(5);
 
-/// The longest handshake of Mooncake, in bytes.
-pub const MOONCAKE_MAX: u64 = 128 * 1024 * 1024;
-
 /// The protocol of a connection, by its first eight bytes. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sniff {
@@ -34,10 +30,8 @@ pub enum Sniff {
     NeedMore,
     /// A kvferry peer: a `Hello` or `StreamHello` follows.
     Native,
-    /// A Mooncake handshake of [`Sniffer::mooncake_len`] bytes follows.
-    Mooncake,
-    /// Neither of them.
-    Unknown,
+    /// Another protocol, which a transport may know by these bytes: [`Sniffer::first`].
+    Foreign,
 }
 
 /// Collects the first eight bytes of a connection.
@@ -66,18 +60,11 @@ impl Sniffer {
         if self.wanted() > 0 {
             return Sniff::NeedMore;
         }
-        if self.bytes == MAGIC {
-            return Sniff::Native;
-        }
-        match self.mooncake_len() {
-            1..=MOONCAKE_MAX => Sniff::Mooncake,
-            _ => Sniff::Unknown,
-        }
+        if self.bytes == MAGIC { Sniff::Native } else { Sniff::Foreign }
     }
 
-    /// The first eight bytes as Mooncake reads them: the length in bytes of what follows. Means
-    /// something only after [`Sniff::Mooncake`].
-    pub const fn mooncake_len(&self) -> u64 {
+    /// The first eight bytes as a little-endian number. Complete after [`Sniff::Foreign`].
+    pub const fn first(&self) -> u64 {
         u64::from_le_bytes(self.bytes)
     }
 }

@@ -1,7 +1,6 @@
 //! Control messages and the first bytes of a connection.
 
 use crate::pair::{A, B, Pair};
-use kvferry_proto::admission::MOONCAKE_MAX;
 use kvferry_proto::fuzzing::Script;
 use kvferry_proto::message::{
     ADVERTISED_MAX, BODY_MAX, Challenge, Close, DETAIL_MAX, FINGERPRINT_MAX, Hello, NAME_MAX, Ping,
@@ -161,8 +160,7 @@ pub fn opening(bytes: &[u8]) {
 #[derive(Debug, PartialEq)]
 enum Opened {
     Undecided,
-    Mooncake(u64),
-    Unknown,
+    Foreign(u64),
     Session(Vec<u8>),
     Stream { hello: StreamHello, rest: Vec<u8> },
 }
@@ -176,12 +174,7 @@ fn open(bytes: &[u8], chunk: usize) -> Result<Opened, WireCode> {
             match sniffer.feed(first) {
                 Sniff::NeedMore => continue,
                 Sniff::Native => {}
-                Sniff::Mooncake => {
-                    let len = sniffer.mooncake_len();
-                    assert!((1..=MOONCAKE_MAX).contains(&len));
-                    return Ok(Opened::Mooncake(len));
-                }
-                Sniff::Unknown => return Ok(Opened::Unknown),
+                Sniff::Foreign => return Ok(Opened::Foreign(sniffer.first())),
             }
         }
         match opener.feed(piece)? {

@@ -12,25 +12,18 @@ use std::time::Duration;
 const NOW: Timestamp = Timestamp::from_nanos(5_000_000_000);
 
 #[test]
-fn the_native_magic_is_no_length_that_mooncake_would_send() {
-    assert!(u64::from_le_bytes(MAGIC) > 128 << 20);
-}
-
-#[test]
-fn eight_bytes_tell_native_from_mooncake_from_neither() {
+fn eight_bytes_tell_the_native_protocol_from_others() {
     for (bytes, sniff) in [
         (MAGIC, Sniff::Native),
-        (1u64.to_le_bytes(), Sniff::Mooncake),
-        ((128u64 << 20).to_le_bytes(), Sniff::Mooncake),
-        (((128u64 << 20) + 1).to_le_bytes(), Sniff::Unknown),
-        (0u64.to_le_bytes(), Sniff::Unknown),
-        (*b"GET / HT", Sniff::Unknown),
-        (*b"KVFERRY\x02", Sniff::Unknown),
-        (*b"\x16\x03\x01\x02\x00\x01\x00\x01", Sniff::Unknown),
+        (1u64.to_le_bytes(), Sniff::Foreign),
+        (0u64.to_le_bytes(), Sniff::Foreign),
+        (*b"GET / HT", Sniff::Foreign),
+        (*b"KVFERRY\x02", Sniff::Foreign),
+        (*b"\x16\x03\x01\x02\x00\x01\x00\x01", Sniff::Foreign),
     ] {
         let mut whole = Sniffer::new();
         assert_eq!(whole.feed(&bytes), sniff, "{bytes:?}");
-        assert_eq!(whole.mooncake_len(), u64::from_le_bytes(bytes));
+        assert_eq!(whole.first(), u64::from_le_bytes(bytes));
         let mut chopped = Sniffer::new();
         for (n, byte) in bytes[..7].iter().enumerate() {
             assert_eq!(chopped.wanted(), 8 - n);

@@ -169,13 +169,9 @@ impl NewConnection {
                     self.state = State::Opening(Opener::new());
                     None
                 }
-                Sniff::Mooncake => {
-                    self.state = State::Foreign(sniffer.mooncake_len());
+                Sniff::Foreign => {
+                    self.state = State::Foreign(sniffer.first());
                     Some(Next::Detach)
-                }
-                Sniff::Unknown => {
-                    tracing::debug!(peer = %self.name(), "closed a connection: unknown protocol");
-                    Some(Next::Close)
                 }
             },
             State::Opening(opener) => match opener.feed(&buffer[..n]) {
@@ -268,8 +264,8 @@ impl Handler for NewConnection {
             State::Native(Opening::Stream { hello, rest }) => {
                 accept_stream(&sessions, socket, &hello, rest);
             }
-            State::Foreign(len) => {
-                let is_served = sessions.services().accept(socket, len, cx);
+            State::Foreign(first) => {
+                let is_served = sessions.services().accept(socket, first, cx);
                 if !is_served {
                     tracing::debug!(
                         peer = %self.name(),

@@ -25,6 +25,8 @@ use std::time::Duration;
 
 /// The time for one handshake, until the peer has closed the connection.
 const DEADLINE: Duration = Duration::from_secs(5);
+/// Longest handshake that any Mooncake peer sends, in bytes. Other first bytes are of another protocol.
+const HANDSHAKE_MAX: u64 = 128 << 20;
 /// Bytes read at a time. Memory grows with the received bytes, not with the announced length.
 const READ: usize = 16 * 1024;
 
@@ -38,7 +40,12 @@ impl PendingHandshakes {
     }
 }
 
-/// Serves a connection on the shared port whose first bytes are a length of Mooncake's.
+/// Whether the first eight bytes of a connection are the length of a handshake.
+pub(super) fn is_handshake(first: u64) -> bool {
+    (1..=HANDSHAKE_MAX).contains(&first)
+}
+
+/// Serves a connection on the shared port with a handshake of `len` bytes.
 pub(super) fn accept(server: &Arc<MooncakeServer>, socket: Socket, len: u64, cx: &Cx<'_>) {
     let from = socket.peer_addr().ok();
     let core = &server.core;
@@ -292,6 +299,15 @@ impl Drop for HandshakeConn {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_first_bytes_of_other_protocols_are_no_length_of_a_handshake() {
+        assert!(is_handshake(1) && is_handshake(HANDSHAKE_MAX));
+        for first in [kvferry_proto::MAGIC, *b"GET / HT", *b"\x16\x03\x01\x02\x00\x01\x00\x01", [0; 8]] {
+            assert!(!is_handshake(u64::from_le_bytes(first)), "{first:?}");
+        }
+        assert!(!is_handshake(HANDSHAKE_MAX + 1));
+    }
 
     #[test]
     fn the_host_of_an_address_is_without_port_and_brackets() {

@@ -168,6 +168,9 @@ impl Service for MooncakeService {
     }
 
     fn accept(&self, socket: Socket, first: u64, cx: &Cx<'_>) -> Option<Socket> {
+        if !accept::is_handshake(first) {
+            return Some(socket);
+        }
         accept::accept(&self.server, socket, first, cx);
         None
     }
