@@ -21,11 +21,11 @@
 
 use crate::host::{Host, Waiting};
 use crate::index::Member;
-use crate::pending::join_unless;
 use crate::put::{Patience, WRITE_BEHIND};
 use crate::stats::Counters;
 use crate::store::{CHUNK_BYTES, Inner, NotStored, Put, Refusal, Space};
 use crate::sync::lock;
+use crate::task_pool::join_unless;
 use crate::writer::Candidate;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 #[cfg(test)]

@@ -65,6 +65,7 @@ mod stats;
 mod steps;
 mod store;
 mod sync;
+mod task_pool;
 mod team;
 mod watch;
 mod worker;

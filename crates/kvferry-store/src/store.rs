@@ -17,12 +17,13 @@ use crate::memory::BlockMemory;
 use crate::objects::Tier;
 use crate::opening::Opening;
 use crate::options::StoreOptions;
-use crate::pending::{Pending, Pool};
+use crate::pending::Pending;
 use crate::policy::{Retention, Then};
 use crate::put::{Patience, Waits};
 use crate::recover;
 use crate::stats::{Counters, Stats};
 use crate::sync::lock;
+use crate::task_pool::TaskPool;
 use crate::team::Team;
 use crate::worker::Worker;
 use crate::writer::Candidate;
@@ -94,7 +95,7 @@ pub(crate) struct Inner {
     pub(crate) worker: Arc<Worker>,
     membership: Membership,
     pub(crate) objects: Option<Tier>,
-    pool: Pool,
+    pool: TaskPool,
     /// Tasks of the pool join the loads that are under way in the order in which they wait for it.
     in_order: Mutex<()>,
     pub(crate) host: Option<Arc<Host>>,
@@ -103,7 +104,7 @@ pub(crate) struct Inner {
     pub(crate) waits: Waits,
     pub(crate) put_wait: Duration,
     /// Puts in the background that may wait for space, and would keep loads from the threads of `pool`.
-    puts: Pool,
+    puts: TaskPool,
     flights: Arc<Flights>,
     pub(crate) team: Team,
     capacity: u64,
@@ -208,13 +209,13 @@ impl Store {
             worker,
             membership,
             objects,
-            pool: Pool::new(IO_THREADS, WAITING_BYTES).patience(options.hang_after),
+            pool: TaskPool::new(IO_THREADS, WAITING_BYTES).patience(options.hang_after),
             in_order: Mutex::default(),
             host,
             behind: Behind::default(),
             waits: Waits::default(),
             put_wait: options.put_wait,
-            puts: Pool::new(IO_THREADS, WAITING_BYTES).patience(options.hang_after),
+            puts: TaskPool::new(IO_THREADS, WAITING_BYTES).patience(options.hang_after),
             team: Team::new(cores.min(IO_THREADS)).patience(options.hang_after),
             flights: Arc::default(),
             capacity: options.capacity.min(StoreOptions::capacity_max(segment_bytes)),

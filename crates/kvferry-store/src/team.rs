@@ -1,7 +1,7 @@
 //! Threads that share the parts of a call.
 
-use crate::pending::Pool;
 use crate::sync::lock;
+use crate::task_pool::TaskPool;
 use std::sync::atomic::{AtomicUsize, Ordering::AcqRel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 /// are still in that processor's cache.
 #[derive(Debug)]
 pub(crate) struct Team {
-    beside: Pool,
+    beside: TaskPool,
     threads: usize,
 }
 
@@ -30,10 +30,10 @@ impl Team {
     /// Creates a team of `threads`, including the caller's.
     pub(crate) fn new(threads: usize) -> Self {
         let threads = threads.max(1);
-        Self { beside: Pool::new(threads - 1, u64::MAX), threads }
+        Self { beside: TaskPool::new(threads - 1, u64::MAX), threads }
     }
 
-    /// See [`Pool::patience`].
+    /// See [`TaskPool::patience`].
     #[must_use]
     pub(crate) fn patience(self, longest: std::time::Duration) -> Self {
         Self { beside: self.beside.patience(longest), ..self }
@@ -65,7 +65,7 @@ impl Team {
         std::mem::take(&mut done.unwrap_or_else(PoisonError::into_inner).of_part)
     }
 
-    /// See [`Pool::close_unless`].
+    /// See [`TaskPool::close_unless`].
     pub(crate) fn close_unless(&self, gives_up: impl Fn() -> bool) {
         self.beside.close_unless(gives_up);
     }
