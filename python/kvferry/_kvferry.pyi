@@ -564,9 +564,18 @@ class Space:
         priority: int = 35,
         duration: float | None = None,
         leave: bool = False,
+        wait: float = 0.0,
     ) -> Pending[Put]:
-        """As `put`, in the background. The memory belongs to the store until the operation has ended. Where 256 MiB wait to
-        be written, all blocks are refused at once.
+        """As `put`, in the background. The memory belongs to the store until the operation has ended.
+
+        Four puts are carried out at a time, the others wait for their turn, in the order of the calls. `wait`: seconds for
+        which this one may; if it has not begun by then, it ends, and all its blocks are refused (`Put.refused_waiting`). Where
+        puts of 2 GiB or 65 536 blocks wait, it is refused at once. With 0 it is refused at once where 256 MiB wait, and
+        otherwise waits for its turn however long that takes. A put of any size may wait alone. `put_wait` of the store counts
+        from the end of `wait`.
+
+        `Pending.cancel` ends a put that has not begun. Closing the store carries out the puts that wait, each unless its
+        `wait` ends first.
         """
 
     def pin(self, hashes: Sequence[bytes], lease: float) -> Pin:
@@ -637,6 +646,11 @@ class Pending(Generic[_T_co]):
     def poll(self) -> _T_co | None: ...
     def wait(self, timeout: float | None = None) -> _T_co | None: ...
     def fileno(self) -> int: ...
+    def cancel(self) -> bool:
+        """Ends a put that has not begun: its memory is the caller's again, and its blocks are refused
+        (`Put.refused_waiting`). False if it has begun or ended, and for all other operations, which are not cancelled.
+        """
+
     def __await__(self) -> Generator[Any, None, _T_co]: ...
     @classmethod
     def __class_getitem__(cls, key: Any) -> GenericAlias: ...
@@ -659,7 +673,7 @@ class Pin:
 class Put:
     """What became of the blocks of a put: stored now; not stored because they were there, because they were refused, or
     because of a device's error. Of the refused ones: no segment was free, a stopped process holds a lock of the index,
-    the index was full, or too many bytes waited.
+    the index was full, or the put did not begin (too much waited, it has waited for too long, or was cancelled).
     """
 
     @property

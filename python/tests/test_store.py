@@ -402,6 +402,40 @@ def test_closing_a_store_carries_out_what_waits(agent: kvferry.Agent, tmp_path: 
         assert put.stored == 4
 
 
+def test_a_put_that_waits_for_its_turn_can_be_cancelled_and_ends_in_time(agent: kvferry.Agent, tmp_path: Path) -> None:
+    pool, one = Pool(agent, 8), Pool(agent, 1)
+    open_store = partial(kvferry.Store, agent, tmp_path, 12 * MIB, segment_bytes=MIB)
+    with open_store(put_wait=1.0) as keeps:
+        # Leases keep all blocks.
+        pins = []
+        for number in range(1000):
+            put = keeps.space("model@1").put(hashes(8, str(number)), pool.blocks)
+            pins.append(keeps.space("model@1").pin(hashes(8, str(number)), 3600.0))
+            if put.refused_no_space:
+                break
+        # No thread takes the place of those that wait for space.
+        with open_store(put_wait=3600.0, hang_after=3600.0) as store:
+            space = store.space("model@1")
+            puts = [space.put_async(hashes(1, f"held {at}"), one.blocks, wait=3600.0) for at in range(4)]
+            puts.append(space.put_async(hashes(1, "waits"), one.blocks, wait=3600.0))
+            cancelled = space.put_async(hashes(1, "cancelled"), one.blocks, wait=3600.0)
+            late = space.put_async(hashes(1, "late"), one.blocks, wait=0.02)
+            assert (cancelled.cancel(), cancelled.cancel()) == (True, False)
+            for refused in (cancelled.poll(), late.wait(60.0)):
+                assert refused is not None
+                assert (counts(refused), refused.refused_waiting) == ((0, 0, 1, 0), 1)
+            assert not any(put.done() for put in puts)
+            assert store.stats()["refused_waiting"] == 2
+            got = space.get_async(hashes(8, "0"), pool.blocks)
+            assert not got.cancel()
+            assert got.wait(60.0) == 8
+        # Closing the store carries out what waits, and waits for no space.
+        assert [put.poll().refused_no_space for put in puts] == [1] * 5  # type: ignore[union-attr]
+        assert not puts[-1].cancel()
+        with pytest.raises(kvferry.InvalidArgumentError):
+            keeps.space("model@1").put_async(hashes(1), one.blocks, wait=-1.0)
+
+
 def test_a_store_of_an_agent_that_was_shut_down_raises_and_closes(tmp_path: Path) -> None:
     with kvferry.Agent(listen=LOOPBACK) as agent:
         pool = Pool(agent, 4)
@@ -500,6 +534,7 @@ def test_after_a_fork_every_call_raises_forked_error_and_the_parent_goes_on(
         "put.poll()",
         "put.wait(1)",
         "put.fileno()",
+        "put.cancel()",
     ]
     answers, status = child.run(
         f"""

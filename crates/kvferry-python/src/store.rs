@@ -368,8 +368,10 @@ impl Space {
         self.pending(py, || self.space.get_async(&hashes.slices(), first, &memory))
     }
 
-    /// As `put`, in the background. Where 256 MiB wait to be written, all blocks are refused at once.
-    #[pyo3(signature = (hashes, memory, first = 0, *, priority = 35, duration = None, leave = false))]
+    /// As `put`, in the background, `wait` seconds after the call at the latest.
+    #[pyo3(
+        signature = (hashes, memory, first = 0, *, priority = 35, duration = None, leave = false, wait = 0.0)
+    )]
     #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
     fn put_async(
         &self,
@@ -380,11 +382,13 @@ impl Space {
         priority: u8,
         duration: Option<f64>,
         leave: bool,
+        wait: f64,
     ) -> PyResult<Pending> {
         self.open.check(py)?;
+        let wait = seconds(py, wait)?;
         let retain = retain(py, priority, duration, leave)?;
         let memory = memory_of(memory, &self.open.agent)?;
-        self.pending(py, || self.space.put_async(&hashes.slices(), first, &memory, retain))
+        self.pending(py, || self.space.put_async(&hashes.slices(), first, &memory, retain, wait))
     }
 
     /// Keeps the blocks of a prompt that are on the disk until the pin is released, or `lease` seconds

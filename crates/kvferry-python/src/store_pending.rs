@@ -54,7 +54,8 @@ impl Put {
         self.0.refused_index_full
     }
 
-    /// Blocks refused because too many bytes waited.
+    /// Blocks refused before the put began: too much waited, the put has waited for too long, or it
+    /// was cancelled.
     #[getter]
     fn refused_waiting(&self) -> usize {
         self.0.refused_waiting
@@ -98,6 +99,7 @@ trait Operation: Send + Sync {
     /// Waits for at most `slice`; `None` if it still runs then.
     fn wait(&self, slice: Duration) -> Option<()>;
     fn event_fd(&self) -> io::Result<BorrowedFd<'_>>;
+    fn cancel(&self) -> bool;
 }
 
 impl<T: Value> Operation for kvferry_store::Pending<T> {
@@ -118,6 +120,10 @@ impl<T: Value> Operation for kvferry_store::Pending<T> {
 
     fn event_fd(&self) -> io::Result<BorrowedFd<'_>> {
         self.event_fd()
+    }
+
+    fn cancel(&self) -> bool {
+        self.cancel()
     }
 }
 
@@ -165,6 +171,13 @@ impl Pending {
     fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
         self.open.check(py)?;
         Ok(self.operation.event_fd()?.as_raw_fd())
+    }
+
+    /// Ends a put that has not begun: its blocks are refused. False for one that has begun or ended, and
+    /// for other operations.
+    fn cancel(&self, py: Python<'_>) -> PyResult<bool> {
+        self.open.check(py)?;
+        Ok(py.detach(|| self.operation.cancel()))
     }
 
     fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {

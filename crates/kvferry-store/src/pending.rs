@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::sync::lock;
+use crate::task_pool::Ticket;
 use kvferry_sys::poll::EventFd;
 use std::future::Future;
 use std::io;
@@ -26,6 +27,8 @@ struct Shared<T> {
     state: Mutex<State<T>>,
     done: Condvar,
     event: OnceLock<EventFd>,
+    /// Of an operation that can be cancelled until it has begun.
+    ticket: OnceLock<Ticket>,
     /// The process that the operation runs in.
     forks: u32,
 }
@@ -42,9 +45,21 @@ impl<T> Pending<T> {
     pub(crate) fn new() -> (Self, Promise<T>) {
         let state = Mutex::new(State { outcome: None, wakers: Vec::new() });
         let forks = kvferry_sys::fd::forks();
-        let shared = Shared { state, done: Condvar::new(), event: OnceLock::new(), forks };
-        let pending = Self(Arc::new(shared));
+        let (done, event, ticket) = Default::default();
+        let pending = Self(Arc::new(Shared { state, done, event, ticket, forks }));
         (pending.clone(), Promise(Some(pending)))
+    }
+
+    /// Has [`Pending::cancel`] give up the operation's task.
+    pub(crate) fn set_ticket(&self, ticket: Ticket) {
+        let _ = self.0.ticket.set(ticket);
+    }
+
+    /// Ends a put in the background that has not begun: its memory is the caller's again when this returns, and its
+    /// blocks are refused ([`Put::refused_waiting`](crate::Put::refused_waiting)). False if it has begun or ended, in a
+    /// process that was forked while it ran, and for all other operations, which are not cancelled.
+    pub fn cancel(&self) -> bool {
+        !self.is_forked() && self.0.ticket.get().is_some_and(Ticket::cancel)
     }
 
     fn finish(&self, outcome: Result<T>) {

@@ -11,6 +11,7 @@ use crate::policy::Retention;
 use crate::stats::Counters;
 use crate::store::{CHUNK_BYTES, Inner, NotStored, Put, Refusal, Space, chunks};
 use crate::sync::lock;
+use crate::task_pool::after;
 use crate::writer::{BlocksUnderWay, Candidate, NotWritten};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -78,16 +79,13 @@ impl Patience {
         Self { last: Some(last), ..Self::behind() }
     }
 
-    /// Patience of a call that began at `called`.
-    pub(crate) fn of_put(store: &Inner, called: Instant) -> Self {
+    /// Patience of a put whose wait for space counts from `since`.
+    pub(crate) fn of_put(store: &Inner, since: Instant) -> Self {
         let dry = match store.host {
             Some(_) => store.put_wait.max(NO_SPACE_MAX),
             None => store.put_wait,
         };
-        // Longer than any clock: until the store is closed.
-        let ever = || called + Duration::from_secs(u32::MAX.into());
-        let until = Some(called.checked_add(dry).unwrap_or_else(ever));
-        Self { until, dry, last: None }
+        Self { until: Some(after(since, dry)), dry, last: None }
     }
 }
 
@@ -154,14 +152,14 @@ enum There {
 }
 
 impl Space {
-    /// `first`: the number of the first block of `memory` in the prompt.
+    /// `first`: the number of the first block of `memory` in the prompt. `since`: see [`Patience::of_put`].
     pub(crate) fn store_blocks<H: AsRef<[u8]>>(
         &self,
         prompt: &[H],
         first: usize,
         memory: &[BlockMemory],
         retention: Retention,
-        called: Instant,
+        since: Instant,
     ) -> Result<Put> {
         let core = &self.store.core;
         let keys = self.keys(&prompt[first.saturating_sub(1)..first + memory.len()])?;
@@ -187,7 +185,7 @@ impl Space {
             absent.push(Absent { key: keys[at], parent, check: check(), memory: memory.clone() });
         }
         self.store.worker.writer.note_present(core, found.iter());
-        let patience = Patience::of_put(&self.store, called);
+        let patience = Patience::of_put(&self.store, since);
         let first_absent = absent.first().map(|it| it.key);
         let (waiting, outcome) = match &self.store.host {
             Some(host) => self.put_behind(host, absent, retention, patience, &mut put),

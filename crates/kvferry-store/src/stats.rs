@@ -85,7 +85,8 @@ counters! {
     refused_contended,
     /// Blocks that were refused because the index had no room.
     refused_index_full,
-    /// Blocks that were refused because they were put in the background while too many bytes waited.
+    /// Blocks that were put in the background and refused before the put began: too much waited, the put has waited for
+    /// too long, or it was cancelled.
     refused_waiting,
     /// Blocks that were not stored, or not read, because of a device's error.
     failed,

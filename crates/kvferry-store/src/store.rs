@@ -23,7 +23,7 @@ use crate::put::{Patience, Waits};
 use crate::recover;
 use crate::stats::{Counters, Stats};
 use crate::sync::lock;
-use crate::task_pool::TaskPool;
+use crate::task_pool::{Load, TaskPool, Turn, after};
 use crate::team::Team;
 use crate::worker::Worker;
 use crate::writer::Candidate;
@@ -33,9 +33,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
-/// Threads that read and write in the background, and bytes of puts that may wait for them.
+/// Threads that read in the background, and as many that write.
 const IO_THREADS: usize = 4;
-const WAITING_BYTES: u64 = 256 << 20;
+/// Bounds of the puts that wait for these threads, and those beyond which a put is refused whose `wait` is zero. A put
+/// that waits holds its caller's memory, and the hashes and places of its blocks.
+const PUTS_MAX: Load = Load { bytes: 2 << 30, blocks: 1 << 16 };
+const PUTS_MAX_WITHOUT_WAIT: Load = Load { bytes: 256 << 20, ..PUTS_MAX };
 /// Blocks of a prompt that are looked for first. Most prompts have none, or many more.
 const FIRST_WINDOW: usize = 16;
 /// Tries to open a store that other processes make meanwhile, with their directories in another order.
@@ -103,7 +106,7 @@ pub(crate) struct Inner {
     pub(crate) behind: Behind,
     pub(crate) waits: Waits,
     pub(crate) put_wait: Duration,
-    /// Puts in the background that may wait for space, and would keep loads from the threads of `pool`.
+    /// Puts in the background that may wait for their turn or for space, and would keep loads from the threads of `pool`.
     puts: TaskPool,
     flights: Arc<Flights>,
     pub(crate) team: Team,
@@ -209,14 +212,14 @@ impl Store {
             worker,
             membership,
             objects,
-            pool: TaskPool::new(IO_THREADS, WAITING_BYTES).patience(options.hang_after),
+            pool: TaskPool::new(IO_THREADS, options.hang_after),
             in_order: Mutex::default(),
             host,
             behind: Behind::default(),
             waits: Waits::default(),
             put_wait: options.put_wait,
-            puts: TaskPool::new(IO_THREADS, WAITING_BYTES).patience(options.hang_after),
-            team: Team::new(cores.min(IO_THREADS)).patience(options.hang_after),
+            puts: TaskPool::new(IO_THREADS, options.hang_after),
+            team: Team::new(cores.min(IO_THREADS), options.hang_after),
             flights: Arc::default(),
             capacity: options.capacity.min(StoreOptions::capacity_max(segment_bytes)),
             hang_after: options.hang_after,
@@ -459,7 +462,7 @@ pub struct Put {
     pub refused_contended: usize,
     /// Refused because the index had no room.
     pub refused_index_full: usize,
-    /// Refused because too many bytes waited.
+    /// Refused before the put began: too much waited, the put has waited for too long, or it was cancelled.
     pub refused_waiting: usize,
 }
 
@@ -646,14 +649,14 @@ impl Space {
         self.put_since(prompt, first, memory, retain, Instant::now())
     }
 
-    /// Like [`Space::put`], for a call that began at `called`.
+    /// Like [`Space::put`]; the wait for space counts from `since`.
     fn put_since<H: AsRef<[u8]>>(
         &self,
         prompt: &[H],
         first: usize,
         memory: &[BlockMemory],
         retain: Retain,
-        called: Instant,
+        since: Instant,
     ) -> Result<Put> {
         let _call = self.store.enter()?;
         check_range(prompt.len(), first, memory)?;
@@ -667,7 +670,7 @@ impl Space {
             )));
         }
         let retention = retain.retention(core.clock.now_ms());
-        self.store_blocks(prompt, first, memory, retention, called)
+        self.store_blocks(prompt, first, memory, retention, since)
     }
 
     /// As [`Space::get`], in the background. The memory belongs to the store until the operation has ended.
@@ -690,12 +693,20 @@ impl Space {
             let call = space.store.enter();
             promise.finish(call.and_then(|_call| space.load(&wanted, joined)));
         };
-        self.store.pool.submit(0, false, Box::new(task))?;
+        self.store.pool.submit(task)?;
         Ok(pending)
     }
 
     /// As [`Space::put`], in the background. The memory belongs to the store until the operation has ended.
-    /// Where 256 MiB wait to be written, it ends at once, and all blocks are refused.
+    ///
+    /// Four puts are carried out at a time, the others wait for their turn, in the order of the calls. `wait` is for how
+    /// long this one may: if it has not begun by then, it ends, and all its blocks are refused
+    /// ([`Put::refused_waiting`]). Where puts of 2 GiB or 65 536 blocks wait, it is refused at once. With a `wait` of
+    /// zero it is refused at once where 256 MiB wait, and otherwise waits for its turn however long that takes. A put of
+    /// any size may wait alone. [`StoreOptions::put_wait`](crate::StoreOptions::put_wait) counts from the end of `wait`.
+    ///
+    /// [`Pending::cancel`] ends a put that has not begun. Closing the store carries out the puts that wait, each unless
+    /// its `wait` ends first.
     ///
     /// # Errors
     /// `Closed`; `InvalidArgument`. All others are the operation's outcome.
@@ -705,24 +716,36 @@ impl Space {
         first: usize,
         memory: &[BlockMemory],
         retain: Retain,
+        wait: Duration,
     ) -> Result<Pending<Put>> {
         check_range(prompt.len(), first, memory)?;
-        let (pending, promise) = Pending::new();
-        let (space, prompt, memory) = (self.for_task(), own(prompt), memory.to_vec());
-        let (bytes, count) = (memory.iter().map(BlockMemory::len).sum(), memory.len());
         self.store.check()?;
+        let load = Load { bytes: memory.iter().map(BlockMemory::len).sum(), blocks: memory.len() };
+        // The blocks, and the one before them.
+        let begin = first.saturating_sub(1);
+        let prompt = own(&prompt[begin..first + memory.len()]);
+        let (space, memory, first) = (self.for_task(), memory.to_vec(), first - begin);
         let called = Instant::now();
-        let put = move || space.put_since(&prompt, first, &memory, retain, called);
-        let task = move || promise.finish(put());
-        let may_wait = !self.store.put_wait.is_zero() || self.store.host.is_some();
+        let until = (!wait.is_zero()).then(|| after(called, wait));
+        let put = move |turn| match turn {
+            Turn::Begun => {
+                space.put_since(&prompt, first, &memory, retain, until.unwrap_or(called))
+            }
+            Turn::GivenUp => {
+                let mut put = Put::default();
+                put.refuse(Refusal::Waiting, memory.len());
+                space.store.core.counters.add_not_stored(&put);
+                Ok(put)
+            }
+        };
+        let (pending, promise) = Pending::new();
+        let may_wait =
+            until.is_some() || !self.store.put_wait.is_zero() || self.store.host.is_some();
         let pool = if may_wait { &self.store.puts } else { &self.store.pool };
-        if !pool.submit(bytes, true, Box::new(task))? {
-            let mut put = Put::default();
-            put.refuse(Refusal::Waiting, count);
-            self.store.core.counters.add_not_stored(&put);
-            let (refused, promise) = Pending::new();
-            promise.finish(Ok(put));
-            return Ok(refused);
+        let bounds = if until.is_some() { PUTS_MAX } else { PUTS_MAX_WITHOUT_WAIT };
+        let task = Box::new(move |turn| promise.finish(put(turn)));
+        if let Some(ticket) = pool.submit_within(bounds, load, until, task)? {
+            pending.set_ticket(ticket);
         }
         Ok(pending)
     }

@@ -4,6 +4,7 @@ use crate::sync::lock;
 use crate::task_pool::TaskPool;
 use std::sync::atomic::{AtomicUsize, Ordering::AcqRel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
 
 /// The caller and some threads beside it. A part is computed where its bytes were touched last, so that they
 /// are still in that processor's cache.
@@ -28,15 +29,10 @@ struct Results<T> {
 
 impl Team {
     /// Creates a team of `threads`, including the caller's.
-    pub(crate) fn new(threads: usize) -> Self {
+    /// `patience`: see [`TaskPool::new`].
+    pub(crate) fn new(threads: usize, patience: Duration) -> Self {
         let threads = threads.max(1);
-        Self { beside: TaskPool::new(threads - 1, u64::MAX), threads }
-    }
-
-    /// See [`TaskPool::patience`].
-    #[must_use]
-    pub(crate) fn patience(self, longest: std::time::Duration) -> Self {
-        Self { beside: self.beside.patience(longest), ..self }
+        Self { beside: TaskPool::new(threads - 1, patience), threads }
     }
 
     /// Calls `work` with the number of each part, in any order, until one call says that it was the last. Returns
@@ -57,7 +53,7 @@ impl Team {
         for _ in 1..self.threads.min(parts) {
             let call = Arc::clone(&call);
             // If it begins late, it finds nothing to do. A team that is closed is the caller alone.
-            let _ = self.beside.submit(0, false, Box::new(move || call.run()));
+            let _ = self.beside.submit(move || call.run());
         }
         call.run();
         let idle = |results: &mut Results<T>| results.at_work > 0;
@@ -122,9 +118,11 @@ mod tests {
     use super::*;
     use std::sync::atomic::Ordering::Acquire;
 
+    const HOUR: Duration = Duration::from_secs(3600);
+
     #[test]
     fn each_part_is_computed_once_by_the_caller_or_beside_it() {
-        let team = Team::new(3);
+        let team = Team::new(3, HOUR);
         for parts in [0, 1, 2, 100] {
             let computed = Arc::new(AtomicUsize::new(0));
             let count = Arc::clone(&computed);
@@ -143,7 +141,7 @@ mod tests {
 
     #[test]
     fn nothing_begins_behind_the_last_part() {
-        let team = Team::new(1);
+        let team = Team::new(1, HOUR);
         let last = |part| (part, if part == 3 { IsLast::Yes } else { IsLast::No });
         let results = team.share(10, last);
         assert_eq!(results.iter().flatten().count(), 4);

@@ -359,7 +359,8 @@ fn a_load_in_the_background_does_not_wait_for_puts_that_wait_for_space() {
         let (_store, kv) = bench.with_host();
         let puts = [0, 1, 2, 3].map(|put| {
             let new = prompt(10_000 + round * 1_000 + put * 100, 40);
-            kv.put_async(&new, 0, &bench.memory(0, 40), Retain::default()).expect("a put")
+            kv.put_async(&new, 0, &bench.memory(0, 40), Retain::default(), Duration::ZERO)
+                .expect("a put")
         });
         let got = kv.get_async(&prompt(0, 8), 0, &bench.memory(48, 8)).expect("a get");
         let got = got.wait(Some(PATIENCE)).expect("it ends");
@@ -405,7 +406,8 @@ fn closing_the_store_ends_the_waits_for_space() {
     let (store, kv) = bench.open(&bench.options().put_wait(Duration::MAX));
     let put = |block| {
         let new = prompt(1_000 + block, 1);
-        kv.put_async(&new, 0, &bench.memory(block, 1), Retain::default()).expect("a put")
+        kv.put_async(&new, 0, &bench.memory(block, 1), Retain::default(), Duration::ZERO)
+            .expect("a put")
     };
     let puts: Vec<_> = (0..40).map(put).collect();
     until("a put waits", || kv.store.waits.count() > 0);
@@ -416,6 +418,38 @@ fn closing_the_store_ends_the_waits_for_space() {
     });
     is_done.recv_timeout(PATIENCE).expect("it is closed");
     for put in puts {
+        let outcome = put.outcome().expect("carried out before the close");
+        assert!(matches!(*outcome, Ok(Put { refused_no_space: 1, .. })), "{outcome:?}");
+    }
+}
+
+#[test]
+fn a_put_that_waits_for_its_turn_is_refused_once_cancelled_or_late_and_carried_out_by_the_close() {
+    let bench = bench("turns");
+    let (keeps, kv) = bench.with_host();
+    let (_pins, _) = bench.fill(&keeps, &kv);
+    // No thread takes the place of those that wait for space.
+    let (store, kv) = bench.open(&bench.options().put_wait(Duration::MAX).hang_after(HOUR));
+    let put = |block, wait| {
+        let new = prompt(1_000 + block, 1);
+        kv.put_async(&new, 0, &bench.memory(block, 1), Retain::default(), wait).expect("a put")
+    };
+    let held = [0, 1, 2, 3].map(|block| put(block, HOUR));
+    until("all threads wait for space", || kv.store.waits.count() >= held.len());
+    let (waits, cancelled, late) = (put(4, HOUR), put(5, HOUR), put(6, Duration::from_millis(20)));
+    let refused = Put { refused: 1, refused_waiting: 1, ..Put::default() };
+    let outcome = late.wait(Some(PATIENCE)).expect("it ends");
+    assert!(matches!(*outcome, Ok(put) if put == refused), "{outcome:?}");
+    assert_eq!([cancelled.cancel(), cancelled.cancel(), late.cancel()], [true, false, false]);
+    let outcome = cancelled.outcome().expect("it has ended");
+    assert!(matches!(*outcome, Ok(put) if put == refused), "{outcome:?}");
+    assert!(held.iter().all(|put| !put.cancel() && put.outcome().is_none()));
+    assert!(waits.outcome().is_none());
+    assert_eq!(store.stats().refused_waiting, 2);
+    let got = kv.get_async(&prompt(0, 8), 0, &bench.memory(48, 8)).expect("a get");
+    assert!(!got.cancel(), "only puts are cancelled");
+    store.close();
+    for put in held.iter().chain([&waits]) {
         let outcome = put.outcome().expect("carried out before the close");
         assert!(matches!(*outcome, Ok(Put { refused_no_space: 1, .. })), "{outcome:?}");
     }

@@ -71,7 +71,7 @@ impl Space {
             promise.finish(warmed.map(|()| here));
         };
         // Without the pool, as the store was closed, the promise says so.
-        let _ = self.store.pool.submit(0, false, Box::new(task));
+        let _ = self.store.pool.submit(task);
     }
 
     /// Number of leading `blocks` that are in the store.

@@ -138,7 +138,7 @@ fn a_store_that_is_dropped_while_operations_run_ends_them_and_can_be_opened_agai
         let memory = |block: usize| BlockMemory::new(&pool, block as u64 * LEN, LEN);
         let put = |block| {
             let (one, memory) = (&prompt[block..=block], [memory(block)]);
-            kv.put_async(one, 0, &memory, Retain::default()).expect("it is open")
+            kv.put_async(one, 0, &memory, Retain::default(), Duration::ZERO).expect("it is open")
         };
         let pending: Vec<_> = (0..POOL).map(put).collect();
         if round % 2 == 0 {
@@ -601,7 +601,7 @@ fn calls_in_a_forked_process_fail_and_the_parent_goes_on() {
             engine.kv.get(&prompt, 0, &memory).err(),
             engine.kv.put(&prompt, 0, &memory, Retain::default()).err(),
             engine.kv.get_async(&prompt, 0, &memory).err(),
-            engine.kv.put_async(&prompt, 0, &memory, Retain::default()).err(),
+            engine.kv.put_async(&prompt, 0, &memory, Retain::default(), Duration::ZERO).err(),
             engine.store.sync().err(),
             watch.add(0, &prompt).err(),
             watch.gather(Duration::MAX).err(),
@@ -631,7 +631,8 @@ fn an_operation_that_runs_during_a_fork_is_closed_in_the_forked_process() {
     let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
     let prompt = prompt(1, 8);
     let memory: Vec<_> = (0..8).map(|block| engine.memory(block)).collect();
-    let done = engine.kv.put_async(&prompt, 0, &memory, Retain::default()).expect("a put");
+    let done =
+        engine.kv.put_async(&prompt, 0, &memory, Retain::default(), Duration::ZERO).expect("a put");
     assert!(done.wait(None).is_some());
     // Many, so that some still wait.
     let gets = || engine.kv.get_async(&prompt, 0, &memory).expect("a get");
@@ -677,7 +678,7 @@ fn an_operation_in_the_background_with_a_wrong_argument_is_refused_at_once() {
     let region = engine.agent.allocate(4096, Access::NONE).expect("memory");
     let long = [(); 2].map(|()| BlockMemory::new(&region, 0, u64::MAX));
     for memory in [&long[..], &[engine.memory(0), engine.memory(1), engine.memory(2)]] {
-        let put = engine.kv.put_async(&prompt, 0, memory, Retain::default());
+        let put = engine.kv.put_async(&prompt, 0, memory, Retain::default(), Duration::ZERO);
         assert!(matches!(put, Err(Error::InvalidArgument(_))));
         let get = engine.kv.get_async(&prompt, 0, memory);
         assert!(matches!(get, Err(Error::InvalidArgument(_))));

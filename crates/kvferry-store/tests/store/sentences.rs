@@ -150,7 +150,8 @@ fn what_is_in_the_background_ends_once_and_before_a_close() {
         engine.fill(at, &content(hash, LEN));
     }
     let memory: Vec<_> = (0..8).map(|block| engine.memory(block)).collect();
-    let put = engine.kv.put_async(&prompt, 0, &memory, Retain::default()).expect("a put");
+    let put =
+        engine.kv.put_async(&prompt, 0, &memory, Retain::default(), Duration::ZERO).expect("a put");
     let outcome = put.wait(Some(PATIENCE / 2)).expect("an outcome");
     assert_eq!(outcome.as_ref().as_ref().expect("no error").stored, 8);
     let memory: Vec<_> = (8..16).map(|block| engine.memory(block)).collect();

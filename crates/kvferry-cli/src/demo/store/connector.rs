@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvferry::{Access, Agent, Region};
 use kvferry_refengine::contract::RequestView;
@@ -312,8 +312,8 @@ impl Worker {
         let wait = began.elapsed().mul_f64(0.2 + 0.6 * fastrand::f64());
         let rest = put.first + half;
         let began = Instant::now();
-        let _writing =
-            self.space.put_async(&put.prompt, rest, &memory[half..most], Retain::default())?;
+        let (memory, retain) = (&memory[half..most], Retain::default());
+        let _writing = self.space.put_async(&put.prompt, rest, memory, retain, Duration::ZERO)?;
         while began.elapsed() < wait {
             std::hint::spin_loop();
         }
