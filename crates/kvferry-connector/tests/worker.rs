@@ -720,7 +720,7 @@ fn http_server(answers: Vec<String>) -> String {
             let mut stream = stream.expect("a caller");
             let mut question = [0; 1024];
             let len = stream.read(&mut question).expect("a question");
-            assert!(question[..len].starts_with(b"GET /query HTTP/1.0\r\n"));
+            assert!(question[..len].starts_with(b"GET /query HTTP/1.1\r\n"));
             // The caller need not read all of it.
             drop(stream.write_all(answers[at.min(answers.len() - 1)].as_bytes()));
         }
@@ -917,8 +917,14 @@ fn a_bootstrap_server_that_is_of_no_use_is_named_with_what_was_wrong() {
             WireCode::StaleIncarnation,
         ),
         ("HTTP/1.0 404 Not Found\r\n\r\n".to_owned(), None, "404", WireCode::Malformed),
+        (
+            "HTTP/1.0 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n".to_owned(),
+            None,
+            "302",
+            WireCode::Malformed,
+        ),
         ("HTTP/1.0 200 OK\r\n\r\n[1]".to_owned(), None, "expected a map", WireCode::Malformed),
-        ("SSH-2.0".to_owned(), None, "SSH-2.0", WireCode::Malformed),
+        ("SSH-2.0".to_owned(), None, "is not HTTP", WireCode::Malformed),
         (endless, None, "more than 1048576 bytes", WireCode::Closed),
         (json_answer(&[(7, "a b:1")]), None, "is not host:port", WireCode::Malformed),
         (json_answer(&[(7, &"a".repeat(300))]), None, "is not host:port", WireCode::Malformed),

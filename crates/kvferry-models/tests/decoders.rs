@@ -3,8 +3,9 @@
 //! has the inputs that reach different code, the folder `TARGET` the regressions, each with its name.
 #![allow(clippy::unwrap_used, reason = "a panic is a finding")]
 
+use fastrand::Rng;
 use kvferry_models::TARGETS;
-use kvferry_models::mutate::{Random, mutate};
+use kvferry_models::mutate::mutate;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -49,10 +50,10 @@ fn survive(share: u32) {
         let began = Instant::now();
         let (seeds, kept) = ((target.seeds)(), corpus(target.name));
         let all: Vec<&Vec<u8>> = seeds.iter().chain(&kept).collect();
-        let mut random = Random::new(0xfe44);
+        let mut rng = Rng::with_seed(0xfe44);
         let mutations = (0..target.mutations.div_ceil(share)).map(|_| {
-            let [of, other] = [0; 2].map(|_| all[random.below(all.len())]);
-            mutate(of, other, &mut random)
+            let [of, other] = [0; 2].map(|_| all[rng.usize(..all.len())]);
+            mutate(of, other, &mut rng)
         });
         let inputs = all.iter().map(|bytes| bytes.to_vec()).chain(mutations);
         for input in inputs {

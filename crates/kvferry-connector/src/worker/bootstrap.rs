@@ -1,5 +1,5 @@
 //! Bootstrap servers, which know where the engines of a prefill instance listen: Mooncake's
-//! `GET /query`, as plain HTTP/1.0. It blocks, for at most [`TIMEOUT`].
+//! `GET /query`, over HTTP without TLS. It blocks, for at most [`TIMEOUT`].
 
 use crate::address::{AgentAddress, ProducerAddress};
 use crate::producers::Producers;
@@ -7,15 +7,18 @@ use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::EngineId;
 use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
-use std::time::{Duration, Instant};
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::time::Duration;
+use ureq::config::Config;
+use ureq::http::{StatusCode, Uri};
+use ureq::unversioned::resolver::{ResolvedSocketAddrs, Resolver};
+use ureq::unversioned::transport::{DefaultConnector, NextTimeout};
 
 /// Longest time of a query, not counting the lookup of the host's name.
 const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The longest answer, in bytes.
-const ANSWER_MAX: usize = 1 << 20;
+const ANSWER_MAX: u64 = 1 << 20;
 
 /// The most engines of an answer.
 const ENGINES_MAX: usize = 1024;
@@ -47,19 +50,20 @@ pub(super) fn query(
     producers: &Producers,
 ) -> Result<Engines, (WireCode, String)> {
     let at = |what: String| format!("bootstrap server {url}: {what}");
-    let host = url.host_and_port();
-    let failed = |e: io::Error| (WireCode::Closed, at(e.to_string()));
-    let addresses: Vec<_> = host.to_socket_addrs().map_err(failed)?.collect();
+    let found = url.host_and_port().to_socket_addrs();
+    let addresses: Vec<_> = found.map_err(|e| (WireCode::Closed, at(e.to_string())))?.collect();
     let checked = producers.check_found(url.as_str(), &addresses);
     checked.map_err(|error| (WireCode::ForbiddenProducer, error.to_string()))?;
-    let answer = get(host, &addresses).map_err(failed)?;
+    let failed = |error| {
+        let (code, why) = described(error);
+        (code, at(why))
+    };
+    let (status, body) = get(url, CheckedAddresses(addresses)).map_err(failed)?;
     let malformed = |what: String| (WireCode::Malformed, at(what));
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
-    let status = head.lines().next().unwrap_or_default();
-    if status.split_ascii_whitespace().nth(1) != Some("200") {
-        return Err(malformed(format!("GET /query was answered with {status:.80?}")));
+    if status != StatusCode::OK {
+        return Err(malformed(format!("GET /query was answered with {status}")));
     }
-    let answer: Answer = serde_json::from_str(body)
+    let answer: Answer = serde_json::from_slice(&body)
         .map_err(|e| malformed(format!("GET /query was not answered with engines: {e}")))?;
     // Entries with other ids are of other connectors.
     let engines = answer.into_values().filter_map(|entry| {
@@ -130,41 +134,51 @@ impl Engines {
     }
 }
 
-fn get(host: &str, addresses: &[SocketAddr]) -> io::Result<String> {
-    let until = Instant::now() + TIMEOUT;
-    let left = || match until.saturating_duration_since(Instant::now()) {
-        Duration::ZERO => Err(io::Error::new(io::ErrorKind::TimedOut, "it takes too long")),
-        left => Ok(left),
-    };
-    let mut tried = Err(io::Error::new(io::ErrorKind::NotFound, "the name has no address"));
-    for address in addresses {
-        tried = left().and_then(|left| TcpStream::connect_timeout(address, left));
-        if tried.is_ok() {
-            break;
-        }
+/// The addresses that a server's name had when they were checked. A query connects to no others.
+#[derive(Debug)]
+struct CheckedAddresses(Vec<SocketAddr>);
+
+impl Resolver for CheckedAddresses {
+    fn resolve(
+        &self,
+        _: &Uri,
+        _: &Config,
+        _: NextTimeout,
+    ) -> Result<ResolvedSocketAddrs, ureq::Error> {
+        let mut addresses = self.empty();
+        // What the client has no room for is not tried.
+        let _ = self.0.iter().try_for_each(|address| addresses.try_push(*address));
+        if addresses.is_empty() { Err(ureq::Error::HostNotFound) } else { Ok(addresses) }
     }
-    let mut stream = tried?;
-    stream.set_write_timeout(Some(left()?))?;
-    let question = format!("GET /query HTTP/1.0\r\nHost: {host}\r\nConnection: close\r\n\r\n");
-    stream.write_all(question.as_bytes())?;
-    let mut answer = Vec::new();
-    loop {
-        // One read may return a byte, so each gets only what is left.
-        stream.set_read_timeout(Some(left()?))?;
-        let mut piece = [0; 4096];
-        let len = match stream.read(&mut piece) {
-            Ok(0) => break,
-            Ok(len) => len,
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => continue,
-            Err(e) => return Err(e),
-        };
-        answer.extend_from_slice(&piece[..len]);
-        if answer.len() > ANSWER_MAX {
-            let why = format!("its answer has more than {ANSWER_MAX} bytes");
-            return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+}
+
+/// The status and the body of the answer to `GET /query`.
+fn get(
+    url: &ProducerAddress,
+    addresses: CheckedAddresses,
+) -> Result<(StatusCode, Vec<u8>), ureq::Error> {
+    let config = Config::builder()
+        .timeout_global(Some(TIMEOUT))
+        .http_status_as_error(false)
+        // Neither the server nor the environment leads to an address that was not checked.
+        .max_redirects(0)
+        .proxy(None)
+        .build();
+    let client = ureq::Agent::with_parts(config, DefaultConnector::new(), addresses);
+    let mut answer = client.get(format!("{}/query", url.as_str())).call()?;
+    let body = answer.body_mut().with_config().limit(ANSWER_MAX).read_to_vec()?;
+    Ok((answer.status(), body))
+}
+
+/// What a failed query means for the handoff, and why it failed.
+fn described(error: ureq::Error) -> (WireCode, String) {
+    match error {
+        ureq::Error::Timeout(_) => (WireCode::Closed, "it takes too long".to_owned()),
+        ureq::Error::BodyExceedsLimit(limit) => {
+            (WireCode::Closed, format!("its answer has more than {limit} bytes"))
         }
+        ureq::Error::Io(e) => (WireCode::Closed, e.to_string()),
+        ureq::Error::Protocol(e) => (WireCode::Malformed, format!("its answer is not HTTP: {e}")),
+        other => (WireCode::Closed, other.to_string()),
     }
-    let not_text = |_| io::Error::new(io::ErrorKind::InvalidData, "its answer is no text");
-    String::from_utf8(answer).map_err(not_text)
 }

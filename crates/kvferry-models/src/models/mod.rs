@@ -8,7 +8,7 @@ pub mod lane;
 pub mod parts;
 pub mod session;
 
-use crate::mutate::Random;
+use fastrand::Rng;
 use kvferry_proto::fuzzing::Met;
 use std::collections::BTreeMap;
 
@@ -101,10 +101,11 @@ impl Table {
 }
 
 pub fn random_seeds() -> Vec<Vec<u8>> {
-    let mut random = Random::new(1);
+    let mut rng = Rng::with_seed(1);
     let mut script = || {
-        let len = 1 + random.below(300);
-        std::iter::repeat_with(|| random.next() as u8).take(len).collect()
+        let mut script = vec![0; rng.usize(1..=300)];
+        rng.fill(&mut script);
+        script
     };
     (0..8).map(|_| script()).collect()
 }

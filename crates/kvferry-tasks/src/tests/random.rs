@@ -1,22 +1,10 @@
 //! Random histories of two processes against the rules that hold in all of them.
 
 use crate::*;
+use fastrand::Rng;
 use kvferry_proto::Timestamp;
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::time::Duration;
-
-/// Splitmix64.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) % bound as u64) as usize
-    }
-}
 
 /// A process: its tasks, and the state of its driver.
 #[derive(Default)]
@@ -37,7 +25,7 @@ struct Process {
 
 /// Two processes with one connection at a time. Each one sends to the other and receives from it.
 struct World {
-    random: Random,
+    rng: Rng,
     now: Timestamp,
     both: [Process; 2],
     conn: Conn,
@@ -50,11 +38,11 @@ const KEYS: [&str; 3] = ["a", "b", "c"];
 impl World {
     fn new(seed: u64) -> Self {
         let both = [Process::default(), Process::default()];
-        Self { random: Random(seed), now: Timestamp::default(), both, conn: Conn(1), late: 0 }
+        Self { rng: Rng::with_seed(seed), now: Timestamp::default(), both, conn: Conn(1), late: 0 }
     }
 
     fn pick<T: Clone>(&mut self, from: &[T]) -> Option<T> {
-        if from.is_empty() { None } else { Some(from[self.random.below(from.len())].clone()) }
+        self.rng.choice(from).cloned()
     }
 
     /// Carries out the actions of a process; messages, connections and reads wait for their turn.
@@ -86,10 +74,10 @@ impl World {
     }
 
     fn step(&mut self) {
-        let who = self.random.below(2);
-        let what = self.random.below(100);
-        let key = KEYS[self.random.below(KEYS.len())];
-        let budget = Duration::from_millis(1 + self.random.below(50) as u64);
+        let who = self.rng.usize(..2);
+        let what = self.rng.usize(..100);
+        let key = self.rng.choice(KEYS).expect("three");
+        let budget = Duration::from_millis(1 + self.rng.usize(..50) as u64);
         let now = self.now;
         let process = &self.both[who];
         let sends: Vec<_> = process.sends.keys().copied().collect();
@@ -147,7 +135,7 @@ impl World {
                 }
             }
             92..99 => {
-                self.now = now + Duration::from_millis(self.random.below(10) as u64);
+                self.now = now + Duration::from_millis(self.rng.usize(..10) as u64);
                 let now = self.now;
                 self.both.iter_mut().for_each(|process| process.tasks.expire(now));
             }
