@@ -180,7 +180,7 @@ e2e-long: build ## The longer checks on real vLLM: other models, a queue of two 
 	$(call part,end to end,e2e/run --connector kvferry --parts models soak survival offload --queue-seconds 120)
 
 bench: command-dist wheel-measured ## Measure beside the machine's own limits
-	target/dist/kvferry bench $(BENCH_ARGS)
+	target/dist/kvferry bench transfers $(BENCH_ARGS)
 
 bench-file: command-dist ## Measure memory to files beside fio (apt-get install fio); fails if it is slower
 	target/dist/kvferry bench file --check $(BENCH_FILE_ARGS)
@@ -196,7 +196,7 @@ bench-store-peers: wheel-measured ## Measure the store beside vLLM's fs tier and
 	$(call part,stores side by side,bench/store/run --wheel target/dist/kvferry-*.whl $(BENCH_STORE_ARGS))
 
 bench-handoff: command-dist ## Measure what handoffs cost beyond moving their bytes; fails if it is too much
-	target/dist/kvferry bench-handoff $(BENCH_HANDOFF_ARGS)
+	target/dist/kvferry bench handoff $(BENCH_HANDOFF_ARGS)
 
 bench-nixl: wheel-measured ## Measure kvferry's nixl beside NIXL, through Python; fails if it is behind in a cell
 	$(call part,nixl side by side,bench/peers/run nixl --check --wheel target/dist/kvferry-*.whl $(BENCH_ARGS))

@@ -1,1 +1,1 @@
-"""Other transfer engines, driven by `kvferry bench --peers`: one process per engine and role."""
+"""Other transfer engines, driven by `kvferry bench transfers --peers`: one process per engine and role."""

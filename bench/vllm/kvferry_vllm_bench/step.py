@@ -8,7 +8,7 @@
 | 64 | prefilled and fetched at the same time: each step computes a chunk in new blocks |
 | 128 | fetched; their prefill has not computed them |
 
-These are the requests of `kvferry bench-handoff --only step`. In each step that moves, two more are admitted,
+These are the requests of `kvferry bench handoff --only step`. In each step that moves, two more are admitted,
 fetched and finished. The peer is a second process of this program. A step without news computes a token of each of 64
 requests that are not handed over. Only the calls are timed, not the making of vLLM's own objects.
 

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 
 
 def measure(environment: Environment, site: Path, command: Path, folder: Path, say: Say) -> list[Row]:
-    say(f"step: in Rust, {command.name} bench-handoff")
+    say(f"step: in Rust, {command.name} bench handoff")
     rust = _rust(command)
     say("step: through Python")
     taken = _python(environment, site, folder)
@@ -55,7 +55,7 @@ def _medians(rounds: list[list[list[float]]]) -> list[float]:
 
 def _rust(command: Path) -> float:
     """The same step from Rust, where layers are computed at once, as on the CPU: microseconds."""
-    arguments = [str(command), "bench-handoff", "--only", "step", "--rounds", str(ROUNDS), "--json", "--quiet"]
+    arguments = [str(command), "bench", "handoff", "--only", "step", "--rounds", str(ROUNDS), "--json", "--quiet"]
     ran = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=False)
     # It exits with 1 where a figure of its own falls short.
     if ran.returncode not in (0, 1) or not ran.stdout:

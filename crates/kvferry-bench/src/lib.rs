@@ -1,4 +1,4 @@
-//! What `kvferry bench`, `kvferry bench file | store` and `kvferry bench-handoff` measure, and how figures are
+//! What `kvferry bench`, `kvferry bench file | store` and `kvferry bench handoff` measure, and how figures are
 //! drawn.
 //!
 //! [`transfers`] measures reads and writes beside plain programs and other engines in the same

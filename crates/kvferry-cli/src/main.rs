@@ -1,7 +1,7 @@
 //! The `kvferry` command: it shows KV cache moving between engines, and measures how fast.
 //!
-//! `cli.rs` has the arguments and their help, `demo/`, `bench.rs`, `doctor/` and `store/` the commands,
-//! `output.rs` and `files.rs` what they print and write. `kvferry-bench` measures and draws.
+//! `cli.rs` has the list of commands. `demo/`, `bench/`, `doctor/` and `store/` are the commands with their arguments
+//! and their help, `output.rs` and `files.rs` what they print and write. `kvferry-bench` measures and draws.
 
 #![forbid(unsafe_code)]
 
@@ -16,17 +16,15 @@ mod version;
 
 use std::process::ExitCode;
 
-use clap::Parser;
 use kvferry_bench::failure::Failure;
 use kvferry_bench::helper;
 
-use cli::{Cli, Command};
+use cli::Command;
 
 fn main() -> ExitCode {
-    let outcome = match Cli::parse().command {
+    let outcome = match cli::parse().command {
         Command::Demo(args) => interruptible(|| demo::run(&args)),
         Command::Bench(args) => interruptible(|| bench::run(&args)),
-        Command::BenchHandoff(args) => interruptible(|| bench::handoffs(&args)),
         Command::Doctor(args) => interruptible(|| doctor::run(&args)),
         Command::Store(args) => interruptible(|| store::run(&args)),
         Command::Version { json } => version::run(json),

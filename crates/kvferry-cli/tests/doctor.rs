@@ -135,7 +135,7 @@ fn an_agent_without_readable_memory_comes_with_a_way_to_measure() {
     assert_eq!(code, 0, "{report}");
     let bandwidth = finding(&report, "bandwidth");
     assert_eq!(bandwidth["mark"], "note");
-    assert!(bandwidth["fix"].as_str().is_some_and(|fix| fix.contains("bench --serve")));
+    assert!(bandwidth["fix"].as_str().is_some_and(|fix| fix.contains("bench transfers --serve")));
     let both = finding(&report, "transports")["facts"]["both"].as_array().expect("a list");
     assert!(both.contains(&"tcp".into()) && both.contains(&"mooncake".into()), "{report}");
 }
@@ -143,7 +143,7 @@ fn an_agent_without_readable_memory_comes_with_a_way_to_measure() {
 #[test]
 fn a_bench_that_serves_has_both_directions_measured() {
     let mut server = Command::new(env!("CARGO_BIN_EXE_kvferry"))
-        .args(["bench", "--serve", "--listen", "127.0.0.1:0"])
+        .args(["bench", "transfers", "--serve", "--listen", "127.0.0.1:0"])
         .env_remove("KVFERRY_SECRET")
         .stderr(Stdio::piped())
         .spawn()

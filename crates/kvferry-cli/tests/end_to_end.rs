@@ -143,7 +143,7 @@ fn a_demo_draws_three_figures_that_need_nothing_else() {
 #[ignore = "slow: make test-slow"]
 fn a_quick_bench_measures_every_part_and_draws_it() {
     let folder = std::env::temp_dir().join(format!("kvferry-plot-{}", std::process::id()));
-    let line = ["bench", "--quick", "--rounds", "1", "--transport", "tcp", "--json", "--plot"];
+    let line = ["bench", "transfers", "--quick", "--rounds", "1", "--transport", "tcp", "--json", "--plot"];
     let output = kvferry(&line).arg(&folder).output().expect("the command starts");
     assert_eq!(code(&output), Some(0), "{}", errors(&output));
     let report = json(&output);
@@ -177,7 +177,7 @@ fn a_quick_bench_measures_every_part_and_draws_it() {
 #[test]
 #[ignore = "slow: make test-slow"]
 fn a_quick_bench_of_handoffs_measures_everything_and_judges_what_has_a_bound() {
-    let output = run(&["bench-handoff", "--quick", "--json", "--rounds", "1"]);
+    let output = run(&["bench", "handoff", "--quick", "--json", "--rounds", "1"]);
     // It is too short to judge by, but judged.
     assert!(matches!(code(&output), Some(0 | 1)), "{}", errors(&output));
     let report = json(&output);
@@ -268,7 +268,7 @@ fn a_bench_moves_the_tables_of_a_model_and_of_a_trace() {
     let trace = "[[0, 8192, 4096], [20000, 5, 100]]\n\
                  {\"block_bytes\": 4096, \"local\": [7, 3], \"remote\": [12, 40]}\n";
     std::fs::write(&file, trace).expect("a file can be written");
-    let line = ["bench", "--quick", "--rounds", "1", "--only", "throughput", "--json"];
+    let line = ["bench", "transfers", "--quick", "--rounds", "1", "--only", "throughput", "--json"];
     let output = kvferry(&line)
         .args(["--transport", "tcp", "--checksums", "off"])
         .args(["--model", "opt-125m", "--tokens", "100", "--requests", "2", "--trace"])
@@ -293,7 +293,7 @@ fn a_bench_moves_the_tables_of_a_model_and_of_a_trace() {
 fn a_bench_across_hosts_needs_the_secret_of_the_target() {
     let (mut server, address) = serve("right");
     let bench = |secret: &str| {
-        let line = ["bench", "--quick", "--only", "latency", "--rounds", "1", "--json"];
+        let line = ["bench", "transfers", "--quick", "--only", "latency", "--rounds", "1", "--json"];
         kvferry(&line).args(["--target", &address]).env("KVFERRY_SECRET", secret).output()
     };
     let welcome = bench("right").expect("the command starts");
@@ -311,7 +311,7 @@ fn a_bench_across_hosts_needs_the_secret_of_the_target() {
 
 /// A target on a free port, and where it listens.
 fn serve(secret: &str) -> (Child, String) {
-    let mut server = kvferry(&["bench", "--serve", "--listen", "127.0.0.1:0"])
+    let mut server = kvferry(&["bench", "transfers", "--serve", "--listen", "127.0.0.1:0"])
         .env("KVFERRY_SECRET", secret)
         .stderr(Stdio::piped())
         .spawn()
@@ -328,14 +328,14 @@ fn serve(secret: &str) -> (Child, String) {
 #[test]
 fn an_unreachable_target_and_a_bad_command_line_have_different_exit_codes() {
     let unused = ClosedPort::new();
-    assert_eq!(code(&run(&["bench", "--target", unused.address()])), Some(3));
-    assert_eq!(code(&run(&["bench", "--target", "nobody.invalid:1"])), Some(3));
-    assert_eq!(code(&run(&["bench", "--model", "gpt-5"])), Some(2));
+    assert_eq!(code(&run(&["bench", "transfers", "--target", unused.address()])), Some(3));
+    assert_eq!(code(&run(&["bench", "transfers", "--target", "nobody.invalid:1"])), Some(3));
+    assert_eq!(code(&run(&["bench", "transfers", "--model", "gpt-5"])), Some(2));
     assert_eq!(code(&run(&["demo", "--decode-tp", "3"])), Some(2));
-    assert_eq!(code(&run(&["bench", "--sizes", "4KiB"])), Some(2));
-    assert_eq!(code(&run(&["bench", "--transport", "pigeon"])), Some(2));
-    assert_eq!(code(&run(&["bench", "--peers", "/nowhere/python"])), Some(2));
-    assert_eq!(code(&run(&["bench", "--trace", "/nowhere/blocks.jsonl"])), Some(2));
+    assert_eq!(code(&run(&["bench", "transfers", "--sizes", "4KiB"])), Some(2));
+    assert_eq!(code(&run(&["bench", "transfers", "--transport", "pigeon"])), Some(2));
+    assert_eq!(code(&run(&["bench", "transfers", "--peers", "/nowhere/python"])), Some(2));
+    assert_eq!(code(&run(&["bench", "transfers", "--trace", "/nowhere/blocks.jsonl"])), Some(2));
     assert_eq!(code(&run(&[])), Some(2));
 }
 

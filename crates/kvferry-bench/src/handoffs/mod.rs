@@ -1,4 +1,4 @@
-//! What a handoff costs beyond moving its bytes: `kvferry bench-handoff`.
+//! What a handoff costs beyond moving its bytes: `kvferry bench handoff`.
 //!
 //! The consumer is this process, the producer a second one of this host. `exposed.rs`, `second.rs`,
 //! `control.rs` and `step.rs` call worker halves themselves (`rank.rs`, `producer.rs`); `engines.rs` runs

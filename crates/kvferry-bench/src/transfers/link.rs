@@ -54,7 +54,7 @@ impl Link {
         Link::open(agent, address, sizes, Some(child))
     }
 
-    /// A `kvferry bench --serve` elsewhere.
+    /// A `kvferry bench transfers --serve` elsewhere.
     pub(super) fn connect(agent: &Agent, target: &str, sizes: Sizes) -> Result<Link, Failure> {
         let addresses = target.to_socket_addrs().map_err(|error| match error.kind() {
             io::ErrorKind::InvalidInput => Failure::Usage(format!("--target {target}: {error}")),

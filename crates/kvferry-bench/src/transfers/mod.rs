@@ -1,5 +1,5 @@
 //! Reads and writes through an agent, beside what plain programs and other engines reach in the same
-//! rounds: `kvferry bench`.
+//! rounds: `kvferry bench transfers`.
 //!
 //! The measuring side is here; the target (`target.rs`) is a second process of this host or
 //! [`serve`] on another. Each part is one file and yields rows of the report: `rounds.rs`

@@ -1,4 +1,4 @@
-"""The Python side of `kvferry bench`: commands on standard input, one JSON value per line, one answer each."""
+"""The Python side of `kvferry bench transfers`: commands on standard input, one JSON value per line, one answer each."""
 
 import ctypes
 import gc

@@ -1,4 +1,4 @@
-"""A stock Mooncake engine with memory to write to, for `kvferry bench --faults --stock`."""
+"""A stock Mooncake engine with memory to write to, for `kvferry bench transfers --faults --stock`."""
 
 import ctypes
 import json

@@ -46,7 +46,7 @@ pub(crate) fn run_child(core: Option<usize>) -> Result<(), Failure> {
     hold(address)
 }
 
-/// Serves benches of other hosts, one at a time, until the process ends: `kvferry bench --serve`.
+/// Serves benches of other hosts, one at a time, until the process ends: `kvferry bench transfers --serve`.
 /// Says on standard error where it listens.
 ///
 /// # Errors

@@ -4,7 +4,7 @@ use kvferry_connector::Announce;
 use kvferry_refengine::{EngineConfig, Params};
 use serde::{Deserialize, Serialize};
 
-use crate::cli::AnnounceWhen;
+use super::args::AnnounceWhen;
 
 /// Commands to an engine.
 #[derive(Debug, Serialize, Deserialize)]

@@ -3,8 +3,10 @@
 //! This process is the router (`router.rs`). Each engine is a process (`node.rs`) with a scheduler, a
 //! model that computes on a paged KV cache and kvferry's connector, an agent per rank. Pipes
 //! (`messages.rs`) carry everything but KV, which the engines fetch from each other. `plan.rs` has the
-//! engines and requests, `report.rs` and `plot.rs` the results. `store/` is `kvferry demo store`.
+//! engines and requests, `report.rs` and `plot.rs` the results, `args.rs` the arguments. `store/` is
+//! `kvferry demo store`.
 
+mod args;
 mod messages;
 pub(crate) mod node;
 mod plan;
@@ -15,17 +17,18 @@ pub(crate) mod store;
 
 use indicatif::ProgressBar;
 
-use crate::cli::{DemoArgs, DemoOf};
 use crate::{files, output};
 use kvferry_bench::failure::Failure;
 use kvferry_bench::machine;
 
+pub(crate) use args::DemoArgs;
+use args::OtherDemo;
 use plan::{Asked, Plan};
 use report::Report;
 use router::Router;
 
 pub(crate) fn run(args: &DemoArgs) -> Result<(), Failure> {
-    if let Some(DemoOf::Store(args)) = &args.of {
+    if let Some(OtherDemo::Store(args)) = &args.of {
         return store::run(args);
     }
     let plan = Plan::new(args, machine::available_memory())?;

@@ -2,7 +2,7 @@
 
 use kvferry_refengine::{EngineConfig, GroupCache, GroupSpec, Launch, ModelSpec, continuation};
 
-use crate::cli::{DemoArgs, DemoTransport};
+use super::args::{DemoArgs, DemoTransport};
 use kvferry_bench::failure::Failure;
 use kvferry_bench::units;
 

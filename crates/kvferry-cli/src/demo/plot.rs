@@ -5,7 +5,7 @@ use kvferry_bench::plot::columns::{self, Column, Words};
 use kvferry_bench::plot::page::Page;
 use kvferry_bench::units;
 
-use crate::cli::DemoTransport;
+use super::args::DemoTransport;
 
 use super::report::{Figures, Report};
 

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::cli::{AnnounceWhen, DemoTransport, Flow, name};
+use super::args::{AnnounceWhen, DemoTransport, Flow};
+use crate::cli::name;
 use crate::output;
 use kvferry_bench::failure::Failure;
 use kvferry_bench::machine::{self, Machine};

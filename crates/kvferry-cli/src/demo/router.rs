@@ -12,7 +12,7 @@ use indicatif::ProgressBar;
 use kvferry_connector::{ConsumerParams, HandoffId, producer_params};
 use kvferry_refengine::{EngineConfig, Params};
 
-use crate::cli::Flow;
+use super::args::Flow;
 use kvferry_bench::child::{Child, Commands};
 use kvferry_bench::failure::Failure;
 use kvferry_bench::lines::Answer;

@@ -15,15 +15,61 @@ mod same_host;
 mod show;
 mod system;
 
+use clap::Args;
 use kvferry::{Config, Transports};
 
-use crate::cli::DoctorArgs;
 use crate::output;
 use kvferry_bench::failure::Failure;
 
 use finding::{Mark, Report};
 use host::{Host, Tries};
 use network::Settings;
+
+const EXAMPLES: &str = "\
+Examples:
+  kvferry doctor                       this host: kernel, memory, network, RDMA, CUDA
+  kvferry doctor 10.0.0.7:18515        an agent there: reachable, secret, transports, how fast
+  kvferry doctor --json | jq '.groups[].findings[] | select(.mark != \"ok\")'
+
+Run it where the engine runs: in the same container, as the same user, with the same KVFERRY_
+variables. Each line has a mark:
+  ok       works
+  note     works, but could be better, or is worth knowing
+  missing  something optional is not installed
+  bad      something that kvferry is configured to use does not work
+The line after an arrow says what to do.
+
+An agent elsewhere sends what it sends every peer. Its memory is never written. Reads are measured
+on memory that its peers may read, 64 MiB at a time for a second (not with --no-bandwidth). Writes
+are measured at a `kvferry bench transfers --serve`, which has memory for them.
+
+Secrets and configurations are never shown. --json prints one object, schema kvferry.doctor/1:
+version, target, worst, counts, and groups of findings: id, subject, mark, finding, fix, facts.
+
+Exit codes:
+  0  nothing is bad
+  1  something is bad, or the agent does not answer or refuses this one
+  2  the command line is wrong";
+
+/// Check this host: what works, and what to do about the rest. With HOST:PORT, check an agent there:
+/// whether it can be reached from here, over which transports, and how fast.
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = EXAMPLES)]
+pub(crate) struct DoctorArgs {
+    /// An agent, or a `kvferry bench transfers --serve`
+    #[arg(value_name = "HOST:PORT")]
+    target: Option<String>,
+    /// Seconds that each step with HOST:PORT may take
+    #[arg(long, default_value_t = 5, value_name = "SECONDS", requires = "target",
+          value_parser = clap::value_parser!(u16).range(1..=600))]
+    timeout: u16,
+    /// Do not measure bandwidth
+    #[arg(long, requires = "target")]
+    no_bandwidth: bool,
+    /// Print the findings as JSON
+    #[arg(long)]
+    json: bool,
+}
 
 pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let report = match &args.target {

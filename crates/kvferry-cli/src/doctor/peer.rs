@@ -2,7 +2,7 @@
 //!
 //! The agent sends what it sends every peer: its name, its regions, answers to probes. Its memory is
 //! never written. Reads are measured on memory that peers may read, at most [`READ_MAX`] at a time and
-//! for [`READ_FOR`]; writes only at a `kvferry bench --serve`, which has memory for them.
+//! for [`READ_FOR`]; writes only at a `kvferry bench transfers --serve`, which has memory for them.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
@@ -15,8 +15,8 @@ use kvferry::{
 };
 use serde_json::json;
 
+use super::DoctorArgs;
 use super::finding::{Finding, Group, Mark, Report};
-use crate::cli::DoctorArgs;
 use kvferry_bench::failure::Failure;
 use kvferry_bench::stats::{median, quantile_of};
 use kvferry_bench::transfers::reach::{self, Answered};
@@ -304,7 +304,7 @@ fn handshake(ours: &Agent, summary: &PeerSummary, serves: bool) -> Finding {
         .fix("use kvferry's drop-in there if a cancel must be confirmed: KVFERRY_SHIMS=mooncake")
         .fact("kind", "mooncake");
     }
-    let kind = if serves { "a kvferry bench --serve" } else { "a kvferry agent" };
+    let kind = if serves { "a kvferry bench transfers --serve" } else { "a kvferry agent" };
     let words = format!("{kind} named {}, protocol version {}", summary.name, summary.version);
     let finding = if summary.authenticated {
         Finding::ok("handshake", format!("{words}; both proved the secret"))
@@ -432,7 +432,7 @@ fn rate(gb_per_s: f64) -> String {
 }
 
 const SERVE: &str =
-    "kvferry bench --serve --listen ADDRESS:PORT there, and doctor with that address";
+    "kvferry bench transfers --serve --listen ADDRESS:PORT there, and doctor with that address";
 
 /// Reads memory that peers may read. Writes nothing.
 fn read_bandwidth(

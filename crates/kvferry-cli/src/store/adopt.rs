@@ -2,13 +2,35 @@
 
 use std::path::PathBuf;
 
+use clap::Args;
 use kvferry_bench::failure::Failure;
 use kvferry_store::adopt::{Adoption, Empty};
 use serde::Serialize;
 
 use super::failure;
-use crate::cli::StoreAdoptArgs;
 use crate::output;
+
+const EXAMPLES: &str = "\
+An empty directory of a store counts as lost: it may be the folder below a device that is not mounted.
+If the device is gone for good, this command makes the directory the store's. The blocks of the lost
+device are missed. Look with --dry-run first: it says where no device is mounted.
+
+A device that comes back and is mounted over such a directory is used from the next start of all
+processes on, with its blocks. What was written below it stays there, hidden, until it is removed.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = EXAMPLES)]
+pub(super) struct AdoptArgs {
+    /// The store's directories: all of them, also those that are empty
+    #[arg(required = true, value_name = "DIR")]
+    directories: Vec<PathBuf>,
+    /// Only show what would be done
+    #[arg(long)]
+    dry_run: bool,
+    /// Print the result as JSON, schema kvferry.store-adopt/1
+    #[arg(long)]
+    json: bool,
+}
 
 /// `kvferry store adopt --json`.
 #[derive(Debug, Serialize)]
@@ -29,7 +51,7 @@ struct Adopted {
     is_mounted: bool,
 }
 
-pub(super) fn run(args: &StoreAdoptArgs) -> Result<(), Failure> {
+pub(super) fn run(args: &AdoptArgs) -> Result<(), Failure> {
     let adoption = Adoption::open(&args.directories).map_err(failure)?;
     let adopted = |it: &Empty| {
         let Empty { path, number, is_mounted } = it.clone();

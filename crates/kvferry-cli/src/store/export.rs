@@ -6,15 +6,44 @@ use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use clap::Args;
 use kvferry_bench::failure::Failure;
 use kvferry_bench::units;
 use kvferry_store::archive::{Exported, export};
 use kvferry_store::inspect::Files;
 use serde::Serialize;
 
-use super::{counted, failure, records, store_id};
-use crate::cli::StoreExportArgs;
+use super::{counted, failure, parse_namespace, records, store_id};
 use crate::output;
+
+const EXAMPLES: &str = "\
+Each block is compared with its checksum, and is in the file once. A block that is bad, or that can't
+be read, is left out. In a segment that is not sealed, it may be one that a process is writing; such
+blocks are read again after a second. Blocks that were evicted are exported until their segment is
+used again.
+
+The file describes and checks itself, record by record; crates/kvferry-store/src/archive/format.rs
+documents every byte.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = EXAMPLES)]
+pub(super) struct ExportArgs {
+    /// The file to write, which is replaced; - for standard output
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// The store's directories
+    #[arg(required = true, value_name = "DIR")]
+    directories: Vec<PathBuf>,
+    /// Only blocks of this namespace
+    #[arg(long, value_name = "ID", value_parser = parse_namespace)]
+    namespace: Option<u64>,
+    /// Print the result as JSON, schema kvferry.store-export/1; on standard error if FILE is -
+    #[arg(long)]
+    json: bool,
+    /// No progress bar
+    #[arg(long, short)]
+    quiet: bool,
+}
 
 const BUFFER_BYTES: usize = 1 << 20;
 
@@ -38,7 +67,7 @@ pub(super) fn is_standard(file: &Path) -> bool {
     file == Path::new("-")
 }
 
-pub(super) fn run(args: &StoreExportArgs) -> Result<(), Failure> {
+pub(super) fn run(args: &ExportArgs) -> Result<(), Failure> {
     let files = Files::open(&args.directories).map_err(failure)?;
     if is_standard(&args.file) {
         if io::stdout().is_terminal() {
@@ -66,7 +95,7 @@ fn create(path: &Path) -> io::Result<File> {
     Ok(open)
 }
 
-fn write(args: &StoreExportArgs, files: &Files, to: &mut impl Write) -> Result<Report, Failure> {
+fn write(args: &ExportArgs, files: &Files, to: &mut impl Write) -> Result<Report, Failure> {
     let segments = files.segments().map_err(failure)?;
     let is_wanted = |id| args.namespace.is_none_or(|wanted| wanted == id);
     let wanted = segments.iter().flat_map(records).filter(|it| is_wanted(it.block.namespace));

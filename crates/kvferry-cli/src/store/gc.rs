@@ -2,14 +2,47 @@
 
 use std::path::{Path, PathBuf};
 
+use clap::Args;
 use kvferry_bench::failure::Failure;
-use kvferry_bench::units;
+use kvferry_bench::units::{self, parse_bytes};
 use kvferry_store::clean::{Cleaner, Plan, Step, Why, Wishes};
 use serde::{Serialize, Serializer};
 
-use super::{counted, failure};
-use crate::cli::StoreGcArgs;
+use super::{counted, failure, parse_namespace};
 use crate::output;
+
+const EXAMPLES: &str = "\
+Always removed: segments without a valid header or without blocks, files of a wrong length, and
+what an interrupted write left. Segments of killed processes are sealed: the next start reads them
+at once.
+
+--capacity removes the oldest segments until a process can open the store with this capacity and
+lose no other block. It may give segments other numbers; a power cut in that moment loses one of
+them. A process that opens the store with a smaller capacity removes segments by number, not by age.
+
+What it can't do: remove single blocks, or those of a namespace from segments that have blocks of
+others; remove evicted blocks, which the files do not tell apart; repair bad blocks. Segments that
+can't be read, or are another store's, stay.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = EXAMPLES)]
+pub(super) struct GcArgs {
+    /// The store's directories: all of them
+    #[arg(required = true, value_name = "DIR")]
+    directories: Vec<PathBuf>,
+    /// Remove the oldest segments, down to this capacity
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    capacity: Option<u64>,
+    /// Remove segments that have only blocks of this namespace
+    #[arg(long, value_name = "ID", value_parser = parse_namespace)]
+    namespace: Option<u64>,
+    /// Only show what would be done
+    #[arg(long)]
+    dry_run: bool,
+    /// Print the result as JSON, schema kvferry.store-gc/1
+    #[arg(long)]
+    json: bool,
+}
 
 /// `kvferry store gc --json`. Sums are of what was done, with `--dry-run` of what would be done.
 #[derive(Debug, Serialize)]
@@ -52,7 +85,7 @@ enum What {
     },
 }
 
-pub(super) fn run(args: &StoreGcArgs) -> Result<(), Failure> {
+pub(super) fn run(args: &GcArgs) -> Result<(), Failure> {
     let cleaner = Cleaner::open(&args.directories).map_err(failure)?;
     let wishes = Wishes { capacity: args.capacity, namespace: args.namespace };
     let plan = cleaner.plan(wishes).map_err(failure)?;

@@ -2,20 +2,55 @@
 
 use std::fs::File;
 use std::io::{self, Read};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use clap::Args;
 use kvferry::Agent;
 use kvferry_bench::failure::Failure;
-use kvferry_bench::units;
+use kvferry_bench::units::{self, parse_bytes};
 use kvferry_store::archive::{Imported, import};
 use kvferry_store::inspect::Files;
 use kvferry_store::{Store, StoreOptions};
 use serde::Serialize;
 
 use super::export::is_standard;
-use super::{counted, failure};
-use crate::cli::StoreImportArgs;
+use super::{counted, failure, parse_namespace};
 use crate::output;
+
+const EXAMPLES: &str = "\
+Processes may have the store open. If there is no store in DIR, it is made.
+
+--capacity is the one that engines open the store with. It counts if no process has the store open; one
+that is too small for what is there is refused.
+
+Each block is compared with its checksum before it is stored. Blocks that are there are skipped. Where
+the file is damaged or cut, all other blocks are imported, and the exit code is 1. Blocks keep their
+namespace, priority, and the time at which their retention ends; a block that was to leave before now
+is skipped. If the store is full, imported blocks replace others, as those that engines put.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = EXAMPLES)]
+pub(super) struct ImportArgs {
+    /// The file to read; - for standard input
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// The store's directories: all of them
+    #[arg(required = true, value_name = "DIR")]
+    directories: Vec<PathBuf>,
+    /// The capacity of the store
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    capacity: u64,
+    /// Only blocks of this namespace
+    #[arg(long, value_name = "ID", value_parser = parse_namespace)]
+    namespace: Option<u64>,
+    /// Print the result as JSON, schema kvferry.store-import/1
+    #[arg(long)]
+    json: bool,
+    /// No progress bar
+    #[arg(long, short)]
+    quiet: bool,
+}
 
 /// `kvferry store import --json`.
 #[derive(Debug, Serialize)]
@@ -38,7 +73,7 @@ struct Report {
     seconds: f64,
 }
 
-pub(super) fn run(args: &StoreImportArgs) -> Result<(), Failure> {
+pub(super) fn run(args: &ImportArgs) -> Result<(), Failure> {
     let (from, total): (Box<dyn Read>, u64) = if is_standard(&args.file) {
         (Box::new(io::stdin().lock()), 0)
     } else {
@@ -76,7 +111,7 @@ pub(super) fn run(args: &StoreImportArgs) -> Result<(), Failure> {
 }
 
 /// A process that opens a store with a smaller capacity removes segments.
-fn refuse_a_smaller_capacity(args: &StoreImportArgs) -> Result<(), Failure> {
+fn refuse_a_smaller_capacity(args: &ImportArgs) -> Result<(), Failure> {
     // Where there is no store, or a wrong one, opening it says so.
     let Ok(files) = Files::open(&args.directories) else { return Ok(()) };
     match files.fit_into(args.capacity).map_err(failure)? {

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use clap::Args;
 use kvferry_bench::failure::Failure;
 use kvferry_bench::{table, units};
 use kvferry_store::inspect::{Files, Segment as Found, State};
@@ -9,10 +10,35 @@ use kvferry_store::log::Record;
 use kvferry_store::policy::Retention;
 use serde::Serialize;
 
-use super::time::utc;
-use super::{Kind, failure, key, namespace_id, records, store_id, with_causes};
-use crate::cli::StoreLsArgs;
+use super::{
+    Kind, failure, key, namespace_id, parse_namespace, records, store_id, utc, with_causes,
+};
 use crate::output;
+
+const EXAMPLES: &str = "\
+Segments are sealed (full, and complete), open (being written, or its process was killed), free (no
+valid header), foreign (another store's), unreadable, or of a wrong length. Only the first two have
+blocks. A later incarnation is a later use of a segment.
+
+A namespace is a number that stands for model, layout, tenant, adapter, group and shard. Its name is
+not in the files.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = EXAMPLES)]
+pub(super) struct LsArgs {
+    /// The store's directories
+    #[arg(required = true, value_name = "DIR")]
+    directories: Vec<PathBuf>,
+    /// List blocks instead of segments
+    #[arg(long)]
+    blocks: bool,
+    /// Only blocks of this namespace, and segments that have some
+    #[arg(long, value_name = "ID", value_parser = parse_namespace)]
+    namespace: Option<u64>,
+    /// Print the result as JSON, schema kvferry.store-ls/1
+    #[arg(long)]
+    json: bool,
+}
 
 /// `kvferry store ls --json`: segments, or with `--blocks` blocks. Times are milliseconds of Unix time.
 #[derive(Debug, Serialize)]
@@ -54,7 +80,7 @@ struct Block {
     page: u32,
 }
 
-pub(super) fn run(args: &StoreLsArgs) -> Result<(), Failure> {
+pub(super) fn run(args: &LsArgs) -> Result<(), Failure> {
     let files = Files::open(&args.directories).map_err(failure)?;
     let segments = files.segments().map_err(failure)?;
     let is_wanted =

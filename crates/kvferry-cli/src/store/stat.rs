@@ -3,15 +3,24 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
 
+use clap::Args;
 use kvferry_bench::failure::Failure;
 use kvferry_bench::{table, units};
 use kvferry_store::inspect::{Files, Segment};
 use serde::Serialize;
 
-use super::time::utc;
-use super::{Kind, counted, failure, namespace_id, records, store_id};
-use crate::cli::StoreStatArgs;
+use super::{Kind, counted, failure, namespace_id, records, store_id, utc};
 use crate::output;
+
+#[derive(Debug, Clone, Args)]
+pub(super) struct StatArgs {
+    /// The store's directories
+    #[arg(required = true, value_name = "DIR")]
+    directories: Vec<PathBuf>,
+    /// Print the result as JSON, schema kvferry.store-stat/1
+    #[arg(long)]
+    json: bool,
+}
 
 /// `kvferry store stat --json`. Times are milliseconds of Unix time.
 #[derive(Debug, Serialize)]
@@ -52,7 +61,7 @@ struct Namespace {
     bytes: u64,
 }
 
-pub(super) fn run(args: &StoreStatArgs) -> Result<(), Failure> {
+pub(super) fn run(args: &StatArgs) -> Result<(), Failure> {
     let files = Files::open(&args.directories).map_err(failure)?;
     let segments = files.segments().map_err(failure)?;
     Ok(output::show(&Report::new(&files, &segments), args.json)?)

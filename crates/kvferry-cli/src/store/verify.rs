@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use clap::Args;
 use indicatif::ProgressBar;
 use kvferry_bench::failure::Failure;
 use kvferry_bench::units;
@@ -13,8 +14,28 @@ use kvferry_store::log::{Record, SegmentHeader};
 use serde::Serialize;
 
 use super::{counted, failure, key, namespace_id, records, store_id, with_causes};
-use crate::cli::StoreVerifyArgs;
 use crate::output;
+
+const EXAMPLES: &str = "\
+A bad block is never returned to an engine: it is missed. In a segment that is not sealed, it may be
+one that a process is writing, or was writing when it was killed; such blocks are read again after a
+second. Bad blocks leave with their segment, when the store needs space.
+
+Blocks in segments that a process has begun to use again are not verified, and counted as replaced.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = EXAMPLES)]
+pub(super) struct VerifyArgs {
+    /// The store's directories
+    #[arg(required = true, value_name = "DIR")]
+    directories: Vec<PathBuf>,
+    /// Print the result as JSON, schema kvferry.store-verify/1
+    #[arg(long)]
+    json: bool,
+    /// No progress bar
+    #[arg(long, short)]
+    quiet: bool,
+}
 
 /// Blocks that are read between two looks at the clock.
 const BLOCKS_AT_ONCE: usize = 32;
@@ -57,7 +78,7 @@ struct Unreadable {
     why: String,
 }
 
-pub(super) fn run(args: &StoreVerifyArgs) -> Result<(), Failure> {
+pub(super) fn run(args: &VerifyArgs) -> Result<(), Failure> {
     let files = Files::open(&args.directories).map_err(failure)?;
     let segments = files.segments().map_err(failure)?;
     let all = segments.iter().flat_map(records);

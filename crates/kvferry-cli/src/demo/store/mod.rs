@@ -3,6 +3,7 @@
 //! Each start of the engine is a process (`engine.rs`) that opens the store, serves prompts and ends; one is killed
 //! while it writes. `connector.rs` is between engine and store, `report.rs` judges what the processes answer.
 
+mod args;
 mod connector;
 pub(crate) mod engine;
 mod report;
@@ -18,9 +19,10 @@ use kvferry_bench::failure::Failure;
 use kvferry_bench::lines::Answer;
 use kvferry_refengine::{EngineConfig, GroupCache, GroupSpec, LoadFailurePolicy, ModelSpec};
 
-use crate::cli::{DemoStoreArgs, Seam};
 use crate::output;
 
+use args::Seam;
+pub(super) use args::StoreArgs;
 use connector::Fault;
 use engine::{Served, Start, StoreAt};
 use report::{Killed, Report, Runs};
@@ -55,7 +57,7 @@ const PATIENCE: Duration = Duration::from_secs(600);
 const PREFIX_TOKENS: u32 = 8192;
 const REQUESTS: u32 = 3;
 
-pub(crate) fn run(args: &DemoStoreArgs) -> Result<(), Failure> {
+pub(super) fn run(args: &StoreArgs) -> Result<(), Failure> {
     if args.seam == Seam::TensorrtLlm {
         return seam::tensorrt_llm(args);
     }
@@ -124,7 +126,7 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(args: &DemoStoreArgs) -> Plan {
+    fn new(args: &StoreArgs) -> Plan {
         let model = ModelSpec::new(vec![GroupSpec::full(HEADS, HEAD_BYTES)], LAYERS);
         let prefix_tokens = args.prefix_tokens.unwrap_or(PREFIX_TOKENS) as usize;
         let prefix = random_tokens(&model, 0, prefix_tokens);

@@ -6,13 +6,13 @@ use std::process::Command;
 
 use kvferry_bench::failure::Failure;
 
-use crate::cli::DemoStoreArgs;
+use super::StoreArgs;
 
 /// The Python that has kvferry's wheel, if it is not `python3`.
 const PYTHON: &str = "KVFERRY_PYTHON";
 
 /// Runs the demo of `kvferry.trtllm`, with its output as this command's.
-pub(super) fn tensorrt_llm(args: &DemoStoreArgs) -> Result<(), Failure> {
+pub(super) fn tensorrt_llm(args: &StoreArgs) -> Result<(), Failure> {
     if args.prefix_tokens.is_some() {
         return Err(Failure::Usage(
             "--prefix-tokens: the prompts of --seam tensorrt-llm share no prefix".into(),

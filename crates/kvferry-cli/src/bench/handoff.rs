@@ -1,0 +1,67 @@
+//! `kvferry bench handoff`.
+
+use clap::Args;
+use kvferry_bench::failure::Failure;
+use kvferry_bench::handoffs;
+use kvferry_bench::options::{HandoffOptions, Measure};
+use kvferry_bench::units::parse_bytes;
+
+use crate::output;
+
+const EXAMPLES: &str = "\
+Examples:
+  kvferry bench handoff                         everything, some minutes
+  kvferry bench handoff --only exposed --transport tcp
+  kvferry bench handoff --quick --json          too short to judge by
+
+Producer and consumer are two processes of this host. A figure with a bound is judged by its median;
+the others are only shown. The device of a prefill is a timer: computing takes time but no processor,
+as with a GPU.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = EXAMPLES)]
+pub(crate) struct HandoffArgs {
+    /// What to measure [default: everything]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    only: Vec<Measure>,
+    /// Transports, each measured by itself
+    #[arg(long, value_delimiter = ',', default_value = "local,tcp", value_name = "NAME")]
+    transport: Vec<String>,
+    /// Bytes of the handoff of which the exposed time is measured; less if memory is short
+    /// [default: 1GiB, with --quick 64MiB]
+    #[arg(long, value_parser = parse_bytes, value_name = "SIZE")]
+    size: Option<u64>,
+    /// Rounds; seven or more to judge by [default: 7, with --quick 2]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100))]
+    rounds: Option<u32>,
+    /// Small and short
+    #[arg(long)]
+    quick: bool,
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+    /// No progress bar and no remarks
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+impl HandoffArgs {
+    fn options(&self) -> HandoffOptions {
+        HandoffOptions {
+            measures: self.only.clone(),
+            transports: self.transport.clone(),
+            size_bytes: self.size,
+            rounds: self.rounds.map(|rounds| rounds as usize),
+            quick: self.quick,
+        }
+    }
+}
+
+pub(crate) fn run(args: &HandoffArgs) -> Result<(), Failure> {
+    let bar = output::step_bar(args.quiet);
+    let measured = handoffs::measure(&args.options(), &bar);
+    bar.finish_and_clear();
+    let report = measured?;
+    output::show(&report, args.json)?;
+    report.shortfall().map_or(Ok(()), |shortfall| Err(Failure::Check(shortfall)))
+}
