@@ -88,8 +88,8 @@ def _predicted(bench: Bench, chains: Sequence[tree.Chain], times: Sequence[float
     # It exits with 1 where a figure of its own falls short.
     if ran.returncode not in (0, 1) or not ran.stdout:
         raise RuntimeError(f"{' '.join(command)}: exit code {ran.returncode}")
-    shares = {row["what"].partition(", ")[2]: row["reached"]["median"] for row in json.loads(ran.stdout)["rows"]}
-    return float(shares["whole trace: kvferry"]) / 100 * sum(map(len, chains))
+    (whole,) = (row for row in json.loads(ran.stdout)["rows"] if row["part"] == "hits" and "whole trace" in row["work"])
+    return float(whole["figures"][0]["median"]) / 100 * sum(map(len, chains))
 
 
 def _answer(server: Instance, chain: tree.Chain) -> Tokens:

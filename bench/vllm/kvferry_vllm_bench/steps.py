@@ -60,8 +60,8 @@ def _rust(command: Path) -> float:
     # It exits with 1 where a figure of its own falls short.
     if ran.returncode not in (0, 1) or not ran.stdout:
         raise RuntimeError(f"{' '.join(arguments)}: exit code {ran.returncode}")
-    rows = {row["what"]: row["reached"]["median"] for row in json.loads(ran.stdout)["rows"]}
-    (name,) = (what for what in rows if what.endswith("all moving, no device"))
+    rows = {row["work"]: row["figures"][0]["median"] for row in json.loads(ran.stdout)["rows"]}
+    (name,) = (work for work in rows if work.endswith("all moving, no device"))
     return float(rows[name])
 
 

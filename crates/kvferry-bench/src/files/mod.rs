@@ -30,7 +30,7 @@ use crate::units;
 use nixl::Nixl;
 
 /// The form of the report's JSON.
-const SCHEMA: &str = "kvferry.bench-file/1";
+pub const SCHEMA: &str = "kvferry.bench-file/2";
 /// Seven or more to judge by.
 const ROUNDS: usize = 7;
 const QUICK_ROUNDS: usize = 2;
@@ -178,18 +178,18 @@ pub fn measure(options: &FileBench, bar: &ProgressBar) -> Result<Report, Failure
     remarks.push(format!("operations of kvferry from registered memory: {share}"));
     let mut rows = Vec::new();
     for (case, Rates { ours, fio, nixl }) in cases.into_iter().zip(rates) {
-        let name = case.name();
+        let rounds = ours.len();
         let bound = if case.block < 32 << 10 { SHARE_SMALL } else { SHARE };
         let others = std::iter::once(("fio", fio, bound));
         let others = others.chain(nixl.into_iter().map(|(who, rates)| (who, rates, 1.0)));
-        for (who, theirs, bound) in others.filter(|(_, theirs, _)| theirs.len() == ours.len()) {
-            let share = Spread::ratio(&ours, &theirs);
-            rows.push(
-                Row::new("file", format!("{name}, share of {who}'s"), "", share).at_least(bound),
-            );
-            rows.push(Row::new("file", format!("{name}, {who}"), "GB/s", Spread::of(theirs)));
-        }
-        rows.push(Row::new("file", format!("{name}, kvferry"), "GB/s", Spread::of(ours)));
+        let row = Row::new("file", case.name(), "GB/s", Spread::of(ours));
+        rows.push(
+            others
+                .filter(|(_, theirs, _)| theirs.len() == rounds)
+                .fold(row, |row, (who, theirs, bound)| {
+                    row.at_least_of(bound, who, Spread::of(theirs))
+                }),
+        );
     }
     Ok(Report::new(SCHEMA, options.quick, remarks, rows))
 }

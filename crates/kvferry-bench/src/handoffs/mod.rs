@@ -21,7 +21,7 @@ use crate::options::{HandoffOptions, Measure};
 use crate::report::Report;
 
 /// The form of the report's JSON.
-const SCHEMA: &str = "kvferry.bench-handoff/1";
+pub const SCHEMA: &str = "kvferry.bench-handoff/2";
 /// Seed of the block tables: they are the same in every run.
 const SEED: u64 = 20_240_817;
 

@@ -8,10 +8,10 @@ use crate::units;
 use super::Settings;
 use super::exposed::{Pair, geometry};
 use super::rank::Ready;
-use crate::report::Row;
+use crate::report::{Bound, Figure, Row};
 
 /// Rate over `local`, of the rate over TCP.
-const LEAST: f64 = 1.0;
+const LEAST: Bound = Bound::AtLeast(1.0);
 
 pub(super) fn run(settings: &mut Settings) -> Result<Vec<Row>, Failure> {
     let both = ["local", "tcp"];
@@ -34,16 +34,10 @@ pub(super) fn run(settings: &mut Settings) -> Result<Vec<Row>, Failure> {
         }
     }
     let bytes = units::bytes(super::exposed::handoff_bytes(&geometry));
-    let row = |what, unit, spread| Row::new("second", what, unit, spread);
     let [local, tcp] = times;
-    Ok(vec![
-        row(
-            format!("{bytes}, rate over local to rate over tcp"),
-            "ratio",
-            Spread::ratio(&tcp, &local),
-        )
-        .at_least(LEAST),
-        row(format!("{bytes}, the handoff"), "ms", Spread::of(local)).over("local"),
-        row(format!("{bytes}, the handoff"), "ms", Spread::of(tcp)).over("tcp"),
-    ])
+    let rate = Spread::ratio(&tcp, &local);
+    let figures = [("local", local), ("tcp", tcp)].map(|(who, ms)| Figure::of(who, Spread::of(ms)));
+    let mut row = Row::with("second", bytes.as_str(), "ms", figures.into());
+    row.judge(format!("{bytes}, rate over local"), "that over tcp", Some(rate), LEAST);
+    Ok(vec![row])
 }

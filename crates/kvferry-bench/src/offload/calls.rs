@@ -111,9 +111,6 @@ mod tests {
         });
         let report = crate::report::Report::new("test/1", false, vec![], calls.rows());
         let short = report.shortfall().expect("two");
-        assert_eq!(
-            short,
-            "2 of 6 figures miss their bounds: scheduler: sleeps, waits; scheduler: computes, CPU max"
-        );
+        assert_eq!(short, "2 of 6 figures miss their bounds: sleeps, waits; computes, CPU max");
     }
 }

@@ -15,16 +15,16 @@ use kvferry_store::replay::{Press, Replay};
 
 use crate::failure::Failure;
 use crate::options::StoreBench;
-use crate::report::{Report, Row};
+use crate::report::{Bound, Report, Row};
 use crate::stats::Spread;
 use crate::units;
 
 use trace::{Request, Trace};
 
 /// The form of the report's JSON.
-const SCHEMA: &str = "kvferry.bench-store/1";
+pub const SCHEMA: &str = "kvferry.bench-store/2";
 /// Required share of the gap between least recently used and the optimum.
-const GAP_CLOSED: f64 = 0.25;
+const GAP_CLOSED: Bound = Bound::AtLeast(0.25);
 /// Points by which a store of segments has fewer hits than its policy, at most.
 const LOST_IN_SEGMENTS: f64 = 2.0;
 /// A smaller store has too few segments.
@@ -102,7 +102,7 @@ fn in_segments(
     };
     let row = |what: &str, unit, value: f64| {
         let name = format!("{} blocks, {when}: {what}", units::count(blocks as u64));
-        Row::new("hits", name, unit, Spread::of(vec![value]))
+        Row::new("segments", name, unit, Spread::of(vec![value]))
     };
     let exact = percent(exact.iter().sum());
     let lost = row("less than the policy", "points", exact - percent(hits));
@@ -119,23 +119,24 @@ fn in_segments(
 
 /// Rows for one capacity. The hits are those of least recently used, kvferry and the optimum.
 fn rows_of(trace: &Trace, blocks: usize, hits: [&Vec<usize>; 3]) -> Vec<Row> {
-    let half = trace.half();
-    let mut rows = Vec::new();
-    for (part, from) in [("whole trace", 0), ("second half", half)] {
+    let row = |(part, from): (&str, usize)| {
         let all: usize = trace.requests[from..].iter().map(|request| request.blocks.len()).sum();
         let share = |hits: &[usize]| hits[from..].iter().sum::<usize>() as f64 / all.max(1) as f64;
         let [lru, ours, best] = hits.map(|hits| share(hits));
-        let name = |what: &str| format!("{} blocks, {part}: {what}", units::count(blocks as u64));
-        let row = |what: &str, unit, value: f64| {
-            Row::new("hits", name(what), unit, Spread::of(vec![value]))
-        };
-        rows.push(row("least recently used", "%", 100.0 * lru));
-        rows.push(row("kvferry", "%", 100.0 * ours));
-        rows.push(row("the optimum", "%", 100.0 * best));
+        let percent = |share: f64| Spread::of(vec![100.0 * share]);
+        let work = format!("{} blocks, {part}", units::count(blocks as u64));
+        let mut row = Row::new("hits", work, "%", percent(ours))
+            .beside("least recently used", percent(lru))
+            .beside("the optimum", percent(best));
         if best > lru {
-            let closed = row("share of the gap closed", "", (ours - lru) / (best - lru));
-            rows.push(if from == 0 { closed.at_least(GAP_CLOSED) } else { closed });
+            let closed = Spread::of(vec![(ours - lru) / (best - lru)]);
+            row = row.beside("of the gap", percent(closed.median));
+            if from == 0 {
+                let what = format!("{}, above least recently used", row.work);
+                row.judge(what, "the gap to the optimum", Some(closed), GAP_CLOSED);
+            }
         }
-    }
-    rows
+        row
+    };
+    [("whole trace", 0), ("second half", trace.half())].map(row).into()
 }

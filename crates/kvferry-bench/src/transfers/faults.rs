@@ -18,9 +18,9 @@ use crate::stats::Spread;
 
 use super::link::Link;
 use super::messages::Sizes;
-use super::report::{Bound, Row};
 use super::transport::Transport;
 use super::{Bench, agent_builder, start_agent, transfer};
+use crate::report::Row;
 
 const BLOCK: usize = 32 << 10;
 const COUNT: usize = 2048;
@@ -86,11 +86,9 @@ fn measure(
     };
     let row = |work, rounds| Row::new("faults", work, "ms", Spread::of(rounds));
     Ok(vec![
-        row(format!("{peer} killed in a batch: time to the error"), killed)
-            .judged_itself(Bound::AtMost(100.0)),
+        row(format!("{peer} killed in a batch: time to the error"), killed).at_most(100.0),
         row("  its successor: time to the first batch there".into(), met_again),
-        row(format!("{peer} stopped in a batch: time to the error"), stopped)
-            .judged_itself(Bound::AtMost(3000.0)),
+        row(format!("{peer} stopped in a batch: time to the error"), stopped).at_most(3000.0),
         row("  it resumes: time to the first batch there".into(), resumed),
     ])
 }

@@ -11,10 +11,10 @@ use super::copies::{self, RANGES, Reached};
 use super::floor::{BUFFERS, CHUNKS, STREAMS};
 use super::messages::{Ask, Program};
 use super::pages::Pages;
-use super::report::Choice;
 use super::subject::{Cell, InProcess, Subject, fastest};
 use super::verify::Memory;
 use super::{Bench, raw};
+use crate::report::Choice;
 
 /// The floor program, tuned for each cell.
 #[derive(Default)]

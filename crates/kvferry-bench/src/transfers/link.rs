@@ -17,9 +17,9 @@ use crate::lines::Lines;
 use super::copies::Reached;
 use super::floor::{Floor, like_ours};
 use super::messages::{Ask, Challenge, Hello, Opened, PROOF, Program, Sizes};
-use super::report::Session;
 use super::tables::Pair;
 use super::usage::Usage;
+use crate::report::Session;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 

@@ -7,7 +7,7 @@
 //! `sessions.rs`, `faults.rs`. What is measured in turn is a `subject`: kvferry (`ours.rs`, `python.rs`), the
 //! machine's limits (`limits.rs`, with the programs `floor.rs`, `raw.rs`, `copies.rs`), other engines
 //! (`peers.rs`). What is moved is a table (`tables.rs`); `verify.rs` compares every byte outside the
-//! timed parts. `pictures.rs` and `page.rs` show a report.
+//! timed parts. `pictures.rs` draws a report.
 
 pub mod baseline;
 mod callers;
@@ -21,7 +21,6 @@ mod limits;
 mod link;
 mod messages;
 mod ours;
-mod page;
 mod pages;
 mod peers;
 mod pictures;
@@ -29,7 +28,6 @@ mod placement;
 mod python;
 mod raw;
 pub mod reach;
-pub(crate) mod report;
 mod rounds;
 pub(crate) mod sessions;
 mod setup;
@@ -49,6 +47,7 @@ use kvferry::{Access, Agent, AgentBuilder, Batch, Options, Peer, Region, RemoteR
 
 use crate::failure::Failure;
 use crate::options::{Checksums, Op, Part, Placement, Size, TransferOptions};
+use crate::report::{Report, Row, Session};
 use crate::{machine, units};
 
 use floor::{BUFFERS, Floor, STREAMS_MAX};
@@ -58,14 +57,15 @@ use messages::Sizes;
 use ours::Ours;
 use pages::Pages;
 use python::Python;
-use report::{Row, Session};
 use subject::Subject;
 use tables::{Load, Table};
 use transport::Transport;
 
-pub use pictures::PAGE_NAME;
-pub use report::Report;
+pub use pictures::drawings;
 pub use target::serve;
+
+/// The form of the report's JSON.
+pub const SCHEMA: &str = "kvferry.bench/2";
 
 /// Enough for parts that move one small block.
 const SMALL: Sizes = Sizes { arena: 1 << 20, shared: 0, floor: 1 << 20, floor_streams: 1 };
@@ -81,7 +81,12 @@ const SEED: u64 = 20_240_817;
 pub fn measure(options: &TransferOptions, bar: &ProgressBar) -> Result<Report, Failure> {
     let settings = Settings::new(options)?;
     let measured = measure_all(&settings, bar)?;
-    Ok(Report::new(&settings, measured))
+    let Measured { sessions, rows, skipped } = measured;
+    let mut report = Report::new(SCHEMA, options.quick, Vec::new(), rows);
+    report.hosts = Some(if options.target.is_some() { 2 } else { 1 });
+    report.rounds = Some(settings.rounds);
+    (report.sessions, report.skipped) = (sessions, skipped);
+    Ok(report)
 }
 
 /// Results of the measurements so far.
@@ -152,7 +157,7 @@ fn over(
     if let Some(python) = &mut subjects.python {
         rows.push(python::overhead(&mut bench, python)?);
     }
-    rows.iter_mut().for_each(|row| row.transport = bench.link.session.transport.clone());
+    rows.iter_mut().for_each(|row| row.transport = Some(bench.link.session.transport.clone()));
     measured.rows.extend(rows);
     measured.sessions.push(bench.link.session.clone());
     let named = |why| format!("{}: {why}", transport.name());

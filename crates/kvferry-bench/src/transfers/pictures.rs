@@ -1,32 +1,31 @@
-//! Pictures of a report: an SVG per figure, and one page with all of them that loads nothing.
+//! Pictures of a report of transfers: an SVG per figure, and one page with all of them that loads nothing.
 
 use crate::options::Op;
 use crate::plot::canvas::Canvas;
 use crate::plot::chart::{self, Axis, Line};
 use crate::plot::dots::{self, Dots};
 use crate::plot::style::looks;
-
-use super::page;
-use super::report::{Report, Row};
+use crate::report::{PAGE_NAME, Report, Row};
 
 /// A picture, and the name of its file.
-pub(super) struct Picture {
+struct Picture {
     name: String,
-    pub(super) canvas: Canvas,
+    canvas: Canvas,
 }
 
-/// The name of the page with all pictures.
-pub const PAGE_NAME: &str = "report.html";
+const METHOD: &str = "In each round \
+all subjects move the same block table in turn, in a new random order. Processes of \
+other engines are stopped outside their turns. Bytes are verified outside the timed parts, against a poisoned \
+destination. The floor is plain code that does the same work over sockets with kvferry's options; call size, socket \
+buffers and number of streams are the fastest of a trial for each size.";
 
-impl Report {
-    /// Names and contents of the files that show this report: an SVG per figure, then
-    /// [`PAGE_NAME`], which loads nothing.
-    pub fn drawings(&self) -> Vec<(String, String)> {
-        let pictures = pictures(self);
-        let page = (PAGE_NAME.to_owned(), page::html(self, &pictures));
-        let files = pictures.into_iter();
-        files.map(|it| (format!("{}.svg", it.name), it.canvas.file())).chain([page]).collect()
-    }
+/// Names and contents of the files that show a report of transfers: an SVG per figure, then [`PAGE_NAME`], which loads
+/// nothing.
+pub fn drawings(report: &Report) -> Vec<(String, String)> {
+    let pictures = pictures(report);
+    let page = report.page(pictures.iter().map(|it| &it.canvas).collect(), METHOD);
+    let files = pictures.into_iter().map(|it| (format!("{}.svg", it.name), it.canvas.file()));
+    files.chain([(PAGE_NAME.to_owned(), page)]).collect()
 }
 
 /// Subjects of the main pictures; checksums have a picture of their own.
@@ -36,9 +35,9 @@ fn main_figure(who: &str) -> bool {
 
 fn pictures(report: &Report) -> Vec<Picture> {
     let mut transports: Vec<&str> = Vec::new();
-    for row in &report.rows {
-        if !transports.contains(&row.transport.as_str()) {
-            transports.push(&row.transport);
+    for transport in report.rows.iter().flat_map(|row| &row.transport) {
+        if !transports.contains(&&**transport) {
+            transports.push(transport);
         }
     }
     transports.into_iter().flat_map(|transport| of_transport(report, transport)).collect()
@@ -86,7 +85,9 @@ fn of_transport(report: &Report, transport: &str) -> Vec<Picture> {
 }
 
 fn select<'a>(report: &'a Report, part: &str, transport: &str, op: Op) -> Vec<&'a Row> {
-    let of = |row: &&Row| row.part == part && row.transport == transport && row.op == Some(op);
+    let of = |row: &&Row| {
+        row.part == part && row.transport.as_deref() == Some(transport) && row.op == Some(op)
+    };
     report.rows.iter().filter(of).collect()
 }
 
@@ -134,15 +135,14 @@ fn latencies(name: String, rows: &[&Row], verb: &str, place: &str) -> Option<Pic
 
 #[cfg(test)]
 mod tests {
-    use super::super::report::{Figure, tests::report};
     use super::*;
     use crate::options::Size;
+    use crate::report::{Figure, tests::report};
     use crate::stats::Spread;
 
     fn row(part: &'static str, block: usize, who: &[&'static str]) -> Row {
         let figures = who.iter().map(|who| Figure::of(who, Spread::of(vec![1.0, 2.0, 4.0])));
-        let mut row = Row::with(part, "write", "GB/s", figures.collect());
-        row.transport = "tcp".into();
+        let mut row = Row::with(part, "write", "GB/s", figures.collect()).over("tcp");
         row.op = Some(Op::Write);
         row.size = Some(Size { block, count: 16 });
         row
@@ -159,7 +159,8 @@ mod tests {
         assert_eq!(names, ["tcp-write", "tcp-write-cpu", "tcp-write-checksums"]);
         let svg = pictures[0].canvas.file();
         assert!(svg.contains("NIXL") && !svg.contains("kvferry, checksums"), "{svg}");
-        let page = page::html(&report, &pictures);
+        let (name, page) = drawings(&report).pop().expect("a page");
+        assert_eq!(name, PAGE_NAME);
         assert_eq!(page.matches("<svg").count(), 3);
         for outside in ["http://", "https://", "src=", "@import", "url("] {
             let outside = page.replace("http://www.w3.org/2000/svg", "").contains(outside);

@@ -20,18 +20,18 @@ use super::Bench;
 use super::messages::Program;
 use super::ours::Ours;
 use super::pages::Pages;
-use super::report::{Bound, Row};
 use super::subject::{Cell, Subject};
 use super::tables::Table;
 use super::usage::Usage;
 use super::verify;
+use crate::report::Row;
 
 const SCRIPT: &str = include_str!("python.py");
 
 /// Blocks so small that the call is nearly all of the time.
 const TINY: Size = Size { block: 16, count: 1024 };
 const TINY_CALLS: usize = 50;
-const OVERHEAD_US: Bound = Bound::AtMost(150.0);
+const OVERHEAD_US_MAX: f64 = 150.0;
 
 /// An interpreter that has kvferry: the one asked for, or the first of the usual ones.
 pub(super) fn find(asked: Option<&Path>) -> Result<PathBuf, String> {
@@ -213,7 +213,7 @@ pub(super) fn overhead(bench: &mut Bench<'_>, python: &mut Python) -> Result<Row
     Ok(Row::new("python-call", work, "µs", Spread::of(over))
         .beside("Python", Spread::of(from_python))
         .beside("Rust", Spread::of(from_rust))
-        .judged_itself(OVERHEAD_US))
+        .at_most(OVERHEAD_US_MAX))
 }
 
 #[cfg(test)]

@@ -10,10 +10,10 @@ use crate::failure::Failure;
 use crate::options::{Op, Part, Size};
 use crate::stats::Spread;
 
-use super::report::{Bound, Figure, Row};
 use super::subject::{Cell, Subject, Turn, turn, verify};
 use super::tables::Load;
 use super::{Bench, SEED, Subjects};
+use crate::report::{Bound, Figure, Row};
 
 /// Bounds of writes and of reads.
 const OF_FLOOR: Bound = Bound::AtLeast(0.95);

@@ -15,8 +15,8 @@ use crate::stats::{Spread, quantile_of};
 use crate::{helper, machine, units};
 
 use super::messages::Reach;
-use super::report::{Bound, Row};
 use super::{Bench, start_agent, transfer};
+use crate::report::{Bound, Row};
 
 const SESSIONS: usize = 1000;
 const SESSIONS_QUICK: usize = 100;
@@ -26,8 +26,8 @@ const FIRST: usize = 20;
 const AGENTS: usize = 250;
 const BLOCK_BYTES: usize = 4096;
 
-const MEMORY_KIB: Bound = Bound::AtMost(64.0);
-const IDLE_PERCENT: Bound = Bound::AtMost(1.0);
+const MEMORY_KIB_MAX: f64 = 64.0;
+const IDLE_PERCENT_MAX: f64 = 1.0;
 const OF_ONE_SESSION: Bound = Bound::AtMost(1.2);
 
 /// Turns of each agent within a round.
@@ -110,7 +110,7 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
     let ratio = Spread::ratio(&among, &alone);
     Ok(vec![
         row(format!("{count} sessions: memory of each"), "KiB", vec![memory])
-            .judged_itself(MEMORY_KIB),
+            .at_most(MEMORY_KIB_MAX),
         row(format!("{count} sessions: open files of each"), "files", vec![files]),
         row(
             format!("{count} sessions: opening one, and its first block"),
@@ -118,7 +118,7 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
             vec![seconds / opened * 1e3],
         ),
         row(format!("{count} sessions: processor time while idle"), "% of a core", idle)
-            .judged_itself(IDLE_PERCENT),
+            .at_most(IDLE_PERCENT_MAX),
         row(format!("{count} sessions: write 4 KiB over one of them, p50"), "µs", among)
             .beside("one session", Spread::of(alone))
             .judged("one session", ratio, OF_ONE_SESSION),

@@ -9,9 +9,9 @@ use crate::failure::Failure;
 use crate::options::{Op, Size};
 use crate::stats::Spread;
 
-use super::report::{Bound, Row};
 use super::tables::Table;
 use super::{Bench, start_agent, transfer};
+use crate::report::Row;
 
 const REGIONS: usize = 10_000;
 const REGION_BYTES: usize = 4096;
@@ -30,12 +30,10 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
         Row::new("setup", work, unit, Spread::of(times.iter().map(|t| time(t) * scale).collect()))
     };
     Ok(vec![
-        row("register 10 000 regions", "ms", 1e3, |t| t.allocate - t.map)
-            .judged_itself(Bound::AtMost(20.0)),
+        row("register 10 000 regions", "ms", 1e3, |t| t.allocate - t.map).at_most(20.0),
         row("map the memory of 10 000 regions", "ms", 1e3, |t| t.map),
         row("unregister and free 10 000 regions", "ms", 1e3, |t| t.unregister),
-        row("first transfer to a new peer", "ms", 1e3, |t| t.first)
-            .judged_itself(Bound::AtMost(5.0)),
+        row("first transfer to a new peer", "ms", 1e3, |t| t.first).at_most(5.0),
         row("start an agent", "ms", 1e3, |t| t.start),
         row("build a batch of 1 024 descriptors", "µs", 1e6, |t| t.build),
     ])

@@ -6,10 +6,10 @@ use clap::{Args, ValueEnum};
 use kvferry_bench::failure::Failure;
 use kvferry_bench::files;
 use kvferry_bench::options::FileBench;
+use kvferry_bench::report::Report;
 use kvferry_bench::units::parse_bytes;
 
-use super::judged;
-use crate::output;
+use super::Figures;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -51,12 +51,8 @@ pub(super) struct FileArgs {
     /// Exit with 1 if a figure misses its bound
     #[arg(long)]
     check: bool,
-    /// Print the result as JSON
-    #[arg(long)]
-    json: bool,
-    /// No progress bar
-    #[arg(long, short)]
-    quiet: bool,
+    #[command(flatten)]
+    figures: Figures,
 }
 
 /// Engine for reads and writes of files.
@@ -90,8 +86,7 @@ impl FileArgs {
 
 pub(super) fn run(args: &FileArgs) -> Result<(), Failure> {
     args.folder.as_deref().map_or(Ok(()), files::check_folder)?;
-    let bar = output::step_bar(args.quiet);
-    let measured = files::measure(&args.options(), &bar);
-    bar.finish_and_clear();
-    judged(&measured?, args.json, args.check)
+    args.figures.of(&[files::SCHEMA], args.check, Report::drawings, |bar| {
+        files::measure(&args.options(), bar)
+    })
 }

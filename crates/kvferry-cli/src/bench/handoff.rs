@@ -4,9 +4,10 @@ use clap::Args;
 use kvferry_bench::failure::Failure;
 use kvferry_bench::handoffs;
 use kvferry_bench::options::{HandoffOptions, Measure};
+use kvferry_bench::report::Report;
 use kvferry_bench::units::parse_bytes;
 
-use crate::output;
+use super::Figures;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -37,12 +38,8 @@ pub(crate) struct HandoffArgs {
     /// Small and short
     #[arg(long)]
     quick: bool,
-    /// Print the result as JSON
-    #[arg(long)]
-    json: bool,
-    /// No progress bar and no remarks
-    #[arg(long, short)]
-    quiet: bool,
+    #[command(flatten)]
+    figures: Figures,
 }
 
 impl HandoffArgs {
@@ -57,11 +54,8 @@ impl HandoffArgs {
     }
 }
 
-pub(crate) fn run(args: &HandoffArgs) -> Result<(), Failure> {
-    let bar = output::step_bar(args.quiet);
-    let measured = handoffs::measure(&args.options(), &bar);
-    bar.finish_and_clear();
-    let report = measured?;
-    output::show(&report, args.json)?;
-    report.shortfall().map_or(Ok(()), |shortfall| Err(Failure::Check(shortfall)))
+pub(super) fn run(args: &HandoffArgs) -> Result<(), Failure> {
+    args.figures.of(&[handoffs::SCHEMA], true, Report::drawings, |bar| {
+        handoffs::measure(&args.options(), bar)
+    })
 }

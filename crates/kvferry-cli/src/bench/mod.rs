@@ -7,11 +7,15 @@ mod offload;
 mod store;
 mod transfers;
 
-use clap::{Args, Subcommand};
-use kvferry_bench::failure::Failure;
-use kvferry_bench::report;
+use std::fs;
+use std::path::{Path, PathBuf};
 
-use crate::output::{self, Report};
+use clap::{Args, Subcommand};
+use indicatif::ProgressBar;
+use kvferry_bench::failure::Failure;
+use kvferry_bench::report::{PAGE_NAME, Report};
+
+use crate::{files, output};
 
 const EXAMPLES: &str = "\
 Start with:
@@ -53,22 +57,90 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     }
 }
 
-fn judged(report: &report::Report, json: bool, check: bool) -> Result<(), Failure> {
-    output::show(report, json)?;
-    match report.shortfall() {
-        Some(shortfall) if check => Err(Failure::Check(shortfall)),
-        _ => Ok(()),
+/// What is done with the figures of a bench.
+#[derive(Debug, Clone, Args)]
+struct Figures {
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+    /// Also write the result as JSON to this file
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Show, judge and draw what --output wrote, instead of measuring
+    #[arg(long, value_name = "FILE")]
+    from: Option<PathBuf>,
+    /// Write `report.html`, and one SVG per picture of it, to this folder
+    #[arg(long, value_name = "DIR")]
+    plot: Option<PathBuf>,
+    /// No progress bar and no remarks
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+/// Names and contents of the files that show a report.
+type Draw = fn(&Report) -> Vec<(String, String)>;
+
+impl Figures {
+    /// Measures, unless a report of one of `schemas` is read from a file. Shows and writes the result, and judges it if
+    /// `is_judged`.
+    fn of(
+        &self,
+        schemas: &[&str],
+        is_judged: bool,
+        draw: Draw,
+        measure: impl FnOnce(&ProgressBar) -> Result<Report, Failure>,
+    ) -> Result<(), Failure> {
+        let report = match &self.from {
+            Some(file) => read(file, schemas)?,
+            None => {
+                self.output.as_deref().map_or(Ok(()), files::check)?;
+                self.plot.as_deref().map_or(Ok(()), check_folder)?;
+                let bar = output::step_bar(self.quiet);
+                let measured = measure(&bar);
+                bar.finish_and_clear();
+                measured?
+            }
+        };
+        // Each is tried, even if another can't be written.
+        let shown = output::show(&report, self.json);
+        let kept = match &self.output {
+            Some(file) => files::write(file, output::json(&report)?),
+            None => Ok(()),
+        };
+        let drawn = match &self.plot {
+            Some(folder) => write_all(folder, draw(&report)),
+            None => Ok(()),
+        };
+        shown.map_err(Failure::from).and(kept).and(drawn)?;
+        match report.shortfall() {
+            Some(shortfall) if is_judged => Err(Failure::Check(shortfall)),
+            _ => Ok(()),
+        }
     }
 }
 
-impl Report for kvferry_bench::transfers::Report {
+impl output::Report for Report {
     fn text(&self) -> String {
         self.to_table()
     }
 }
 
-impl Report for report::Report {
-    fn text(&self) -> String {
-        self.to_table()
-    }
+fn read(file: &Path, schemas: &[&str]) -> Result<Report, Failure> {
+    let text = fs::read_to_string(file).map_err(|error| error.to_string());
+    let report = text.and_then(|text| Report::from_json(&text, schemas));
+    report.map_err(|why| Failure::Usage(format!("--from {}: {why}", file.display())))
+}
+
+/// Whether pictures can be written to `folder`, which is made.
+fn check_folder(folder: &Path) -> Result<(), Failure> {
+    files::folder(folder)
+        .and_then(|()| files::check(&folder.join(PAGE_NAME)))
+        .map_err(|why| why.while_doing("--plot"))
+}
+
+fn write_all(folder: &Path, drawings: Vec<(String, String)>) -> Result<(), Failure> {
+    let write = |(name, content)| files::write(&folder.join(name), content);
+    files::folder(folder)
+        .and_then(|()| drawings.into_iter().try_for_each(write))
+        .map_err(|why| why.while_doing("--plot"))
 }

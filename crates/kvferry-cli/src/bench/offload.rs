@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use clap::Args;
 use kvferry_bench::failure::Failure;
 use kvferry_bench::options::OffloadBench;
+use kvferry_bench::report::Report;
 use kvferry_bench::units::parse_bytes;
 use kvferry_bench::{files, offload};
 
-use super::judged;
-use crate::output;
+use super::Figures;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -41,12 +41,8 @@ pub(super) struct OffloadArgs {
     /// Exit with 1 if a figure misses its bound
     #[arg(long)]
     check: bool,
-    /// Print the result as JSON
-    #[arg(long)]
-    json: bool,
-    /// No progress bar
-    #[arg(long, short)]
-    quiet: bool,
+    #[command(flatten)]
+    figures: Figures,
 }
 
 impl OffloadArgs {
@@ -62,8 +58,7 @@ impl OffloadArgs {
 
 pub(super) fn run(args: &OffloadArgs) -> Result<(), Failure> {
     args.folder.as_deref().map_or(Ok(()), files::check_folder)?;
-    let bar = output::step_bar(args.quiet);
-    let measured = offload::measure(&args.options(), &bar);
-    bar.finish_and_clear();
-    judged(&measured?, args.json, args.check)
+    args.figures.of(&[offload::SCHEMA], args.check, Report::drawings, |bar| {
+        offload::measure(&args.options(), bar)
+    })
 }

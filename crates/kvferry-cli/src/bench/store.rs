@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use kvferry_bench::failure::Failure;
 use kvferry_bench::options::{StoreBench, StoreSpeed};
+use kvferry_bench::report::Report;
 use kvferry_bench::units::parse_bytes;
 use kvferry_bench::{files, store};
 
-use super::judged;
-use crate::output;
+use super::Figures;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -67,12 +67,8 @@ pub(super) struct StoreArgs {
     /// Exit with 1 if a figure misses its bound
     #[arg(long)]
     check: bool,
-    /// Print the result as JSON
-    #[arg(long)]
-    json: bool,
-    /// No progress bar
-    #[arg(long, short)]
-    quiet: bool,
+    #[command(flatten)]
+    figures: Figures,
 }
 
 /// Rows that the bench of the store measures.
@@ -106,18 +102,15 @@ pub(super) fn run(args: &StoreArgs) -> Result<(), Failure> {
         return store::speed::fill(folder, count, args.quick);
     }
     args.folder.as_deref().map_or(Ok(()), files::check_folder)?;
-    let bar = output::step_bar(args.quiet);
-    let measured = match &args.trace {
+    let schemas = [store::SCHEMA, store::full::SCHEMA, store::speed::SCHEMA];
+    args.figures.of(&schemas, args.check, Report::drawings, |bar| match &args.trace {
         Some(trace) => {
             let blocks = args.blocks.iter().map(|&blocks| blocks as usize).collect();
-            let options = StoreBench { trace: trace.clone(), blocks };
-            store::measure(&options, &bar)
+            store::measure(&StoreBench { trace: trace.clone(), blocks }, bar)
         }
         None if args.rows == StoreRows::Full => {
-            store::full::measure(&args.speed(), args.seconds(), &bar)
+            store::full::measure(&args.speed(), args.seconds(), bar)
         }
-        None => store::speed::measure(&args.speed(), &bar),
-    };
-    bar.finish_and_clear();
-    judged(&measured?, args.json, args.check)
+        None => store::speed::measure(&args.speed(), bar),
+    })
 }

@@ -1,8 +1,7 @@
-//! `kvferry bench transfers`: the library measures, this prints, judges, writes and draws.
+//! `kvferry bench transfers`.
 
-use std::fs;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Args;
 use kvferry_bench::failure::Failure;
@@ -10,9 +9,9 @@ use kvferry_bench::model::{Dtype, Model};
 use kvferry_bench::options::{
     Checksums, Op, Part, Placement, Shape, Size, Streams, TransferOptions,
 };
-use kvferry_bench::transfers::{self, Report};
+use kvferry_bench::transfers;
 
-use crate::{files, output};
+use super::Figures;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -125,21 +124,8 @@ pub(super) struct TransfersArgs {
     /// Exit with 1 if a figure misses its bound
     #[arg(long)]
     check: bool,
-    /// Print the result as JSON
-    #[arg(long)]
-    json: bool,
-    /// Also write the result as JSON to this file
-    #[arg(long, value_name = "FILE")]
-    output: Option<PathBuf>,
-    /// Show, judge and draw what --output wrote, instead of measuring
-    #[arg(long, value_name = "FILE")]
-    from: Option<PathBuf>,
-    /// Write one SVG per figure, and `report.html` with all of them, to this folder
-    #[arg(long, value_name = "DIR")]
-    plot: Option<PathBuf>,
-    /// No progress bar and no remarks
-    #[arg(long, short)]
-    quiet: bool,
+    #[command(flatten)]
+    figures: Figures,
 }
 
 impl TransfersArgs {
@@ -172,49 +158,9 @@ pub(super) fn run(args: &TransfersArgs) -> Result<(), Failure> {
     if args.serve {
         return transfers::serve(args.listen);
     }
-    let report = match &args.from {
-        Some(file) => read(file)?,
-        None => {
-            args.output.as_deref().map_or(Ok(()), files::check)?;
-            args.plot.as_deref().map_or(Ok(()), check_folder)?;
-            let bar = output::step_bar(args.quiet);
-            let measured = transfers::measure(&args.options(), &bar);
-            bar.finish_and_clear();
-            measured?
-        }
-    };
-    // Each is tried, even if another can't be written.
-    let shown = output::show(&report, args.json);
-    let kept = match &args.output {
-        Some(file) => files::write(file, output::json(&report)?),
-        None => Ok(()),
-    };
-    let drawn = args.plot.as_deref().map_or(Ok(()), |folder| draw(folder, &report));
-    shown.map_err(Failure::from).and(kept).and(drawn)?;
-    match report.shortfall() {
-        Some(shortfall) if args.check => Err(Failure::Check(shortfall)),
-        _ => Ok(()),
-    }
-}
-
-fn read(file: &Path) -> Result<Report, Failure> {
-    let text = fs::read_to_string(file).map_err(|error| error.to_string());
-    let report = text.and_then(|text| Report::from_json(&text));
-    report.map_err(|why| Failure::Usage(format!("--from {}: {why}", file.display())))
-}
-
-/// Whether pictures can be written to `folder`, which is made.
-fn check_folder(folder: &Path) -> Result<(), Failure> {
-    files::folder(folder)
-        .and_then(|()| files::check(&folder.join(transfers::PAGE_NAME)))
-        .map_err(|why| why.while_doing("--plot"))
-}
-
-fn draw(folder: &Path, report: &Report) -> Result<(), Failure> {
-    let write = |(name, content)| files::write(&folder.join(name), content);
-    files::folder(folder)
-        .and_then(|()| report.drawings().into_iter().try_for_each(write))
-        .map_err(|why| why.while_doing("--plot"))
+    args.figures.of(&[transfers::SCHEMA], args.check, transfers::drawings, |bar| {
+        transfers::measure(&args.options(), bar)
+    })
 }
 
 #[cfg(test)]

@@ -3,37 +3,38 @@
 use std::fmt::Write;
 
 use crate::options::Op;
-use crate::plot::canvas::escape;
+use crate::plot::canvas::{Canvas, escape};
 use crate::plot::page::Page;
 use crate::units;
 
-use super::pictures::Picture;
-use super::report::{Judged, Report, Row, Section};
+use super::section::{Section, sections};
+use super::{Judged, Report, Row};
 
-const METHOD: &str = "Every figure is the median of the rounds, with the first and third quartile. In each round \
-all subjects move the same block table in turn, in a new random order; ratios are taken round by round. Processes of \
-other engines are stopped outside their turns. Bytes are verified outside the timed parts, against a poisoned \
-destination. The floor is plain code that does the same work over sockets with kvferry's options; call size, socket \
-buffers and number of streams are the fastest of a trial for each size.";
+/// How figures of every bench are measured.
+const METHOD: &str = "Every figure is the median of the rounds, with the first and third quartile; ratios are taken \
+round by round.";
 
-pub(super) fn html(report: &Report, pictures: &[Picture]) -> String {
+pub(super) fn html(report: &Report, pictures: Vec<&Canvas>, method: &str) -> String {
     let (mut summary, mut details) = (String::new(), String::new());
     tiles(&mut summary, report);
     verdicts(&mut details, report);
     put(&mut details, "<h2>Tables</h2>");
-    for section in report.sections() {
+    for section in sections(&report.rows) {
         table(&mut details, &section);
     }
     list(&mut details, "What failed beside kvferry", &report.failures());
     list(&mut details, "What was skipped", &report.skipped);
+    list(&mut details, "Notes", &report.remarks);
+    let engine = |who: &str| who.starts_with("Mooncake") || who.starts_with("NIXL");
+    let compares = report.rows.iter().flat_map(|row| &row.figures).any(|it| engine(&it.who));
     Page {
-        title: if report.compares() { "kvferry beside other engines" } else { "kvferry bench" },
+        title: if compares { "kvferry beside other engines" } else { "kvferry bench" },
         facts: &report.facts(),
         verdict: (report.shortfall().is_none(), &report.count()),
         summary: &summary,
-        pictures: pictures.iter().map(|picture| &picture.canvas).collect(),
+        pictures,
         details: &details,
-        method: METHOD,
+        method: &format!("{METHOD} {method}"),
     }
     .html()
 }
@@ -41,7 +42,7 @@ pub(super) fn html(report: &Report, pictures: &[Picture]) -> String {
 /// The ratio to the best other engine, for the smallest and the largest blocks written.
 fn tiles(page: &mut String, report: &Report) {
     let mut tiles = Vec::new();
-    let mut transports: Vec<&str> = report.rows.iter().map(|row| row.transport.as_str()).collect();
+    let mut transports: Vec<_> = report.rows.iter().flat_map(|row| &row.transport).collect();
     transports.dedup();
     for transport in transports {
         for (part, what) in [("throughput", "as fast as"), ("cpu", "of the processor time of")] {
@@ -49,7 +50,7 @@ fn tiles(page: &mut String, report: &Report) {
                 .judged()
                 .filter(|(row, judged)| {
                     let other = judged.of.as_ref().is_some_and(|of| of.ends_with("other engine"));
-                    row.transport == transport
+                    row.transport.as_ref() == Some(transport)
                         && row.part == part
                         && row.op == Some(Op::Write)
                         && other
@@ -116,6 +117,8 @@ fn table(page: &mut String, section: &Section<'_>) {
             });
             let class = match cell.as_str() {
                 "failed" => " class=\"failed\"",
+                "ok" => " class=\"ok\"",
+                "SHORT" => " class=\"short\"",
                 _ if *who == "kvferry" => " class=\"mine\"",
                 _ => "",
             };
