@@ -784,7 +784,7 @@ fn addresses_that_lead_to_one_producer_are_bounded_and_have_a_session_each() {
     }
     let sessions = || p.ranks[0].agent.stats().sessions;
     eventually("the sessions of forgotten addresses have ended", || sessions() <= 8);
-    // At most eight addresses of the life.
+    // At most eight addresses of the incarnation.
     assert!(gauge(&d, "peers") <= 8, "{:?}", d.ranks[0].worker.gauges());
     p.assert_idle();
     d.assert_idle();
@@ -819,7 +819,7 @@ fn a_bootstrap_address_leads_to_the_engine_whose_id_the_request_names() {
 }
 
 #[test]
-fn routers_may_send_the_id_of_an_engines_earlier_life_to_decode() {
+fn routers_may_send_the_id_of_an_engines_earlier_incarnation_to_decode() {
     let _bounded = bounded();
     let (old, new) =
         (Engine::new(Build::new(1, 1), "tcp", b""), Engine::new(Build::new(3, 1), "tcp", b""));
@@ -1009,7 +1009,7 @@ fn a_consumer_with_another_secret_fetches_nothing() {
 }
 
 #[test]
-fn a_fetch_from_a_wrong_address_or_another_life_of_the_engine_fails_with_a_reason() {
+fn a_fetch_from_a_wrong_address_or_another_incarnation_of_the_engine_fails_with_a_reason() {
     let _bounded = bounded();
     let (p, d) = two_engines();
     for address in ["127.0.0.1:1", "no-such-host.invalid:99"] {

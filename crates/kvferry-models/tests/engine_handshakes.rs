@@ -20,7 +20,7 @@ const BUDGET: Duration = Duration::from_secs(30);
 const RECONNECT: Duration = Duration::from_secs(5);
 const SILENCE: Duration = Duration::from_secs(3);
 const NANO: Duration = Duration::from_nanos(1);
-/// Engines of the consumer and the producer, and a later life of the producer.
+/// Engines of the consumer and the producer, and a later incarnation of the producer.
 const OURS: u128 = 1;
 const THEIRS: u128 = 2;
 const LATER: u128 = 3;
@@ -659,7 +659,7 @@ fn i6_a_failure_by_deadline_names_what_was_missing() {
 }
 
 #[test]
-fn i12_an_answer_of_another_engine_life_in_the_middle_starts_over() {
+fn i12_an_answer_of_another_engine_incarnation_in_the_middle_starts_over() {
     let mut pair = Pair::halfway(4);
     pair.producer.know(own_engine(LATER, 0, topology(4, 4), BIG));
     pair.work();
@@ -667,7 +667,7 @@ fn i12_an_answer_of_another_engine_life_in_the_middle_starts_over() {
     let pairing = pair.pairing();
     assert_eq!(pairing.engine, EngineId(LATER));
     assert_eq!(pairing.addresses, own_engine(LATER, 0, topology(4, 4), BIG).addresses);
-    assert_eq!(pairing.cards, cards(LATER, 0..4, BIG), "none of the life before");
+    assert_eq!(pairing.cards, cards(LATER, 0..4, BIG), "none of the incarnation before");
 }
 
 #[test]
@@ -710,7 +710,7 @@ fn as_many_addresses_as_ranks_or_it_is_an_error() {
 }
 
 #[test]
-fn i12_a_meeting_that_moves_to_another_life_is_kept_and_starts_over_there() {
+fn i12_a_meeting_that_moves_to_another_incarnation_is_kept_and_starts_over_there() {
     let mut pair = Pair::halfway(4);
     pair.wire.clear();
     let later = PeerId(2);
@@ -719,7 +719,7 @@ fn i12_a_meeting_that_moves_to_another_life_is_kept_and_starts_over_there() {
     // A watch moves with the place at which both are met.
     assert!(pair.watched.remove(&PRODUCER) && pair.watched.insert(later));
     pair.producer_id = later;
-    // What the life before said late is nothing to the meeting.
+    // What the incarnation before said late is nothing to the meeting.
     pair.consumer.receive(PRODUCER, here(), introduced(&producer(4, BIG), 2..4).into());
     pair.reconnect();
     pair.work();

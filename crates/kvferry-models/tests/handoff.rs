@@ -1212,12 +1212,12 @@ fn names_that_a_peer_invents_push_out_neither_ended_handoffs_nor_what_others_hav
     assert_eq!(ranks.producer.offer(&declined, ranks.now), not_needed);
     assert_eq!(ranks.producer.offer(&name(999), ranks.now), not_needed, "its last one");
     assert_eq!(ranks.producer.offer(&name(0), ranks.now), Ok(()), "its first one is forgotten");
-    // Nor do many lives of one peer.
-    for life in 0..1000 {
+    // Nor do many incarnations of one peer.
+    for incarnation in 0..1000 {
         ranks.producer.receive(
-            PeerId(1000 + life),
+            PeerId(1000 + incarnation),
             here(),
-            decline(&name(2000 + life as usize)),
+            decline(&name(2000 + incarnation as usize)),
             ranks.now,
         );
     }

@@ -15,7 +15,7 @@
 //!             <── Introduced
 //! ```
 //!
-//! The handshake happens once per pair of engine lives; handoffs do not need it again. A rank that
+//! The handshake happens once per pair of incarnations of engines; handoffs do not need it again. A rank that
 //! does not know its own engine yet answers when it does. Cards are not interpreted here.
 //!
 //! Messages wait until the driver works them out; of each peer, the last one of its kind does. Peers share the room
@@ -69,7 +69,7 @@ const CARDS_MAX: usize = BODY_MAX / 2;
 const PROPERTIES_MAX: usize = 16;
 const PROPERTY_LEN_MAX: usize = 1024;
 
-/// One life of an engine, drawn when its scheduler half starts.
+/// An incarnation of an engine, drawn when its scheduler half starts.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct EngineId(pub u128);
@@ -147,7 +147,7 @@ pub struct Introduce {
 /// The answer of a rank whose engine fits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Introduced {
-    /// The life of the engine.
+    /// The engine's incarnation.
     pub engine: EngineId,
     /// [`Topology::encode`] of it.
     #[serde(with = "serde_bytes")]
@@ -216,7 +216,7 @@ fn check_addresses(addresses: &[String]) -> Result<(), MessageError> {
 /// The engine of this rank.
 #[derive(Clone, Debug)]
 pub struct OwnEngine {
-    /// The life of the engine.
+    /// The engine's incarnation.
     pub id: EngineId,
     /// The number of this rank.
     pub rank: usize,
@@ -233,7 +233,7 @@ pub struct OwnEngine {
 /// A producing engine, as a consumer rank knows it after the handshake.
 #[derive(Clone, Debug)]
 pub struct Pairing {
-    /// The life of the engine.
+    /// The engine's incarnation.
     pub engine: EngineId,
     /// Which consumer rank reads what from which producer rank.
     pub routing: Routing,

@@ -49,11 +49,11 @@ impl MessageHandler for Handler {
         let now = shared.now();
         // A session that gave its place to a newer one, or ended for want of memory: its peer lives.
         let is_displaced = error.kind() == ErrorKind::Busy;
-        let (code, lives) = (code_of(error.kind()), may_return(error.kind()));
+        let (code, is_alive) = (code_of(error.kind()), may_return(error.kind()));
         let Ended { reader, supplier, gives_place } = state.peers.ended(channel, is_displaced, now);
         if let Some(EndedReader { id, is_up, may_return }) = reader {
             // Messages under way are lost even if there is another channel. Both sides repeat them there.
-            let gone = !((lives || is_displaced) && may_return || is_up);
+            let gone = !((is_alive || is_displaced) && may_return || is_up);
             state.producer.lost(id, code, gone, now);
             if is_up {
                 // A question that waits may have come over the other channel, and is answered there.
@@ -63,7 +63,7 @@ impl MessageHandler for Handler {
             }
         }
         if let Some(supplier) = supplier {
-            let gone = !(lives || gives_place);
+            let gone = !(is_alive || gives_place);
             state.consumer.lost(supplier, code, gone, now);
             state.handshakes.lost(supplier, code, gone, now);
         }

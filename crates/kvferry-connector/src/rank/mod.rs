@@ -166,14 +166,18 @@ impl Rank {
     ) -> Result<(), RankError> {
         let readers = from.iter().map(|source| source.readers);
         let found = self.resolve(from)?.into_iter().zip(readers);
-        let found =
-            found.map(|(peer, readers)| ReadFrom { peer, life: None, readers, need: Need::ALL });
+        let found = found.map(|(peer, readers)| ReadFrom {
+            peer,
+            incarnation: None,
+            readers,
+            need: Need::ALL,
+        });
         let from: Vec<_> = found.collect();
         self.fetch_from(id, &from, budget, mapper)
     }
 
-    /// As [`Rank::fetch`], from producer ranks that were found. Never blocks. No life of a rank is asked but the one
-    /// that is meant. If another one is found before any rank has answered, the handoff ends as
+    /// As [`Rank::fetch`], from producer ranks that were found. Never blocks. Only the incarnation of a rank that is meant
+    /// is asked. If another one is found before any rank has answered, the handoff ends as
     /// [`WireCode::StaleIncarnation`], and may be fetched again.
     ///
     /// # Errors

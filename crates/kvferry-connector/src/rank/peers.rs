@@ -1,16 +1,17 @@
 //! Numbers of peers.
 //!
-//! The protocol knows lives of peers by numbers ([`PeerId`]). An incarnation is what a peer says of itself: any
-//! peer can say that of another one. So a number depends on the session, too.
+//! The protocol knows a peer by a number ([`PeerId`]), which is of one incarnation of it. A peer names its incarnation
+//! itself, and any peer can name that of another one. So a number depends on the session, too.
 //!
 //! * A *supplier* is an address that is consumed from. It is spoken to over the session that was opened to that
-//!   address, and what arrives over another session is not the supplier's. Two lives at one address have two numbers.
+//!   address, and what arrives over another session is not the supplier's. Two incarnations at one address have two
+//!   numbers.
 //! * A *reader* is a session that asks for what is produced here. All sessions that name one [`ReaderKey`] are one
 //!   reader, which may come back in another session. Each rank draws a key for each of its suppliers, and sends it to
 //!   that supplier alone.
 //!
-//! Clients name addresses, and any number of addresses may lead to one life. So addresses are bounded, in all and for
-//! each life on each host: a life that another host claims takes no place of the host whose life it is.
+//! Clients name addresses, and any number of addresses may lead to one incarnation. So addresses are bounded, in all and
+//! for each incarnation on each host: an incarnation that another host claims takes no place of its own host.
 
 use kvferry::{Channel, Incarnation, Peer, Watch};
 use kvferry_proto::handoff::{PeerId, Refusal};
@@ -32,27 +33,27 @@ const BRIEF_MAX: u32 = 3;
 /// recently used first; if all are needed, more are refused.
 pub(super) const PLACES_MAX: usize = 1024;
 
-/// Addresses of one life on one host that are kept at most, each with a session. An engine has a name and an address, or
-/// a few of them.
-pub(super) const PLACES_OF_LIFE: usize = 8;
+/// Addresses of one incarnation on one host that are kept at most, each with a session. An engine has a name and an
+/// address, or a few of them.
+pub(super) const PLACES_OF_INCARNATION: usize = 8;
 
 /// An address that is consumed from.
 #[derive(Debug)]
 pub(super) struct Place {
     pub(super) peer: Peer,
-    /// The number of the life that was, or will be, met there.
+    /// The number of the last incarnation that was met there, or of the next one.
     id: PeerId,
-    life: Option<Incarnation>,
+    incarnation: Option<Incarnation>,
     /// Where the last session led.
     origin: Option<Origin>,
-    /// The key by which the supplier knows this rank as a reader, and the life of the supplier for which it was drawn.
+    /// The key by which the supplier knows this rank as a reader, and the supplier's incarnation for which it was drawn.
     key: Option<(Incarnation, ReaderKey)>,
     opening: bool,
     /// Connect once, although no handoff needs it: a message is waiting.
     connect_once: bool,
     /// Handoffs need it.
     watched: bool,
-    /// An engine handshake needs it, whichever life it is.
+    /// An engine handshake needs it, with any incarnation.
     watched_handshake: bool,
     /// When to connect again to deliver a message, and the delay that led there.
     retry: Option<(Timestamp, Duration)>,
@@ -92,14 +93,14 @@ pub(super) enum Met {
     At {
         /// The number that is valid from now on.
         id: PeerId,
-        /// The number of the life that was there before, if it was another.
+        /// The number of the incarnation that was there before, if it was another one.
         gone: Option<PeerId>,
         /// The end of the session before this one has not been reported yet, and will not be.
         is_replaced: bool,
         /// The key that the first message of the session names.
         key: Option<ReaderKey>,
     },
-    /// The life has too many addresses on its host already. The number of this one.
+    /// The incarnation has too many addresses on its host already. The number of this one.
     Refused(PeerId),
 }
 
@@ -159,7 +160,7 @@ pub(super) struct Peers {
     uses: u64,
     /// Peers with sessions that nothing needs.
     unneeded: Vec<Peer>,
-    /// Addresses whose sessions have ended in a way that says that another life may be there.
+    /// Addresses whose sessions have ended in a way after which another incarnation may be there.
     lost: Vec<String>,
 }
 
@@ -169,21 +170,25 @@ impl Peers {
         PeerId(self.numbers)
     }
 
-    /// The numbers of the lives at the addresses of `peers`, each with whether there is a channel to it. With a life,
-    /// the number is of this one alone: if another one is met there, this one is gone.
+    /// The numbers of the incarnations at the addresses of `peers`, each with whether there is a channel to it. The
+    /// number of an incarnation that is named is of this one alone: if another one is met there, this one is gone.
     ///
     /// # Errors
-    /// [`Refusal::Addresses`]; [`Refusal::Restarted`] if there is a channel to another life there, or handoffs wait for
-    /// one.
+    /// [`Refusal::Addresses`]; [`Refusal::Restarted`] if there is a channel to another incarnation there, or handoffs wait
+    /// for one.
     pub(super) fn places<'a>(
         &mut self,
         peers: impl IntoIterator<Item = (&'a Peer, Option<Incarnation>)>,
     ) -> Result<Vec<(PeerId, bool)>, Refusal> {
         self.uses += 1;
-        peers.into_iter().map(|(peer, life)| self.place(peer, life)).collect()
+        peers.into_iter().map(|(peer, incarnation)| self.place(peer, incarnation)).collect()
     }
 
-    fn place(&mut self, peer: &Peer, life: Option<Incarnation>) -> Result<(PeerId, bool), Refusal> {
+    fn place(
+        &mut self,
+        peer: &Peer,
+        incarnation: Option<Incarnation>,
+    ) -> Result<(PeerId, bool), Refusal> {
         let address = peer.address();
         if !self.places.contains_key(address) {
             if self.places.len() >= PLACES_MAX && !self.make_room(|_| true) {
@@ -193,7 +198,7 @@ impl Peers {
             let place = Place {
                 peer: peer.clone(),
                 id,
-                life: None,
+                incarnation: None,
                 origin: None,
                 key: None,
                 opening: false,
@@ -217,12 +222,12 @@ impl Peers {
             // The name may have been looked up again since.
             place.peer = peer.clone();
             if !place.watched {
-                // No handoff needs the life that was there: the caller means the next one, or this one.
-                place.life = life;
+                // No handoff needs the incarnation that was there: the caller means the next one, or this one.
+                place.incarnation = incarnation;
             }
         }
-        if let Some(life) = life
-            && *place.life.get_or_insert(life) != life
+        if let Some(incarnation) = incarnation
+            && *place.incarnation.get_or_insert(incarnation) != incarnation
         {
             return Err(Refusal::Restarted);
         }
@@ -256,7 +261,8 @@ impl Peers {
         std::mem::take(&mut self.unneeded)
     }
 
-    /// Addresses at which another life may be: their sessions have ended since the last call, and not for want of places.
+    /// Addresses at which another incarnation may be: their sessions have ended since the last call, and not for want of
+    /// places.
     pub(super) fn take_lost(&mut self) -> Vec<String> {
         std::mem::take(&mut self.lost)
     }
@@ -366,10 +372,10 @@ impl Peers {
         place.began = now;
         let before = place.session.replace(channel.clone());
         let is_replaced = before.as_ref().is_some_and(|before| before != channel);
-        let gone = match place.life.replace(incarnation) {
+        let gone = match place.incarnation.replace(incarnation) {
             Some(before) if before != incarnation => {
                 let gone = std::mem::replace(&mut place.id, fresh);
-                // The handoffs with the other life end. Those with this one set `watched` again.
+                // The handoffs with the other incarnation end. Those with this one set `watched` again.
                 place.watched = false;
                 self.place_of.remove(&gone);
                 self.place_of.insert(fresh, address.to_owned());
@@ -392,14 +398,14 @@ impl Peers {
         Some(Met::At { id, gone, is_replaced, key })
     }
 
-    /// Whether the life of a host may have the address with this number beside its others. Forgets one of these if need
-    /// be.
-    fn has_room_for(&mut self, life: Incarnation, origin: Origin, id: PeerId) -> bool {
+    /// Whether the incarnation of a host may have the address with this number beside its others. Forgets one of these if
+    /// need be.
+    fn has_room_for(&mut self, incarnation: Incarnation, origin: Origin, id: PeerId) -> bool {
         let is_other = |place: &Place| {
-            place.life == Some(life) && place.origin == Some(origin) && place.id != id
+            place.incarnation == Some(incarnation) && place.origin == Some(origin) && place.id != id
         };
         let others = self.places.values().filter(|place| is_other(place)).count();
-        others < PLACES_OF_LIFE || self.make_room(is_other)
+        others < PLACES_OF_INCARNATION || self.make_room(is_other)
     }
 
     /// The number of the address that a channel was opened to.
@@ -516,23 +522,24 @@ mod tests {
     use std::net::IpAddr;
 
     #[test]
-    fn addresses_that_claim_a_life_from_another_host_leave_its_own_host_its_addresses() {
+    fn addresses_that_claim_an_incarnation_from_another_host_leave_its_own_host_its_addresses() {
         let agent = Agent::builder().listen(([127, 0, 0, 1], 0)).start().expect("an agent");
         let mut peers = Peers::default();
-        let life = Incarnation(7);
+        let incarnation = Incarnation(7);
         let origin = |host: u8| Origin::from(IpAddr::from([10, 0, 0, host]));
-        for n in 0..PLACES_OF_LIFE {
+        for n in 0..PLACES_OF_INCARNATION {
             let peer = agent.peer(&format!("10.0.0.9:{}", 1 + n)).expect("an address");
             let [(id, _)] = peers.places([(&peer, None)]).expect("there is room")[..] else {
                 panic!()
             };
-            assert!(peers.has_room_for(life, origin(9), id));
+            assert!(peers.has_room_for(incarnation, origin(9), id));
             let (_, place) = peers.place_of(id).expect("it is there");
-            (place.life, place.origin, place.watched) = (Some(life), Some(origin(9)), true);
+            (place.incarnation, place.origin, place.watched) =
+                (Some(incarnation), Some(origin(9)), true);
         }
         let peer = agent.peer("10.0.0.1:1").expect("an address");
         let [(id, _)] = peers.places([(&peer, None)]).expect("there is room")[..] else { panic!() };
-        assert!(peers.has_room_for(life, origin(1), id), "the life's own host");
-        assert!(!peers.has_room_for(life, origin(9), id), "all of its addresses are needed");
+        assert!(peers.has_room_for(incarnation, origin(1), id), "its own host");
+        assert!(!peers.has_room_for(incarnation, origin(9), id), "all of its addresses are needed");
     }
 }

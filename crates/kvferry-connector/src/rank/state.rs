@@ -205,7 +205,7 @@ impl State {
         &mut self,
         from: &[ReadFrom],
     ) -> Result<Vec<ProducerRank>, Refusal> {
-        let places = self.peers.places(from.iter().map(|from| (&from.peer, from.life)))?;
+        let places = self.peers.places(from.iter().map(|from| (&from.peer, from.incarnation)))?;
         let rank = |(from, (peer, connected)): (&ReadFrom, (PeerId, bool))| ProducerRank {
             peer,
             readers: from.readers,

@@ -40,8 +40,8 @@ pub struct Source {
 #[derive(Debug)]
 pub(crate) struct ReadFrom {
     pub(crate) peer: Peer,
-    /// The life that is meant; `None` for the one that is there.
-    pub(crate) life: Option<Incarnation>,
+    /// The incarnation that is meant; `None` for the one that is there.
+    pub(crate) incarnation: Option<Incarnation>,
     pub(crate) readers: u32,
     pub(crate) need: Need,
 }

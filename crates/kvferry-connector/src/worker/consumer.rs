@@ -285,9 +285,9 @@ impl Inner {
             Action::Claim(claim) => claim.tokens,
             Action::Free(_) => 0,
         };
-        let sources = engine.needs(tokens).map(|(source, life, need)| {
+        let sources = engine.needs(tokens).map(|(source, incarnation, need)| {
             let peer = self.peer(state, source.address.as_str())?;
-            Ok(ReadFrom { peer, life, readers: source.readers, need })
+            Ok(ReadFrom { peer, incarnation, readers: source.readers, need })
         });
         let sources: Vec<_> = match sources.collect::<Result<_, RankError>>() {
             Ok(sources) => sources,

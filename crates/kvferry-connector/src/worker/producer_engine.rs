@@ -38,8 +38,8 @@ struct ProducerRank {
     /// Number of the rank in its engine.
     theirs: usize,
     source: Source,
-    /// The life whose memory the maps are of; `None` without memory.
-    life: Option<Incarnation>,
+    /// The incarnation whose memory the maps are of; `None` without memory.
+    incarnation: Option<Incarnation>,
     /// The rank's encoded metadata, from which the maps were made.
     card: Box<[u8]>,
     share: Share,
@@ -101,8 +101,8 @@ impl ProducerEngine {
         self.ranks.iter().map(|rank| &rank.source)
     }
 
-    /// The ranks that this rank reads from, each with the life that it has been learned in and what this rank can use
-    /// of the announcements of a request of so many tokens.
+    /// The ranks that this rank reads from, each with the incarnation that was learned and what this rank can use of the
+    /// announcements of a request of so many tokens.
     pub(super) fn needs(
         &self,
         tokens: u32,
@@ -111,7 +111,7 @@ impl ProducerEngine {
             let blocks = tokens.div_ceil(rank.block_tokens).saturating_add(LOOKAHEAD);
             Need { groups: rank.groups, blocks }
         };
-        self.ranks.iter().map(move |rank| (&rank.source, rank.life, need(rank)))
+        self.ranks.iter().map(move |rank| (&rank.source, rank.incarnation, need(rank)))
     }
 
     pub(super) fn addresses(&self) -> impl Iterator<Item = String> {
@@ -175,7 +175,7 @@ impl ProducerRank {
         Ok(Self {
             theirs,
             source: Source { address, readers },
-            life: regions.first().map(|region| region.incarnation),
+            incarnation: regions.first().map(|region| region.incarnation),
             card: pairing.cards[&theirs].as_slice().into(),
             share,
             map,

@@ -97,7 +97,7 @@ pub(super) struct FetchedFor {
     /// The reason why the scheduler half has cancelled it. It may have succeeded by then.
     pub(super) cancelled: Option<Failure>,
     /// The fetch, to run at the engine that is at the address if the known one was restarted since. `None` once a
-    /// producer has answered, and for a request that names the engine's life.
+    /// producer has answered, and for a request that names the engine's incarnation.
     pub(super) again: Option<PendingAction>,
 }
 
@@ -237,7 +237,7 @@ impl PendingAction {
     }
 
     /// This action as it was before its engine was found, which turned out to be restarted since. `None` if the action
-    /// names the life that is gone, or was begun anew too often.
+    /// names the incarnation that is gone, or was begun anew too often.
     pub(super) fn again(&self) -> Option<Self> {
         let asked = self.bootstrap.as_ref().map_or(self.action.engine(), |(_, asked)| *asked);
         let means_it = asked.is_some() && asked == self.action.engine();

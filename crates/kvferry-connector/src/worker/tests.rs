@@ -494,7 +494,7 @@ fn a_request_that_names_no_engine_is_served_by_the_one_that_was_restarted_unnoti
     let stale = known_engine(&consumer, address);
     let (producer, _p) = restart_unnoticed(&consumer, first, 3);
     hand_over(&producer, &consumer, "second", address);
-    // A session leads to the engine of today, and what is known of it is of an earlier life.
+    // A session leads to the engine of today, and what is known of it is of an earlier incarnation.
     let name: ProducerAddress = address.parse().expect("an address");
     consumer.inner.lock().engines.insert(name, &stale, crate::clock::now());
     hand_over(&producer, &consumer, "third", address);

@@ -117,9 +117,9 @@ fn announced_bytes(request: usize) -> usize {
     4 * tokens_of(request) as usize + SIDE_BYTES
 }
 
-/// A rank with its KV, in one of its lives.
+/// A rank with its KV, in one of its incarnations.
 struct Rank<M> {
-    life: PeerId,
+    incarnation: PeerId,
     origin: Origin,
     machine: M,
     /// Does nothing until then.
@@ -151,7 +151,7 @@ struct Got {
 struct Reading {
     request: usize,
     producer: usize,
-    life: PeerId,
+    incarnation: PeerId,
     places: Vec<(u32, u32, u32)>,
     cancelled: bool,
 }
@@ -159,7 +159,7 @@ struct Reading {
 #[derive(Clone, Debug)]
 enum Event {
     Message { to: PeerId, from: PeerId, message: HandoffMessage, connection: Option<u64> },
-    Step { consumer: usize, life: PeerId, read: ReadId },
+    Step { consumer: usize, incarnation: PeerId, read: ReadId },
     Reconnect(usize, usize),
     Silent(usize, usize, u64),
     Wake(bool, usize),
@@ -182,12 +182,12 @@ struct Wire {
 struct World<'a, 'b> {
     script: Script<'a>,
     limits: Limits,
-    /// Where each life of a producer was.
+    /// Where each incarnation of a producer was.
     origins: BTreeMap<PeerId, Origin>,
     now: Timestamp,
     events: BTreeMap<(Timestamp, u64), Event>,
     events_made: u64,
-    lives: u64,
+    incarnations: u64,
     producers: Vec<Rank<Producer>>,
     consumers: Vec<Rank<Consumer>>,
     memory: Vec<[[u64; LAYERS as usize]; BLOCKS as usize]>,
@@ -196,7 +196,7 @@ struct World<'a, 'b> {
     got: BTreeMap<(usize, usize), Got>,
     reads: BTreeMap<(usize, ReadId), Reading>,
     wires: BTreeMap<(usize, usize), Wire>,
-    /// Ranks and names whose agreement is not judged: a life ended while they were under way.
+    /// Ranks and names whose agreement is not judged: an incarnation ended while they were under way.
     disturbed: BTreeSet<usize>,
     fail_next_read: bool,
     met: Met<'b>,
@@ -235,7 +235,7 @@ impl<'a, 'b> World<'a, 'b> {
             now: Timestamp::default() + Duration::from_secs(1000),
             events: BTreeMap::new(),
             events_made: 0,
-            lives: 0,
+            incarnations: 0,
             producers: Vec::new(),
             consumers: Vec::new(),
             memory: vec![[[0; LAYERS as usize]; BLOCKS as usize]; ranks[0]],
@@ -271,13 +271,13 @@ impl<'a, 'b> World<'a, 'b> {
     }
 
     fn rank<M>(&mut self, machine: M, origin: Origin) -> Rank<M> {
-        self.lives += 1;
-        Rank { life: PeerId(self.lives), origin, machine, stopped: None }
+        self.incarnations += 1;
+        Rank { incarnation: PeerId(self.incarnations), origin, machine, stopped: None }
     }
 
     fn producer(&mut self, origin: Origin) -> Rank<Producer> {
         let rank = self.rank(Producer::new(self.limits.clone()), origin);
-        self.origins.insert(rank.life, origin);
+        self.origins.insert(rank.incarnation, origin);
         rank
     }
 
@@ -365,7 +365,7 @@ impl<'a, 'b> World<'a, 'b> {
         let id = id(request);
         let made = self.made.get(&(request, p));
         let got = self.got.get(&(request, d));
-        let here = self.consumers[d].machine.state(&id, self.producers[p].life);
+        let here = self.consumers[d].machine.state(&id, self.producers[p].incarnation);
         let p_done = made.is_some_and(|made| made.ended.as_ref().is_some_and(Outcome::is_done));
         match (here, made, got) {
             (Some("confirming"), ..) if p_done => "unheard",
@@ -437,7 +437,7 @@ impl<'a, 'b> World<'a, 'b> {
                 }
             }
             FREE => {
-                let from: Vec<_> = self.producers.iter().map(|rank| rank.life).collect();
+                let from: Vec<_> = self.producers.iter().map(|rank| rank.incarnation).collect();
                 for rank in self.consumers.iter_mut().filter(|rank| rank.runs()) {
                     drop(rank.machine.free(&id, &from, WireCode::NotNeeded, "", now));
                 }
@@ -459,7 +459,10 @@ impl<'a, 'b> World<'a, 'b> {
             let known = self.made.contains_key(&(request, p));
             if self.producers[p].runs() {
                 let expected = self.producers[p].machine.expect(&id(request), self.now);
-                assert!(expected.is_err() || !known, "a name is good for one handoff in a life");
+                assert!(
+                    expected.is_err() || !known,
+                    "a name is good for one handoff in an incarnation"
+                );
             }
         }
     }
@@ -475,7 +478,7 @@ impl<'a, 'b> World<'a, 'b> {
         let known = self.made.contains_key(&(request, p));
         match self.producers[p].machine.offer(&id(request), self.now) {
             Ok(()) => {
-                assert!(!known, "a name is good for one handoff in a life");
+                assert!(!known, "a name is good for one handoff in an incarnation");
                 let (blocks, progress) = (Vec::new(), Progress::NONE);
                 let made = Made { blocks, progress, complete: false, ended: None };
                 self.made.insert((request, p), made);
@@ -489,7 +492,7 @@ impl<'a, 'b> World<'a, 'b> {
     fn sources(&self, d: usize) -> Vec<ProducerRank> {
         let readers = self.consumers.len() as u32;
         let rank = |(p, rank): (usize, &Rank<Producer>)| ProducerRank {
-            peer: rank.life,
+            peer: rank.incarnation,
             readers,
             connected: self.wires[&(p, d)].up,
             need: Need::ALL,
@@ -502,7 +505,10 @@ impl<'a, 'b> World<'a, 'b> {
             let (from, known) = (self.sources(d), self.got.contains_key(&(request, d)));
             if self.consumers[d].runs() {
                 let claimed = self.consumers[d].machine.claim(&id(request), &from, self.now);
-                assert!(claimed.is_err() || !known, "a name is good for one handoff in a life");
+                assert!(
+                    claimed.is_err() || !known,
+                    "a name is good for one handoff in an incarnation"
+                );
             }
         }
     }
@@ -518,7 +524,7 @@ impl<'a, 'b> World<'a, 'b> {
         let (from, known) = (self.sources(d), self.got.contains_key(&(request, d)));
         match self.consumers[d].machine.want(&id(request), &from, BUDGET, self.now) {
             Ok(()) => {
-                assert!(!known, "a name is good for one handoff in a life");
+                assert!(!known, "a name is good for one handoff in an incarnation");
                 self.got.insert((request, d), Got::default());
             }
             Err(Refusal::InUse | Refusal::Ended(_)) => {}
@@ -613,7 +619,7 @@ impl<'a, 'b> World<'a, 'b> {
         wire.up = false;
         wire.dead = false;
         wire.connection += 1;
-        let (producer, consumer) = (self.producers[p].life, self.consumers[d].life);
+        let (producer, consumer) = (self.producers[p].incarnation, self.consumers[d].incarnation);
         let gone = !comes_back;
         self.producers[p].machine.lost(consumer, code, gone, self.now);
         self.consumers[d].machine.lost(producer, code, gone, self.now);
@@ -633,7 +639,7 @@ impl<'a, 'b> World<'a, 'b> {
         wire.up = true;
         wire.delay = 1;
         wire.busy = [self.now; 2];
-        let (producer, consumer) = (self.producers[p].life, self.consumers[d].life);
+        let (producer, consumer) = (self.producers[p].incarnation, self.consumers[d].incarnation);
         self.producers[p].machine.met(consumer);
         self.consumers[d].machine.met(producer, self.now);
     }
@@ -652,14 +658,14 @@ impl<'a, 'b> World<'a, 'b> {
         let is_noticed = self.script.flip();
         for d in 0..self.consumers.len() {
             if is_noticed {
-                // Refused when it is tried again, or answered by another life.
+                // Refused when it is tried again, or answered by another incarnation.
                 self.cut(p, d, WireCode::Closed, false);
             } else {
                 // No session led to it, or one that was open in name only.
                 self.cut(p, d, WireCode::Closed, true);
             }
-            let life = self.producers[p].life;
-            self.consumers[d].machine.lost(life, WireCode::StaleIncarnation, true, self.now);
+            let incarnation = self.producers[p].incarnation;
+            self.consumers[d].machine.lost(incarnation, WireCode::StaleIncarnation, true, self.now);
         }
         self.producers[p] = self.producer(self.producers[p].origin);
     }
@@ -672,8 +678,8 @@ impl<'a, 'b> World<'a, 'b> {
         self.reads.retain(|(consumer, _), _| *consumer != d);
         for p in 0..self.producers.len() {
             self.cut(p, d, WireCode::Closed, false);
-            let life = self.consumers[d].life;
-            self.producers[p].machine.lost(life, WireCode::StaleIncarnation, true, self.now);
+            let incarnation = self.consumers[d].incarnation;
+            self.producers[p].machine.lost(incarnation, WireCode::StaleIncarnation, true, self.now);
         }
         let (machine, origin) = (Consumer::new(self.limits.clone()), self.consumers[d].origin);
         self.consumers[d] = self.rank(machine, origin);
@@ -717,7 +723,7 @@ impl<'a, 'b> World<'a, 'b> {
                 if connection.is_some_and(|c| c != wire.connection || !wire.up) || wire.dead {
                     return;
                 }
-                let is_producer = self.producers[p].life == to;
+                let is_producer = self.producers[p].incarnation == to;
                 let stopped = *self.stopped(is_producer, if is_producer { p } else { d });
                 match stopped {
                     Some(until) => self.at(until + ms(1), event),
@@ -728,7 +734,7 @@ impl<'a, 'b> World<'a, 'b> {
                     None => self.hear(d, from, message),
                 }
             }
-            Event::Step { consumer, life, read } => self.step(consumer, life, read),
+            Event::Step { consumer, incarnation, read } => self.step(consumer, incarnation, read),
             Event::Reconnect(p, d) => self.reconnect(p, d),
             Event::Silent(p, d, connection) => {
                 // A stopped rank notices when it goes on; here both notice at once.
@@ -818,25 +824,31 @@ impl<'a, 'b> World<'a, 'b> {
         }
     }
 
-    /// The ranks of two lives, a producer's and a consumer's in any order, unless one is over.
+    /// The ranks of two incarnations, a producer's and a consumer's in any order, unless one is over.
     fn places(&self, a: PeerId, b: PeerId) -> Option<(usize, usize)> {
-        let producer = self.producers.iter().position(|rank| rank.life == a || rank.life == b)?;
-        let consumer = self.consumers.iter().position(|rank| rank.life == a || rank.life == b)?;
+        let producer = self
+            .producers
+            .iter()
+            .position(|rank| rank.incarnation == a || rank.incarnation == b)?;
+        let consumer = self
+            .consumers
+            .iter()
+            .position(|rank| rank.incarnation == a || rank.incarnation == b)?;
         Some((producer, consumer))
     }
 
     /// A read copies a little, or finds that it can't.
-    fn step(&mut self, d: usize, life: PeerId, read: ReadId) {
-        if self.consumers[d].life != life {
+    fn step(&mut self, d: usize, incarnation: PeerId, read: ReadId) {
+        if self.consumers[d].incarnation != incarnation {
             return;
         }
         if let Some(until) = self.consumers[d].stopped {
-            return self.at(until + ms(1), Event::Step { consumer: d, life, read });
+            return self.at(until + ms(1), Event::Step { consumer: d, incarnation, read });
         }
         let Some(reading) = self.reads.get_mut(&(d, read)) else { return };
         let p = reading.producer;
         let wire = &self.wires[&(p, d)];
-        let is_same = self.producers[p].life == reading.life;
+        let is_same = self.producers[p].incarnation == reading.incarnation;
         // A cancelled read may end later.
         let end = if reading.cancelled && self.script.below(4) == 0 {
             Err((WireCode::Cancelled, String::new()))
@@ -846,7 +858,7 @@ impl<'a, 'b> World<'a, 'b> {
             Err((WireCode::Checksum, "a piece differs".to_owned()))
         } else if wire.dead {
             let later = self.now + ms(100);
-            return self.at(later, Event::Step { consumer: d, life, read });
+            return self.at(later, Event::Step { consumer: d, incarnation, read });
         } else if let Some((token, layer, block)) = reading.places.pop() {
             let request = reading.request;
             let value = self.memory[p][block as usize][layer as usize];
@@ -854,7 +866,7 @@ impl<'a, 'b> World<'a, 'b> {
             assert!(got.ended.is_none(), "I2: written to after it ended");
             got.values.insert((p, token, layer), value);
             let later = self.now + ms(self.script.below(8) as u64);
-            return self.at(later, Event::Step { consumer: d, life, read });
+            return self.at(later, Event::Step { consumer: d, incarnation, read });
         } else {
             Ok(())
         };
@@ -883,7 +895,7 @@ impl<'a, 'b> World<'a, 'b> {
     fn do_for_producer(&mut self, p: usize, action: ProducerAction) {
         match action {
             ProducerAction::Send { to, message } => {
-                self.send(self.producers[p].life, to, message);
+                self.send(self.producers[p].incarnation, to, message);
             }
             ProducerAction::Watch { .. } => {}
             ProducerAction::Ended { id, outcome } => {
@@ -899,7 +911,7 @@ impl<'a, 'b> World<'a, 'b> {
     fn do_for_consumer(&mut self, d: usize, action: ConsumerAction) {
         match action {
             ConsumerAction::Send { to, message } => {
-                self.send(self.consumers[d].life, to, message);
+                self.send(self.consumers[d].incarnation, to, message);
             }
             ConsumerAction::Read { read, id, from, slice } => {
                 self.begin_read(d, read, &id, from, slice)
@@ -926,7 +938,7 @@ impl<'a, 'b> World<'a, 'b> {
                 let got = self.got.get_mut(&(request, d)).expect("I1: it was wanted");
                 assert_eq!(got.ended, None, "I1: it ends once");
                 if outcome.code == WireCode::StaleIncarnation && !got.is_answered {
-                    // It may be wanted again, from the life that is there.
+                    // It may be wanted again, from the incarnation that is there.
                     self.got.remove(&(request, d));
                     return;
                 }
@@ -966,23 +978,23 @@ impl<'a, 'b> World<'a, 'b> {
                 places.extend(rectangle.layers.clone().map(|layer| (token, layer, block)));
             }
         }
-        let Some((producer, _)) = self.places(from, self.consumers[d].life) else {
+        let Some((producer, _)) = self.places(from, self.consumers[d].incarnation) else {
             // It was killed a moment ago.
             let lost = Err((WireCode::Closed, String::new()));
             return self.consumers[d].machine.read_ended(read, lost, self.now);
         };
-        let reading = Reading { request, producer, life: from, places, cancelled: false };
+        let reading = Reading { request, producer, incarnation: from, places, cancelled: false };
         self.reads.insert((d, read), reading);
-        let life = self.consumers[d].life;
+        let incarnation = self.consumers[d].incarnation;
         let soon = self.now + ms(self.script.below(8) as u64);
-        self.at(soon, Event::Step { consumer: d, life, read });
+        self.at(soon, Event::Step { consumer: d, incarnation, read });
     }
 
     fn send(&mut self, from: PeerId, to: PeerId, message: HandoffMessage) {
         let read = HandoffMessage::decode(&message.encode());
         assert_eq!(read.as_ref(), Ok(&message), "what is sent can be read");
         let Some((p, d)) = self.places(from, to) else { return };
-        let way = usize::from(self.producers[p].life == to);
+        let way = usize::from(self.producers[p].incarnation == to);
         let wire = self.wires.get_mut(&(p, d)).unwrap();
         if !wire.up {
             return;
@@ -1010,7 +1022,7 @@ impl<'a, 'b> World<'a, 'b> {
         }
         assert!(self.reads.is_empty());
         (0..REQUESTS).filter(|r| !self.disturbed.contains(r)).for_each(|r| self.agree(r));
-        // Tombstones, and farewells to lives that are over, go with time.
+        // Tombstones, and farewells to incarnations that are over, go with time.
         self.pass(limits().tomb_ttl + limits().offer_ttl);
         let producers = self.producers.iter().flat_map(|rank| rank.machine.gauges());
         let consumers = self.consumers.iter().flat_map(|rank| rank.machine.gauges());

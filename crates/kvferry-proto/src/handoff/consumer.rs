@@ -217,7 +217,7 @@ impl Consumer {
     /// allocated; the engine must not use them until [`ConsumerAction::Ended`].
     ///
     /// If a producer turns out to be restarted before any producer has answered, the handoff ends as
-    /// [`WireCode::StaleIncarnation`] and is forgotten: it may be asked for again, from the lives that are there.
+    /// [`WireCode::StaleIncarnation`] and is forgotten: it may be asked for again, from the incarnations that are there.
     ///
     /// # Errors
     /// [`Refusal::InUse`], [`Refusal::Ended`], [`Refusal::Full`]; [`Refusal::Misuse`] without
@@ -474,7 +474,7 @@ impl Consumer {
         peers.filter(move |peer| last.replace(*peer) != Some(*peer))
     }
 
-    /// A connection to a peer is up: the first, or another one to the same life of the rank.
+    /// A connection to a peer is up: the first, or another one to the same incarnation of the rank.
     pub fn met(&mut self, peer: PeerId, now: Timestamp) {
         let mut touched = Vec::new();
         for (id, entry) in &mut self.handoffs {
@@ -816,7 +816,7 @@ impl Consumer {
     }
 
     /// Ends a handoff that no producer has answered, and one of whose producers was restarted, as if it had never
-    /// been asked for: the life that is there may have it.
+    /// been asked for: the incarnation that is there may have it.
     fn forget_unanswered(&mut self, id: &HandoffId, restarted: PeerId) {
         let (code, detail) = (WireCode::StaleIncarnation, "the producer was restarted");
         if self.handoffs.get(id).is_some_and(|entry| entry.claimed) {

@@ -262,7 +262,7 @@ pub enum Refusal {
     /// The limit of handoffs is reached.
     #[error("{limit} handoffs are under way, which is the limit")]
     Full { limit: usize },
-    /// Another life than the caller means is at the peer's address.
+    /// Another incarnation than the caller means is at the peer's address.
     #[error("the peer was restarted")]
     Restarted,
     /// The limit on addresses of peers is reached.

@@ -199,7 +199,7 @@ impl Soak {
         prefill.relays.iter().for_each(|relay| relay.hold(false));
         prefill.away = None;
         prefill.engine.restart();
-        // Its next life does not know the requests of the last one. Their consumers wait for their
+        // Its next incarnation does not know the requests of the last one. Their consumers wait for their
         // deadline, which this test does not check.
         for (id, flight) in &mut self.flights {
             if flight.prefill == victim && !flight.aborted {

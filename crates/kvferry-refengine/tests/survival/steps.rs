@@ -201,7 +201,7 @@ fn a_producer_with(fault: Fault) {
 }
 
 #[test]
-fn a_producer_killed_at_any_step_ends_the_request_soon_and_its_next_life_serves() {
+fn a_producer_killed_at_any_step_ends_the_request_soon_and_its_next_incarnation_serves() {
     a_producer_with(Fault::Kill);
 }
 

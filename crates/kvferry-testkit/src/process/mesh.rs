@@ -51,12 +51,12 @@ pub struct Fault {
     /// The other member.
     pub member: usize,
     /// The incarnation of the member that the transfer was for.
-    pub life: String,
+    pub incarnation: String,
     /// Time when the outcome was known, in nanoseconds of `CLOCK_BOOTTIME`.
     pub at_ns: u64,
     /// The error's kind and text.
     pub error: String,
-    /// The incarnation that the session was with, if it differs from `life`: this agent may learn
+    /// The incarnation that the session was with, if it differs from `incarnation`: this agent may learn
     /// of a restart before the old session ends.
     pub session: Option<String>,
 }
@@ -131,7 +131,7 @@ struct Pairing {
     reading: bool,
     began: Instant,
     /// The incarnation of the peer that the running transfer is for.
-    life: Incarnation,
+    incarnation: Incarnation,
     /// Pattern that is being written; `writes` counts its writes.
     pattern: Pattern,
     writes: u32,
@@ -235,7 +235,7 @@ impl Driver {
                 running: None,
                 reading: false,
                 began: Instant::now(),
-                life: Incarnation(0),
+                incarnation: Incarnation(0),
                 pattern: Pattern::new(0),
                 writes: 0,
             });
@@ -278,7 +278,7 @@ impl Driver {
         pairing.writes += 1;
         pairing.reading = false;
         pairing.began = Instant::now();
-        pairing.life = pairing.remote.incarnation;
+        pairing.incarnation = pairing.remote.incarnation;
         pairing.running = Some(pairing.peer.write_async(&batch, &options));
         // The first poll registers the waker.
         self.events.put(Event::Woken(index));
@@ -290,7 +290,7 @@ impl Driver {
         pairing.reading = true;
         pairing.writes = 0;
         pairing.began = Instant::now();
-        pairing.life = pairing.remote.incarnation;
+        pairing.incarnation = pairing.remote.incarnation;
         pairing.running = Some(pairing.peer.read_async(&batch, &options));
         self.events.put(Event::Woken(index));
     }
@@ -302,8 +302,8 @@ impl Driver {
         let Poll::Ready(outcome) = Future::poll(Pin::new(running), &mut cx) else { return };
         pairing.running = None;
         let (reading, took) = (pairing.reading, pairing.began.elapsed());
-        let (pattern, life) = (pairing.pattern, pairing.life);
-        let restarted = pairing.remote.incarnation != life;
+        let (pattern, incarnation) = (pairing.pattern, pairing.incarnation);
+        let restarted = pairing.remote.incarnation != incarnation;
         let again = pairing.writes < self.plan.writes_per_read;
         {
             let mut report = lock(&self.report);
@@ -312,7 +312,7 @@ impl Driver {
                 Ok(moved) => report.bytes[index] += moved.bytes,
                 Err(error) => report.faults.push(Fault {
                     member: index,
-                    life: life.to_string(),
+                    incarnation: incarnation.to_string(),
                     at_ns: kvferry_sys::clock::boottime_ns(),
                     error: format!("{}: {error}", error.kind()),
                     session: error.context("live").map(str::to_owned),

@@ -69,7 +69,7 @@ impl Node {
         Member { index, address: self.address.clone(), remote: self.region.remote.to_bytes() }
     }
 
-    fn life(&self) -> String {
+    fn incarnation(&self) -> String {
         self.region.remote.incarnation.to_string()
     }
 }
@@ -137,9 +137,10 @@ impl Mesh {
         }
         for fault in &report.faults {
             // The incarnation that the call named, or the one of the session that it used.
-            let was_dead =
-                |life: &String| self.killed.get(life).is_some_and(|at| *at <= fault.at_ns);
-            let dead = was_dead(&fault.life) || fault.session.as_ref().is_some_and(was_dead);
+            let was_dead = |incarnation: &String| {
+                self.killed.get(incarnation).is_some_and(|at| *at <= fault.at_ns)
+            };
+            let dead = was_dead(&fault.incarnation) || fault.session.as_ref().is_some_and(was_dead);
             self.excused += usize::from(dead);
             if !dead {
                 self.wrongs.push(format!(
@@ -154,8 +155,8 @@ impl Mesh {
         let node = &mut self.nodes[index];
         // Its report is lost after the kill.
         let report = node.child.call(json!({"op": "mesh_report"}));
-        let (life, address) = (node.life(), node.address.clone());
-        self.killed.insert(life, kvferry_sys::clock::boottime_ns());
+        let (incarnation, address) = (node.incarnation(), node.address.clone());
+        self.killed.insert(incarnation, kvferry_sys::clock::boottime_ns());
         node.child.kill();
         self.judge(index, &serde_json::from_value(report).expect("a report"));
         self.nodes[index] = Node::new(self.transport, &address, self.silence);
