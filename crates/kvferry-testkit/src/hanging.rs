@@ -318,34 +318,11 @@ impl Nodes {
                 Ok((size as u64).to_le_bytes().to_vec())
             }
             // STATFS
-            17 => {
-                let mut out = Vec::with_capacity(80);
-                for word in [1u64 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 20] {
-                    out.extend(word.to_le_bytes());
-                }
-                for word in [4096u32, 255, 4096, 0] {
-                    out.extend(word.to_le_bytes());
-                }
-                out.resize(80, 0);
-                Ok(out)
-            }
+            17 => Ok(statfs_out()),
             // RELEASE, FSYNC, RELEASEDIR, FSYNCDIR, DESTROY
             18 | 20 | 29 | 30 | 38 => Ok(Vec::new()),
             // INIT
-            26 => {
-                let mut out = Vec::with_capacity(64);
-                // ASYNC_READ, BIG_WRITES, ASYNC_DIO, PARALLEL_DIROPS, MAX_PAGES
-                let flags = 1 | 1 << 5 | 1 << 15 | 1 << 18 | 1 << 22;
-                for word in [7u32, 31, 128 << 10, flags] {
-                    out.extend(word.to_le_bytes());
-                }
-                out.extend([64u16, 48].map(u16::to_le_bytes).concat());
-                out.extend((WRITE_MAX as u32).to_le_bytes());
-                out.extend(1u32.to_le_bytes());
-                out.extend(((WRITE_MAX / 4096) as u16).to_le_bytes());
-                out.resize(64, 0);
-                Ok(out)
-            }
+            26 => Ok(init_out()),
             // READDIR
             28 => self.list(node, word(8)?, u32_at(body, 16)? as usize),
             // CREATE
@@ -368,6 +345,35 @@ impl Nodes {
             _ => Err(libc::ENOSYS),
         }
     }
+}
+
+/// A file system with room: `fuse_statfs_out`.
+fn statfs_out() -> Vec<u8> {
+    let mut out = Vec::with_capacity(80);
+    for word in [1u64 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 20] {
+        out.extend(word.to_le_bytes());
+    }
+    for word in [4096u32, 255, 4096, 0] {
+        out.extend(word.to_le_bytes());
+    }
+    out.resize(80, 0);
+    out
+}
+
+/// What this server can do: `fuse_init_out`.
+fn init_out() -> Vec<u8> {
+    let mut out = Vec::with_capacity(64);
+    // ASYNC_READ, BIG_WRITES, ASYNC_DIO, PARALLEL_DIROPS, MAX_PAGES
+    let flags = 1 | 1 << 5 | 1 << 15 | 1 << 18 | 1 << 22;
+    for word in [7u32, 31, 128 << 10, flags] {
+        out.extend(word.to_le_bytes());
+    }
+    out.extend([64u16, 48].map(u16::to_le_bytes).concat());
+    out.extend((WRITE_MAX as u32).to_le_bytes());
+    out.extend(1u32.to_le_bytes());
+    out.extend(((WRITE_MAX / 4096) as u16).to_le_bytes());
+    out.resize(64, 0);
+    out
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> Result<u64, i32> {

@@ -5,6 +5,8 @@
 //! `unregister` closes a gate and waits until every worker has left it. A timer ends a job that is
 //! past its deadline while its worker waits for a device.
 
+mod side;
+
 use super::Fault;
 use crate::fabric::{
     Aim, Endpoint, Failure, Handle, Move, Outcome, Pair, Region, TransferStats, Way,
@@ -21,6 +23,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use side::Side;
 
 const PIECE_BYTES: usize = 64 * 1024;
 const SLICE_BYTES: usize = 1024 * 1024;
@@ -55,8 +59,8 @@ pub(super) fn pair(fault: Option<Fault>) -> Pair {
         spawn(&wire, Wire::work);
     }
     spawn(&wire, Wire::watch_deadlines);
-    let life = Arc::new(Life(wire));
-    let end = |side| -> Arc<dyn Endpoint> { Arc::new(Side { side, life: Arc::clone(&life) }) };
+    let wire = Arc::new(StopOnDrop(wire));
+    let end = |side| -> Arc<dyn Endpoint> { Arc::new(Side { side, wire: Arc::clone(&wire) }) };
     Pair { near: end(0), far: end(1) }
 }
 
@@ -69,9 +73,10 @@ fn buffer() -> Mapping {
     Mapping::anonymous(PIECE_BYTES).expect("the machine has memory")
 }
 
-struct Life(Arc<Wire>);
+/// Ends the threads of the wire with the last of its sides.
+struct StopOnDrop(Arc<Wire>);
 
-impl Drop for Life {
+impl Drop for StopOnDrop {
     fn drop(&mut self) {
         self.0.stopped.store(true, SeqCst);
         self.0.wake.notify_all();
@@ -666,178 +671,5 @@ impl Wire {
             }
         }
         true
-    }
-}
-
-struct Side {
-    side: usize,
-    life: Arc<Life>,
-}
-
-impl Side {
-    fn wire(&self) -> &Arc<Wire> {
-        &self.life.0
-    }
-
-    fn end(&self) -> &End {
-        &self.wire().ends[self.side]
-    }
-}
-
-impl Endpoint for Side {
-    fn register(
-        &self,
-        memory: &Memory,
-        offset: usize,
-        len: usize,
-        access: Access,
-    ) -> Result<Region, Failure> {
-        let inner = Arc::new(Registered {
-            id: self.wire().next_id.fetch_add(1, SeqCst),
-            memory: memory.clone(),
-            offset,
-            len: len as u64,
-            access,
-            alive: AtomicBool::new(true),
-            gate: RwLock::new(()),
-        });
-        lock(&self.end().regions).insert(inner.id, Arc::clone(&inner));
-        Ok(Region { memory: memory.clone(), offset, len, access, inner })
-    }
-
-    fn unregister(&self, region: &Region) -> Result<(), Failure> {
-        let region = region.inner.clone().downcast::<Registered>().expect("a region of this wire");
-        let known = lock(&self.end().regions).remove(&region.id);
-        known.ok_or_else(|| Failure::new("not_registered"))?;
-        region.alive.store(false, SeqCst);
-        let forgets = match self.wire().fault {
-            Some(Fault::UnregisterForgetsDevice) => region.memory.kind() == MemoryKind::Slow,
-            Some(Fault::HastyUnregister) => true,
-            _ => false,
-        };
-        if !forgets {
-            drop(region.gate.write().unwrap_or_else(PoisonError::into_inner));
-        }
-        Ok(())
-    }
-
-    fn transfer(&self, way: Way, moves: &[Move], options: &Options<'_>) -> Outcome {
-        let running = self.start(way, moves, options);
-        loop {
-            if let Some(outcome) = running.wait(Duration::from_secs(3600)) {
-                return outcome;
-            }
-        }
-    }
-
-    fn start(&self, way: Way, moves: &[Move], options: &Options<'_>) -> Box<dyn Handle> {
-        let wire = Arc::clone(self.wire());
-        let job = wire.submit(Job {
-            side: self.side,
-            way,
-            moves: moves.to_vec(),
-            note: options.notify.clone(),
-            deadline: options.timeout.map(|t| Instant::now() + t),
-            cancelled: AtomicBool::new(false),
-            refusals_before: wire.refusals.load(SeqCst),
-            progress: Mutex::default(),
-            outcome: Mutex::default(),
-            ended: Condvar::new(),
-            event: EventFd::new().expect("the process has descriptors left"),
-        });
-        Box::new(Running { job, wire })
-    }
-
-    fn notify(&self, note: Notification, _: &Options<'_>) -> Result<(), Failure> {
-        self.wire().deliver(1 - self.side, note);
-        Ok(())
-    }
-
-    fn take_notes(&self) -> Vec<Notification> {
-        lock(&self.end().notes).queue.drain(..).collect()
-    }
-
-    fn wait_note(&self, timeout: Duration) -> Option<Notification> {
-        let give_up = Instant::now() + timeout;
-        let mut notes = lock(&self.end().notes);
-        loop {
-            if let Some(note) = notes.queue.pop_front() {
-                return Some(note);
-            }
-            let left = give_up.checked_duration_since(Instant::now())?;
-            let waited = self.end().noted.wait_timeout(notes, left);
-            notes = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-
-    fn gauges(&self) -> Vec<(&'static str, u64)> {
-        let end = self.end();
-        let leaked = end.closed.load(SeqCst) && self.wire().has(Fault::LeakedSession);
-        vec![
-            ("transfers in flight", end.in_flight.load(SeqCst) as u64),
-            ("regions", lock(&end.regions).len() as u64),
-            ("notifications", lock(&end.notes).queue.len() as u64),
-            ("sessions", u64::from(leaked)),
-        ]
-    }
-
-    fn close(&self) {
-        self.end().closed.store(true, SeqCst);
-        let regions = std::mem::take(&mut *lock(&self.end().regions));
-        for region in regions.values() {
-            region.alive.store(false, SeqCst);
-            if !self.wire().has(Fault::HastyClose) {
-                drop(region.gate.write().unwrap_or_else(PoisonError::into_inner));
-            }
-        }
-    }
-}
-
-struct Running {
-    job: Arc<Job>,
-    wire: Arc<Wire>,
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        if self.wire.has(Fault::DropCancels) {
-            self.cancel();
-        }
-    }
-}
-
-impl Handle for Running {
-    fn poll(&self) -> Option<Outcome> {
-        lock(&self.job.outcome).clone()
-    }
-
-    fn wait(&self, timeout: Duration) -> Option<Outcome> {
-        let outcome = lock(&self.job.outcome);
-        let waited = self.job.ended.wait_timeout_while(outcome, timeout, |o| o.is_none());
-        let (outcome, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        if outcome.is_none() && self.wire.has(Fault::WaitCancels) {
-            drop(outcome);
-            self.cancel();
-            return None;
-        }
-        outcome.clone()
-    }
-
-    fn cancel(&self) {
-        match self.wire.fault {
-            Some(Fault::IgnoredCancel) => self.wire.complete(&self.job, early("cancelled", true)),
-            Some(Fault::HastyCancelOfMix) if !self.job.is_mixed() => {
-                self.job.cancelled.store(true, SeqCst);
-            }
-            Some(Fault::HastyCancel | Fault::HastyCancelOfMix) => {
-                self.job.cancelled.store(true, SeqCst);
-                self.wire.complete(&self.job, early("cancelled", true));
-            }
-            _ => self.job.cancelled.store(true, SeqCst),
-        }
-    }
-
-    fn event_fd(&self) -> BorrowedFd<'_> {
-        self.job.event.as_fd()
     }
 }
