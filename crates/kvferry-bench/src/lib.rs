@@ -1,10 +1,10 @@
-//! What `kvferry bench`, `kvferry bench file | store` and `kvferry bench handoff` measure, and how figures are
-//! drawn.
+//! What `kvferry bench` measures, and how figures are drawn.
 //!
-//! [`transfers`] measures reads and writes beside plain programs and other engines in the same
-//! rounds. [`files`] measures files beside fio, [`store`] the hits of a trace. [`handoffs`] measures what a handoff costs beyond moving its bytes. Both take options in
-//! which every default is filled in, and return a report that knows its table, its verdicts and its
-//! JSON. [`plot`] draws. The other modules are tools that the command uses, too.
+//! [`transfers`] measures reads and writes beside plain programs and other engines in the same rounds, [`handoffs`] what
+//! a handoff costs beyond moving its bytes, [`files`] files beside fio, [`store`] the store of blocks and the hits of a
+//! trace, [`offload`] the block manager. Each takes [`options`], which are the flags of the command, and returns a
+//! [`report::Report`]: rows of figures, with their table, verdicts, JSON and page. [`plot`] draws. The other modules are
+//! tools that the command uses, too.
 //!
 //! The other side of a measurement is a helper process: the same program, started again with the
 //! argument [`helper::COMMAND`]. A program that measures passes the rest of the arguments to

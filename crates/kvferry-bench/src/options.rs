@@ -1,122 +1,243 @@
-//! Options of the measurements.
+//! Options of the measurements: the flags of the command, with their help.
 
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use clap::ValueEnum;
+use clap::builder::RangedU64ValueParser;
+use clap::{Args, ValueEnum, value_parser};
 use serde::{Deserialize, Serialize};
 
 use crate::model::{Dtype, Model};
 use crate::units::parse_bytes;
 
-/// Options of [`crate::transfers`]. An empty list, or `None`, is the default.
-#[derive(Debug, Clone)]
-pub struct TransferOptions {
-    /// `HOST:PORT` of a target on another host; `None`: a second process of this host.
+/// Options of [`crate::transfers`]: the flags of `kvferry bench transfers`. An empty list, or `None`, is the default.
+#[derive(Debug, Clone, Args)]
+pub struct TransferBench {
+    /// A `kvferry bench transfers --serve` on another host, instead of a second process here
+    #[arg(long, value_name = "HOST:PORT")]
     pub target: Option<String>,
-    /// Names of transports, each measured by itself. Empty: `tcp` and `local`; `auto` with `target`.
+    /// Transports, each measured by itself; `auto` is the choice of the two agents
+    /// [default: tcp,local; with --target: auto]
+    #[arg(long = "transport", value_delimiter = ',', value_name = "NAME")]
     pub transports: Vec<String>,
-    /// Directions that are measured; one at least.
+    /// What to move
+    #[arg(long = "op", value_enum, value_delimiter = ',', default_value = "write,read")]
     pub ops: Vec<Op>,
-    /// Empty: the sizes of the table to reach, unless there is a `shape` or a `trace`.
+    /// Block size and blocks per batch [default: 4KiB:1024,32KiB:1024,256KiB:256,1MiB:256,16MiB:16,
+    /// unless --model or --trace is given]
+    #[arg(long, value_delimiter = ',', value_name = "BLOCK:COUNT")]
     pub sizes: Vec<Size>,
-    /// Requests of a model to move.
-    pub shape: Option<Shape>,
-    /// A file with one batch per line.
+    /// Move requests of this model: one batch has every block of every layer of a request
+    #[arg(long, value_parser = Model::find)]
+    pub model: Option<Model>,
+    /// Length of each request of --model
+    #[arg(long, default_value_t = 2048, requires = "model", value_parser = value_parser!(u32).range(1..))]
+    pub tokens: u32,
+    /// Requests of --model
+    #[arg(long, default_value_t = 1, requires = "model", value_parser = value_parser!(u32).range(1..=10_000))]
+    pub requests: u32,
+    /// Tokens in a block of --model
+    #[arg(long, default_value_t = 16, requires = "model", value_parser = value_parser!(u32).range(1..=4096))]
+    pub block_tokens: u32,
+    /// What the cache of --model is stored as
+    #[arg(long, value_enum, default_value = "bf16", requires = "model")]
+    pub dtype: Dtype,
+    /// Move the batches of this file, one per line (see below)
+    #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
-    /// Streams that a batch is striped over; one entry at least.
+    /// Streams that a batch is striped over; with `auto` the agent chooses
+    #[arg(long, value_delimiter = ',', default_value = "auto")]
     pub streams: Vec<Streams>,
-    /// Whether payload over TCP is checked.
+    /// Checksums of the payload over TCP
+    #[arg(long, value_enum, default_value = "both")]
     pub checksums: Checksums,
-    /// Numbers of concurrent callers, each 1 to 64.
+    /// Numbers of concurrent callers; each total is compared with one caller
+    #[arg(long, value_delimiter = ',', default_value = "1,10", value_parser = between(1, 64))]
     pub callers: Vec<usize>,
-    /// Cores of the two processes of a latency measurement. Empty: all that this host has.
+    /// Cores for the two processes of a latency measurement on one host [default: apart,together]
+    #[arg(long = "placement", value_enum, value_delimiter = ',')]
     pub placements: Vec<Placement>,
-    /// `None`: 11, or 7 beside other engines, or 3 if `quick`.
+    /// Rounds; seven or more to judge by [default: 11, with --peers 7, with --quick 3]
+    #[arg(long, value_parser = between(1, 1000))]
     pub rounds: Option<usize>,
-    /// Empty: all but [`Part::Faults`].
+    /// Parts to run [default: all but faults]
+    #[arg(long = "only", value_enum, value_delimiter = ',')]
     pub parts: Vec<Part>,
-    /// Adds [`Part::Faults`].
+    /// Measure faults, too: peers that are killed or stopped
+    #[arg(long)]
     pub faults: bool,
-    /// A Python interpreter with a stock Mooncake, for faulty peers of that kind.
+    /// A Python interpreter with a stock Mooncake, for faulty peers of that kind
+    #[arg(long, value_name = "PATH", requires = "faults")]
     pub stock: Option<PathBuf>,
-    /// The Python interpreter whose calls are measured. `None`: the first one with kvferry.
+    /// The Python interpreter whose calls are measured [default: the virtual environment's, else
+    /// .venv/bin/python or python3, if it has kvferry]
+    #[arg(long, value_name = "PATH")]
     pub python: Option<PathBuf>,
-    /// A Python interpreter with other engines and `kvferry_peers`.
+    /// A Python interpreter with Mooncake, NIXL and `kvferry_peers`, to measure them beside kvferry
+    #[arg(long, value_name = "PATH", conflicts_with = "target")]
     pub peers: Option<PathBuf>,
-    /// Small and short.
+    /// Small and short
+    #[arg(long)]
     pub quick: bool,
 }
 
-/// Options of [`crate::handoffs`].
-#[derive(Debug, Clone)]
-pub struct HandoffOptions {
-    /// Empty: everything.
+impl TransferBench {
+    /// The requests of a model to move.
+    pub(crate) fn shape(&self) -> Option<Shape> {
+        let TransferBench { tokens, requests, block_tokens, dtype, .. } = *self;
+        self.model.map(|model| Shape { model, tokens, requests, block_tokens, dtype })
+    }
+}
+
+/// How thoroughly a bench measures.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct Effort {
+    /// Rounds; seven or more to judge by [default: 7, with --quick 2]
+    #[arg(long, value_parser = between(1, 100))]
+    pub rounds: Option<usize>,
+    /// Small and short
+    #[arg(long)]
+    pub quick: bool,
+}
+
+impl Effort {
+    pub(crate) fn rounds(self) -> usize {
+        self.rounds.unwrap_or(if self.quick { 2 } else { ROUNDS })
+    }
+}
+
+/// The least rounds to judge by.
+pub(crate) const ROUNDS: usize = 7;
+
+/// Options of [`crate::handoffs`]: the flags of `kvferry bench handoff`.
+#[derive(Debug, Clone, Args)]
+pub struct HandoffBench {
+    /// What to measure [default: everything]
+    #[arg(long = "only", value_enum, value_delimiter = ',')]
     pub measures: Vec<Measure>,
-    /// Names of transports, each measured by itself.
+    /// Transports, each measured by itself
+    #[arg(
+        long = "transport",
+        value_delimiter = ',',
+        default_value = "local,tcp",
+        value_name = "NAME"
+    )]
     pub transports: Vec<String>,
-    /// Bytes of the handoff whose exposed time is measured. `None`: 1 GiB, or 64 MiB if `quick`.
+    /// Bytes of the handoff of which the exposed time is measured; less if memory is short
+    /// [default: 1GiB, with --quick 64MiB]
+    #[arg(long = "size", value_parser = parse_bytes, value_name = "SIZE")]
     pub size_bytes: Option<u64>,
-    /// `None`: 7, or 2 if `quick`.
-    pub rounds: Option<usize>,
-    /// Small and short.
-    pub quick: bool,
+    #[allow(missing_docs, reason = "a group of flags has no help of its own")]
+    #[command(flatten)]
+    pub effort: Effort,
 }
 
-/// Options of [`crate::files`].
-#[derive(Debug, Clone)]
+/// Options of [`crate::files`]: the flags of `kvferry bench file`.
+#[derive(Debug, Clone, Args)]
 pub struct FileBench {
-    /// Folder of the file. `None`: the folder of temporary files.
+    /// Where the file is made, and removed in the end [default: the folder of temporary files]
+    #[arg(long, value_name = "FOLDER")]
     pub folder: Option<PathBuf>,
-    /// Bytes of the file, rounded up to 64 MiB.
-    pub bytes: u64,
-    /// Block sizes, at most 64 MiB; one at least.
+    /// Bytes of the file [default: 512MiB, with --quick 128MiB]
+    #[arg(long, value_parser = parse_bytes, value_name = "SIZE")]
+    pub bytes: Option<u64>,
+    /// Block sizes, up to 64 MiB
+    #[arg(long, value_delimiter = ',', value_parser = parse_bytes, value_name = "SIZE",
+          default_value = "4KiB,32KiB,256KiB,1MiB,16MiB")]
     pub sizes: Vec<u64>,
-    /// Engine by which kvferry reads and writes.
-    pub engine: &'static str,
-    /// A Python interpreter with NIXL and `kvferry_peers`. `None`: NIXL is not measured.
+    /// How files are read and written
+    #[arg(long, value_enum, default_value = "auto")]
+    pub engine: Engine,
+    /// A Python interpreter with NIXL and `kvferry_peers`, to measure NIXL's POSIX plug-in, too
+    #[arg(long, value_name = "PYTHON")]
     pub peers: Option<PathBuf>,
-    /// `None`: 7, or 2 if `quick`.
-    pub rounds: Option<usize>,
-    /// Small and short.
-    pub quick: bool,
+    #[allow(missing_docs, reason = "a group of flags has no help of its own")]
+    #[command(flatten)]
+    pub effort: Effort,
 }
 
-/// Options of [`crate::store::speed`].
-#[derive(Debug, Clone)]
-pub struct StoreSpeed {
-    /// Folder of the store. `None`: the folder of temporary files.
-    pub folder: Option<PathBuf>,
-    /// Bytes of the blocks of one round.
-    pub bytes: u64,
-    /// Block sizes; one at least.
-    pub sizes: Vec<u64>,
-    /// `None`: 7, or 2 if `quick`.
-    pub rounds: Option<usize>,
-    /// Small and short.
-    pub quick: bool,
+/// Engine for reads and writes of files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Engine {
+    /// io_uring if the system permits it, else threads
+    Auto,
+    /// io_uring
+    Uring,
+    /// Threads that call pread and pwrite
+    Posix,
 }
 
-/// Options of [`crate::offload`].
-#[derive(Debug, Clone)]
-pub struct OffloadBench {
-    /// Folder of the stores. `None`: the folder of temporary files.
-    pub folder: Option<PathBuf>,
-    /// Bytes of the blocks of one round.
-    pub bytes: u64,
-    /// `None`: 7, or 2 if `quick`.
-    pub rounds: Option<usize>,
-    /// Small and short.
-    pub quick: bool,
+impl Engine {
+    /// The value of the setting `file_engine`.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Uring => "uring",
+            Self::Posix => "posix",
+        }
+    }
 }
 
-/// Options of [`crate::store`].
-#[derive(Debug, Clone)]
+/// Options of [`crate::store`]: the flags of `kvferry bench store`.
+#[derive(Debug, Clone, Args)]
 pub struct StoreBench {
-    /// A request per line.
-    pub trace: PathBuf,
-    /// Capacities in blocks; one at least.
+    /// A trace to replay
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["folder", "bytes", "sizes", "rounds", "quick", "rows"])]
+    pub trace: Option<PathBuf>,
+    /// Capacities, in blocks
+    #[arg(long, value_delimiter = ',', default_value = "1000,10000,30000", value_name = "COUNT",
+          value_parser = between(1, u32::MAX.into()), requires = "trace")]
     pub blocks: Vec<usize>,
+    /// Where the store is made, and removed in the end [default: the folder of temporary files]
+    #[arg(long, value_name = "FOLDER")]
+    pub folder: Option<PathBuf>,
+    /// Bytes of the blocks of a round [default: 1GiB, with --quick 128MiB]
+    #[arg(long, value_parser = parse_bytes, value_name = "SIZE")]
+    pub bytes: Option<u64>,
+    /// Fill a store with COUNT blocks; with --quick, be killed then
+    #[arg(long, hide = true, value_name = "COUNT", requires = "folder")]
+    pub fill: Option<u64>,
+    /// Block sizes
+    #[arg(long, value_delimiter = ',', value_parser = parse_bytes, value_name = "SIZE",
+          default_value = "128KiB,2MiB")]
+    pub sizes: Vec<u64>,
+    /// What is measured
+    #[arg(long, value_enum, default_value = "speed")]
+    pub rows: StoreRows,
+    /// With --rows full: seconds of puts into each full store [default: 60, with --quick 5]
+    #[arg(long, value_parser = value_parser!(u32).range(1..=3600), conflicts_with = "trace")]
+    pub seconds: Option<u32>,
+    #[allow(missing_docs, reason = "a group of flags has no help of its own")]
+    #[command(flatten)]
+    pub effort: Effort,
+}
+
+/// Rows that the bench of the store measures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum StoreRows {
+    /// Puts and gets, the index, opening
+    Speed,
+    /// Puts into a full store, beside the same into one with space
+    Full,
+}
+
+/// Options of [`crate::offload`]: the flags of `kvferry bench offload`.
+#[derive(Debug, Clone, Args)]
+pub struct OffloadBench {
+    /// Where the stores are made, and removed in the end [default: the folder of temporary files]
+    #[arg(long, value_name = "FOLDER")]
+    pub folder: Option<PathBuf>,
+    /// Bytes of the blocks of a round [default: 512MiB, with --quick 128MiB]
+    #[arg(long, value_parser = parse_bytes, value_name = "SIZE")]
+    pub bytes: Option<u64>,
+    #[allow(missing_docs, reason = "a group of flags has no help of its own")]
+    #[command(flatten)]
+    pub effort: Effort,
+}
+
+/// Numbers of a flag.
+fn between(least: u64, most: u64) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(least..=most)
 }
 
 /// A measure of handoffs.
@@ -138,13 +259,12 @@ pub enum Measure {
 
 /// Requests of a model.
 #[derive(Debug, Clone, Copy)]
-#[allow(missing_docs, reason = "the fields are the options of the same names")]
-pub struct Shape {
-    pub model: Model,
-    pub tokens: u32,
-    pub requests: u32,
-    pub block_tokens: u32,
-    pub dtype: Dtype,
+pub(crate) struct Shape {
+    pub(crate) model: Model,
+    pub(crate) tokens: u32,
+    pub(crate) requests: u32,
+    pub(crate) block_tokens: u32,
+    pub(crate) dtype: Dtype,
 }
 
 /// Checksums of the payload over TCP.

@@ -31,9 +31,6 @@ use nixl::Nixl;
 
 /// The form of the report's JSON.
 pub const SCHEMA: &str = "kvferry.bench-file/2";
-/// Seven or more to judge by.
-const ROUNDS: usize = 7;
-const QUICK_ROUNDS: usize = 2;
 /// Memory of one thread, at most.
 const MEMORY_BYTES: u64 = 64 << 20;
 /// Operations of fio under way at once, and their bytes, as far as blocks allow.
@@ -116,7 +113,7 @@ impl Rates {
 /// # Errors
 /// [`Failure::Check`] for a wrong byte; otherwise what a transfer or fio failed with.
 pub fn measure(options: &FileBench, bar: &ProgressBar) -> Result<Report, Failure> {
-    let rounds = options.rounds.unwrap_or(if options.quick { QUICK_ROUNDS } else { ROUNDS });
+    let rounds = options.effort.rounds();
     let mut remarks = Vec::new();
     let fio = fio::find();
     if fio.is_none() {
@@ -191,7 +188,7 @@ pub fn measure(options: &FileBench, bar: &ProgressBar) -> Result<Report, Failure
                 }),
         );
     }
-    Ok(Report::new(SCHEMA, options.quick, remarks, rows))
+    Ok(Report::new(SCHEMA, options.effort.quick, remarks, rows))
 }
 
 /// The agent, its file, and fio's.
@@ -223,12 +220,13 @@ impl Place {
         let agent = Agent::builder()
             .name("bench-file")
             .transports(Transports::only(TransportKind::TCP))
-            .setting("file_engine", options.engine)
+            .setting("file_engine", options.engine.name())
             .start()?;
         let folder = options.folder.clone().unwrap_or_else(std::env::temp_dir);
         let path = folder.join(format!("kvferry-bench-{}", std::process::id()));
         let fio_path = folder.join(format!("kvferry-bench-{}-fio", std::process::id()));
-        let len = options.bytes.next_multiple_of(MEMORY_BYTES);
+        let default = if options.effort.quick { 128 << 20 } else { 512 << 20 };
+        let len = options.bytes.unwrap_or(default).next_multiple_of(MEMORY_BYTES);
         let how = kvferry::FileOptions::create(len);
         let buffered_file = agent.open_file(&path, &how.clone().direct(DirectIo::Off))?;
         let direct_file = agent.open_file(&path, &how.direct(DirectIo::Auto))?;
@@ -238,7 +236,7 @@ impl Place {
         let piece = options.sizes.iter().copied().fold(4096, gcd).max(8);
         let piece = usize::try_from(piece).expect("at most 4096");
         let pattern = (0..MEMORY_BYTES / 8).flat_map(|i| pattern(i).to_le_bytes()).collect();
-        let is_quick = options.quick;
+        let is_quick = options.effort.quick;
         let place = Place {
             agent,
             path,

@@ -59,7 +59,7 @@ pub(super) fn run(settings: &Settings) -> Result<Vec<Row>, Failure> {
 
 fn over(settings: &Settings, transport: &str) -> Result<Vec<Row>, Failure> {
     settings.bar.set_message(format!("one block, {transport}"));
-    let (each, many) = if settings.options.quick { (10, 64) } else { (50, 512) };
+    let (each, many) = if settings.options.effort.quick { (10, 64) } else { (50, 512) };
     let mut first = Vec::new();
     let (mut p50, mut p99, mut rate) = (Vec::new(), Vec::new(), Vec::new());
     let mut alone = Vec::new();

@@ -64,7 +64,7 @@ pub(super) fn geometry(settings: &mut Settings, pairs: u64) -> Geometry {
     let asked = settings
         .options
         .size_bytes
-        .map_or(if settings.options.quick { CONTENT / 16 } else { CONTENT }, |size| {
+        .map_or(if settings.options.effort.quick { CONTENT / 16 } else { CONTENT }, |size| {
             u32::try_from(size / per_content).unwrap_or(u32::MAX).max(1)
         });
     // Both processes of each pair have it, and need some more.

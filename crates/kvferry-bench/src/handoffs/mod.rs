@@ -17,7 +17,7 @@ use clap::ValueEnum;
 use indicatif::ProgressBar;
 
 use crate::failure::Failure;
-use crate::options::{HandoffOptions, Measure};
+use crate::options::{HandoffBench, Measure};
 use crate::report::Report;
 
 /// The form of the report's JSON.
@@ -29,13 +29,9 @@ const SEED: u64 = 20_240_817;
 /// halved until it is a 64th of the prompt.
 const PIECES: u32 = 2;
 
-/// Seven or more to judge by.
-const ROUNDS: usize = 7;
-const QUICK_ROUNDS: usize = 2;
-
 /// The options with their defaults filled in.
 struct Settings {
-    options: HandoffOptions,
+    options: HandoffBench,
     rounds: usize,
     bar: ProgressBar,
     /// Parts of the options that were not carried out.
@@ -46,8 +42,8 @@ struct Settings {
 ///
 /// # Errors
 /// [`Failure::Check`] for a wrong byte or token; otherwise what a transfer or a process failed with.
-pub fn measure(options: &HandoffOptions, bar: &ProgressBar) -> Result<Report, Failure> {
-    let rounds = options.rounds.unwrap_or(if options.quick { QUICK_ROUNDS } else { ROUNDS });
+pub fn measure(options: &HandoffBench, bar: &ProgressBar) -> Result<Report, Failure> {
+    let rounds = options.effort.rounds();
     let mut measures = options.measures.clone();
     if measures.is_empty() {
         measures = Measure::value_variants().to_vec();
@@ -67,5 +63,5 @@ pub fn measure(options: &HandoffOptions, bar: &ProgressBar) -> Result<Report, Fa
         });
         settings.bar.inc(1);
     }
-    Ok(Report::new(SCHEMA, settings.options.quick, settings.remarks, rows))
+    Ok(Report::new(SCHEMA, settings.options.effort.quick, settings.remarks, rows))
 }

@@ -91,7 +91,7 @@ struct Engine {
 
 /// The median step of each round, in microseconds: all calls, and each kind by itself.
 fn measure(settings: &Settings, moving: Option<Moving>) -> Result<(Spread, Vec<Spread>), Failure> {
-    let steps = if settings.options.quick { 10 } else { 50 };
+    let steps = if settings.options.effort.quick { 10 } else { 50 };
     let mut engine = Engine::start(settings.rounds as u32 * steps + 1)?;
     let (mut all, mut calls) = (Vec::new(), vec![Vec::new(); CALLS.len()]);
     // A step that does not count: it begins what the others continue.

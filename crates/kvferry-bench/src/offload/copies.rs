@@ -94,7 +94,9 @@ impl Place {
         let folder = folder.join(format!("kvferry-bench-offload-{}", std::process::id()));
         std::fs::create_dir_all(&folder)
             .map_err(|e| Failure::Failed(format!("{}: {e}", folder.display())))?;
-        Ok(Arc::new(Self { agent, folder, bytes: options.bytes.next_multiple_of(CALL_BYTES) }))
+        let default = if options.effort.quick { 128 << 20 } else { 512 << 20 };
+        let bytes = options.bytes.unwrap_or(default).next_multiple_of(CALL_BYTES);
+        Ok(Arc::new(Self { agent, folder, bytes }))
     }
 
     pub(super) fn folder(&self) -> &Path {

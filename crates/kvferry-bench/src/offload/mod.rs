@@ -19,9 +19,6 @@ use copies::{Case, Place};
 
 /// The form of the report's JSON.
 pub const SCHEMA: &str = "kvferry.bench-offload/2";
-/// Seven or more to judge by.
-const ROUNDS: usize = 7;
-const QUICK_ROUNDS: usize = 2;
 /// Required share of the block store's rate.
 const SHARE: f64 = 0.9;
 
@@ -30,7 +27,7 @@ const SHARE: f64 = 0.9;
 /// # Errors
 /// [`Failure::Check`] for a wrong byte; otherwise what failed.
 pub fn measure(options: &OffloadBench, bar: &ProgressBar) -> Result<Report, Failure> {
-    let rounds = options.rounds.unwrap_or(if options.quick { QUICK_ROUNDS } else { ROUNDS });
+    let rounds = options.effort.rounds();
     let place = Place::new(options)?;
     let cases = Case::all();
     bar.inc_length((cases.len() * rounds) as u64 + 1);
@@ -64,7 +61,7 @@ pub fn measure(options: &OffloadBench, bar: &ProgressBar) -> Result<Report, Fail
     }
     rows.extend(calls.rows());
     bar.set_message("the block manager");
-    rows.extend(manager::rows(options.quick)?);
+    rows.extend(manager::rows(options.effort.quick)?);
     bar.inc(1);
     let remarks = vec![
         format!("folder: {}", place.folder().display()),
@@ -77,5 +74,5 @@ pub fn measure(options: &OffloadBench, bar: &ProgressBar) -> Result<Report, Fail
          other threads in it; waits: how often a call left the processor to wait for something"
             .into(),
     ];
-    Ok(Report::new(SCHEMA, options.quick, remarks, rows))
+    Ok(Report::new(SCHEMA, options.effort.quick, remarks, rows))
 }

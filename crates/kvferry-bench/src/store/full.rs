@@ -10,12 +10,12 @@ use kvferry_store::{Namespace, Retain, Space, Stats, Store, StoreOptions};
 
 use super::speed::{Case, Place, SEGMENT, failed, prompt};
 use crate::failure::Failure;
-use crate::options::StoreSpeed;
+use crate::options::StoreBench;
 use crate::report::{Report, Row};
 use crate::stats::Spread;
 
 /// The form of the report's JSON.
-pub const SCHEMA: &str = "kvferry.bench-store-full/2";
+pub(super) const SCHEMA: &str = "kvferry.bench-store-full/2";
 /// The least rate of a full store, as a share of the rate of a store with space.
 const SHARE: f64 = 0.5;
 /// Bytes of the full store, in bytes of a turn, and its segments at least.
@@ -33,11 +33,13 @@ enum How {
     Behind,
 }
 
-/// Measures for `seconds` of puts into each full store; `bar` shows the progress.
+/// Measures puts into full stores; `bar` shows the progress.
 ///
 /// # Errors
 /// The store's first failure.
-pub fn measure(options: &StoreSpeed, seconds: f64, bar: &ProgressBar) -> Result<Report, Failure> {
+pub(super) fn measure(options: &StoreBench, bar: &ProgressBar) -> Result<Report, Failure> {
+    let default = if options.effort.quick { 5 } else { 60 };
+    let seconds = f64::from(options.seconds.unwrap_or(default));
     let place = Place::new(options)?;
     let mut cases = Vec::new();
     for &block in &options.sizes {
@@ -60,7 +62,7 @@ pub fn measure(options: &StoreSpeed, seconds: f64, bar: &ProgressBar) -> Result<
             "{seconds} s of puts into each full store, in calls of 32 MiB by one thread, in turns with a new store"
         ),
     ];
-    Ok(Report::new(SCHEMA, options.quick, remarks, rows))
+    Ok(Report::new(SCHEMA, options.effort.quick, remarks, rows))
 }
 
 fn rows_of(place: &Place, case: Case, how: How, seconds: f64) -> Result<Vec<Row>, Failure> {

@@ -5,8 +5,8 @@
 //! space by segments, while nothing waits for it and while puts wait all the time.
 
 mod baselines;
-pub mod full;
-pub mod speed;
+mod full;
+mod speed;
 mod trace;
 
 use indicatif::ProgressBar;
@@ -14,15 +14,16 @@ use kvferry_store::policy::Keyed;
 use kvferry_store::replay::{Press, Replay};
 
 use crate::failure::Failure;
-use crate::options::StoreBench;
+use crate::options::{StoreBench, StoreRows};
 use crate::report::{Bound, Report, Row};
 use crate::stats::Spread;
 use crate::units;
 
+pub use speed::fill;
 use trace::{Request, Trace};
 
 /// The form of the report's JSON.
-pub const SCHEMA: &str = "kvferry.bench-store/2";
+const SCHEMA: &str = "kvferry.bench-store/2";
 /// Required share of the gap between least recently used and the optimum.
 const GAP_CLOSED: Bound = Bound::AtLeast(0.25);
 /// Points by which a store of segments has fewer hits than its policy, at most.
@@ -30,12 +31,23 @@ const LOST_IN_SEGMENTS: f64 = 2.0;
 /// A smaller store has too few segments.
 const SEGMENTED_MIN: usize = 2048;
 
-/// Replays the trace that `options` name; `bar` shows the progress.
+/// Forms of the report's JSON: of a replay, of puts and gets, and of puts into full stores.
+pub const SCHEMAS: [&str; 3] = [SCHEMA, speed::SCHEMA, full::SCHEMA];
+
+/// Measures what `options` ask for; `bar` shows the progress.
 ///
 /// # Errors
-/// [`Failure::Usage`] if the trace can't be read.
+/// [`Failure::Usage`] if the trace can't be read; [`Failure::Check`] for a wrong byte; otherwise what the store failed
+/// with.
 pub fn measure(options: &StoreBench, bar: &ProgressBar) -> Result<Report, Failure> {
-    let trace = Trace::read(&options.trace)?;
+    match (&options.trace, options.rows) {
+        (Some(trace), _) => replay(&Trace::read(trace)?, options, bar),
+        (None, StoreRows::Speed) => speed::measure(options, bar),
+        (None, StoreRows::Full) => full::measure(options, bar),
+    }
+}
+
+fn replay(trace: &Trace, options: &StoreBench, bar: &ProgressBar) -> Result<Report, Failure> {
     bar.inc_length(5 * options.blocks.len() as u64);
     let mut rows = Vec::new();
     for &blocks in &options.blocks {
@@ -48,11 +60,11 @@ pub fn measure(options: &StoreBench, bar: &ProgressBar) -> Result<Report, Failur
         let lru = replay("least recently used", &|| baselines::lru(&trace.requests, blocks));
         let best = replay("the optimum", &|| baselines::optimum(&trace.requests, blocks));
         let ours = replay("kvferry", &|| policy(&trace.requests, blocks));
-        rows.extend(rows_of(&trace, blocks, [&lru, &ours, &best]));
+        rows.extend(rows_of(trace, blocks, [&lru, &ours, &best]));
         for press in [Press::Not, Press::Always] {
             bar.set_message(format!("{} blocks: in segments", units::count(blocks as u64)));
             if blocks >= SEGMENTED_MIN {
-                rows.extend(in_segments(&trace, blocks, press, &ours)?);
+                rows.extend(in_segments(trace, blocks, press, &ours)?);
             }
             bar.inc(1);
         }

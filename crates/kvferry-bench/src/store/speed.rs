@@ -19,16 +19,13 @@ use kvferry_store::{BlockMemory, Key, Namespace, Retain, Store, StoreOptions};
 use kvferry_sys::clock::process_cpu_time;
 
 use crate::failure::Failure;
-use crate::options::{Op, StoreSpeed};
+use crate::options::{Op, ROUNDS, StoreBench};
 use crate::report::{Report, Row};
 use crate::stats::Spread;
 use crate::units;
 
 /// The form of the report's JSON.
-pub const SCHEMA: &str = "kvferry.bench-store-speed/2";
-/// Seven or more to judge by.
-const ROUNDS: usize = 7;
-const QUICK_ROUNDS: usize = 2;
+pub(super) const SCHEMA: &str = "kvferry.bench-store-speed/2";
 /// Bytes of the blocks of one call.
 const CALL_BYTES: u64 = 32 << 20;
 /// Bytes of a segment of the store, and of a file beside it.
@@ -59,8 +56,8 @@ type Hash = [u8; 32];
 ///
 /// # Errors
 /// [`Failure::Check`] for a wrong byte; otherwise what the store failed with.
-pub fn measure(options: &StoreSpeed, bar: &ProgressBar) -> Result<Report, Failure> {
-    let rounds = options.rounds.unwrap_or(if options.quick { QUICK_ROUNDS } else { ROUNDS });
+pub(super) fn measure(options: &StoreBench, bar: &ProgressBar) -> Result<Report, Failure> {
+    let rounds = options.effort.rounds();
     let place = Place::new(options)?;
     let mut remarks = vec![format!("folder: {}", place.folder.display())];
     let mut cases = Vec::new();
@@ -98,16 +95,16 @@ pub fn measure(options: &StoreSpeed, bar: &ProgressBar) -> Result<Report, Failur
         }
     }
     bar.set_message("the index");
-    rows.extend(index(options.quick)?);
+    rows.extend(index(options.effort.quick)?);
     bar.inc(1);
     bar.set_message("nothing to do, and misses");
-    rows.extend(place.costs(options.quick)?);
+    rows.extend(place.costs(options.effort.quick)?);
     bar.inc(1);
     bar.set_message("opening");
-    rows.extend(place.opening(options.quick)?);
+    rows.extend(place.opening(options.effort.quick)?);
     bar.inc(1);
     remarks.push("put and get: with checksums, in calls of 32 MiB, by one thread".into());
-    Ok(Report::new(SCHEMA, options.quick, remarks, rows))
+    Ok(Report::new(SCHEMA, options.effort.quick, remarks, rows))
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -141,7 +138,7 @@ impl Drop for Place {
 }
 
 impl Place {
-    pub(super) fn new(options: &StoreSpeed) -> Result<Self, Failure> {
+    pub(super) fn new(options: &StoreBench) -> Result<Self, Failure> {
         let agent = Agent::builder()
             .name("bench-store")
             .transports(Transports::only(TransportKind::TCP))
@@ -153,7 +150,8 @@ impl Place {
         let largest = options.sizes.iter().copied().fold(CALL_BYTES, u64::max);
         let len = usize::try_from(2 * largest).expect("a few blocks");
         let memory = agent.allocate(len, Access::NONE)?;
-        let bytes = options.bytes.next_multiple_of(CALL_BYTES);
+        let default = if options.effort.quick { 128 << 20 } else { 1 << 30 };
+        let bytes = options.bytes.unwrap_or(default).next_multiple_of(CALL_BYTES);
         Ok(Self { agent, folder, memory, bytes })
     }
 

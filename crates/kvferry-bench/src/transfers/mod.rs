@@ -46,7 +46,7 @@ use indicatif::ProgressBar;
 use kvferry::{Access, Agent, AgentBuilder, Batch, Options, Peer, Region, RemoteRegion};
 
 use crate::failure::Failure;
-use crate::options::{Checksums, Op, Part, Placement, Size, TransferOptions};
+use crate::options::{Checksums, Op, Part, Placement, Size, TransferBench};
 use crate::report::{Report, Row, Session};
 use crate::{machine, units};
 
@@ -78,7 +78,7 @@ const SEED: u64 = 20_240_817;
 /// # Errors
 /// [`Failure::Usage`] for options that this host or the target can't fulfil, before anything is
 /// measured; [`Failure::Check`] for a wrong byte; otherwise what a transfer or a process failed with.
-pub fn measure(options: &TransferOptions, bar: &ProgressBar) -> Result<Report, Failure> {
+pub fn measure(options: &TransferBench, bar: &ProgressBar) -> Result<Report, Failure> {
     let settings = Settings::new(options)?;
     let measured = measure_all(&settings, bar)?;
     let Measured { sessions, rows, skipped } = measured;
@@ -243,7 +243,7 @@ impl Subjects {
 /// The options with their defaults filled in.
 #[derive(Debug, Clone)]
 struct Settings {
-    options: TransferOptions,
+    options: TransferBench,
     transports: Vec<Transport>,
     /// The work of throughput.
     loads: Vec<(Op, Arc<Load>)>,
@@ -260,7 +260,7 @@ struct Settings {
 }
 
 impl Settings {
-    fn new(options: &TransferOptions) -> Result<Settings, Failure> {
+    fn new(options: &TransferBench) -> Result<Settings, Failure> {
         let quick = options.quick;
         let rounds = match (options.rounds, quick, options.peers.is_some()) {
             (Some(rounds), _, _) => rounds,
@@ -312,7 +312,7 @@ impl Settings {
     }
 }
 
-fn transports(options: &TransferOptions) -> Result<Vec<Transport>, Failure> {
+fn transports(options: &TransferBench) -> Result<Vec<Transport>, Failure> {
     match (options.transports.is_empty(), options.target.is_some()) {
         (false, _) => options.transports.iter().map(|name| Transport::parse(name)).collect(),
         (true, true) => Ok(vec![Transport::Auto]),
@@ -321,8 +321,8 @@ fn transports(options: &TransferOptions) -> Result<Vec<Transport>, Failure> {
 }
 
 /// The work of each direction, in the order in which it is measured.
-fn loads(options: &TransferOptions) -> Result<Vec<(Op, Arc<Load>)>, Failure> {
-    let given = options.shape.is_some() || options.trace.is_some();
+fn loads(options: &TransferBench) -> Result<Vec<(Op, Arc<Load>)>, Failure> {
+    let given = options.model.is_some() || options.trace.is_some();
     let sizes = match (options.sizes.is_empty(), given, options.quick) {
         (false, _, _) => options.sizes.clone(),
         (true, true, _) => Vec::new(),
@@ -334,7 +334,7 @@ fn loads(options: &TransferOptions) -> Result<Vec<(Op, Arc<Load>)>, Failure> {
     let mut loads = Vec::new();
     for &op in &options.ops {
         loads.extend(sizes.iter().map(|&size| (op, Arc::new(Load::of_size(size)))));
-        let model = options.shape.map(|shape| Load::of_model(&shape, SEED));
+        let model = options.shape().map(|shape| Load::of_model(&shape, SEED));
         loads.extend(model.map(|load| (op, Arc::new(load))));
         if let Some(trace) = &options.trace {
             loads.push((op, Arc::new(Load::of_trace(trace, op)?)));
@@ -347,7 +347,7 @@ fn sizes(kib: &[(usize, usize)]) -> Vec<Size> {
     kib.iter().map(|&(kib, count)| Size { block: kib << 10, count }).collect()
 }
 
-fn parts(options: &TransferOptions) -> Vec<Part> {
+fn parts(options: &TransferBench) -> Vec<Part> {
     let mut parts = options.parts.clone();
     if parts.is_empty() {
         parts = vec![
@@ -368,7 +368,7 @@ fn parts(options: &TransferOptions) -> Vec<Part> {
 }
 
 /// Cores can be chosen within one host only, and two processes apart need two cores.
-fn placements(options: &TransferOptions, cores: usize) -> Result<Vec<Placement>, Failure> {
+fn placements(options: &TransferBench, cores: usize) -> Result<Vec<Placement>, Failure> {
     let free_only = options.placements.iter().all(|&placement| placement == Placement::Free);
     match (options.placements.is_empty(), options.target.is_some()) {
         (true, true) => Ok(vec![Placement::Free]),
@@ -515,35 +515,32 @@ fn transfer(peer: &Peer, op: Op, batch: &Batch, options: &Options<'_>) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Dtype, Model};
-    use crate::options::{Shape, Streams};
+    use crate::model::Model;
+    use crate::options::Streams;
 
-    fn asked(change: impl FnOnce(&mut TransferOptions)) -> TransferOptions {
-        let mut options = TransferOptions {
-            target: None,
-            transports: vec![],
-            ops: vec![Op::Write, Op::Read],
-            sizes: vec![],
-            shape: None,
-            trace: None,
-            streams: vec![Streams(None)],
-            checksums: Checksums::Both,
-            callers: vec![1, 10],
-            placements: vec![],
-            rounds: None,
-            parts: vec![],
-            faults: false,
-            stock: None,
-            python: None,
-            peers: None,
-            quick: false,
-        };
+    #[derive(clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: TransferBench,
+    }
+
+    fn asked(change: impl FnOnce(&mut TransferBench)) -> TransferBench {
+        let Line { mut options } = clap::Parser::parse_from(["bench"]);
         change(&mut options);
         options
     }
 
-    fn settings(change: impl FnOnce(&mut TransferOptions)) -> Result<Settings, Failure> {
+    fn settings(change: impl FnOnce(&mut TransferBench)) -> Result<Settings, Failure> {
         Settings::new(&asked(change))
+    }
+
+    #[test]
+    fn lists_are_separated_by_commas() {
+        let line = "bench --sizes 4KiB:1024,1MiB:256 --streams auto,4 --callers 1,10 --op read";
+        let Line { options } = clap::Parser::parse_from(line.split(' '));
+        assert_eq!(options.sizes[1], Size { block: 1 << 20, count: 256 });
+        assert_eq!(options.streams, [Streams(None), Streams(Some(4))]);
+        assert_eq!((options.callers, options.ops), (vec![1, 10], vec![Op::Read]));
     }
 
     #[test]
@@ -577,18 +574,16 @@ mod tests {
 
     #[test]
     fn a_model_replaces_the_sizes_and_a_missing_trace_is_named() {
-        let model = Model::find("opt-125m").expect("listed");
-        let dtype = Dtype::Bf16;
-        let shape = Shape { model, tokens: 160, requests: 2, block_tokens: 16, dtype };
         let settings = self::settings(|options| {
-            (options.shape, options.ops) = (Some(shape), vec![Op::Read]);
+            options.model = Some(Model::find("opt-125m").expect("listed"));
+            (options.tokens, options.requests, options.ops) = (160, 2, vec![Op::Read]);
         });
         let settings = settings.expect("fits");
         let [(Op::Read, load)] = settings.loads.as_slice() else { panic!("one load") };
         assert_eq!(load.batches.len(), 2);
         assert_eq!(load.name, "2 × 160 tokens of opt-125m (48 KiB × 120)");
         let trace =
-            |options: &mut TransferOptions| options.trace = Some("/nowhere/blocks.jsonl".into());
+            |options: &mut TransferBench| options.trace = Some("/nowhere/blocks.jsonl".into());
         let refused = self::settings(trace).expect_err("no file");
         assert!(refused.to_string().contains("/nowhere/blocks.jsonl"), "{refused}");
     }
