@@ -109,8 +109,8 @@ ifdef VLLM
 demo: wheel
 	e2e/demo $(if $(STORE),--store) $(DEMO_ARGS)
 else ifdef STORE
-demo: command $(if $(findstring tensorrt-llm,$(DEMO_ARGS)),wheel)
-	KVFERRY_PYTHON=$(BIN)/python target/release/kvferry demo store $(DEMO_ARGS)
+demo: command
+	target/release/kvferry demo store $(DEMO_ARGS)
 else
 demo: command ## Hand requests from prefill to decode engines, verify every token, draw target/demo.html (VLLM=1: real vLLM; STORE=1: KV on disk; or both)
 	target/release/kvferry demo $(if $(filter --plot%,$(DEMO_ARGS)),,--plot target/demo.html) $(DEMO_ARGS)

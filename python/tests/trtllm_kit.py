@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 from kvferry.trtllm._meta import Step
-from kvferry.trtllm.reference import Cache, Engine, HostTensor, Ranks, Request, Shape, State, here
-from kvferry.trtllm.reference.cache import torch_tensor
+from trtllm_reference import Cache, Engine, HostTensor, Ranks, Request, Shape, State, here
+from trtllm_reference.cache import torch_tensor
 
 # Before the fixture of all tests removes it.
 SOURCE = os.environ.get("KVFERRY_TRTLLM_SRC")
@@ -105,7 +105,7 @@ def fake_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 def _made_anew() -> list[str]:
     """Modules of the connector, but for those whose classes the tests have imported."""
     names = [it for it in sys.modules if it == "kvferry.trtllm" or it.startswith("kvferry.trtllm.")]
-    return [it for it in names if "reference" not in it and not it.endswith("._meta")]
+    return [it for it in names if not it.endswith("._meta")]
 
 
 @contextmanager

@@ -107,24 +107,3 @@ fn ctrl_c_leaves_no_temporary_folder() {
     assert_eq!(status.signal(), Some(Signal::INT.as_raw()), "{status}");
     assert!(inside().is_none(), "{:?}", inside());
 }
-
-#[test]
-fn the_seam_of_tensorrt_llm_is_a_python_program_that_judges_itself() {
-    let seam = |python: &str, more: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
-        command.args(["demo", "store", "--seam", "tensorrt-llm"]).args(more);
-        command.env("KVFERRY_PYTHON", python).output().expect("the command starts")
-    };
-    // `python` answers as programs of that name do: the result is its exit status.
-    for (python, code, says) in [
-        ("true", 0, ""),
-        ("false", 4, "does not have kvferry.trtllm"),
-        ("/no/python", 4, "set KVFERRY_PYTHON"),
-    ] {
-        let output = seam(python, &["--requests", "2", "--json"]);
-        assert_eq!(output.status.code(), Some(code), "{python}: {}", errors(&output));
-        assert!(errors(&output).contains(says), "{python}: {}", errors(&output));
-    }
-    let refused = seam("true", &["--prefix-tokens", "512"]);
-    assert_eq!(refused.status.code(), Some(2), "{}", errors(&refused));
-}

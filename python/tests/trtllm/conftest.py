@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvferry.trtllm.reference import Manager, Shape
 from trtllm_kit import HAS_TORCH, SOURCE, Bench, Puts, Served, fake_modules, upstream
+from trtllm_reference import Manager, Shape
 
 
 @pytest.fixture(autouse=True)

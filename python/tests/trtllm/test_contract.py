@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from kit import eventually
 from kvferry.trtllm._meta import Load, Part, Save, Step
-from kvferry.trtllm.reference import Cache, Engine, Manager, Ranks, Request, Shape, State
 from trtllm_kit import (
     SOURCE,
     Bench,
@@ -26,6 +25,7 @@ from trtllm_kit import (
     stored,
     upstream,
 )
+from trtllm_reference import Cache, Engine, Manager, Ranks, Request, Shape, State
 
 
 @pytest.fixture

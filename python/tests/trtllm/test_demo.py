@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+DEMO = [sys.executable, str(Path(__file__).parents[1] / "trtllm_demo.py")]
+
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_the_demo_loads_nothing_then_all_then_all_but_what_follows_the_flipped_byte(load: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvferry.trtllm.demo", "--prompts", "4", "--load", load]
+    command = [*DEMO, "--prompts", "4", "--load", load]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     blocks = re.search(r"(\d+) full blocks", ended.stdout)
@@ -27,7 +29,7 @@ def test_the_demo_loads_nothing_then_all_then_all_but_what_follows_the_flipped_b
 
 
 def test_the_demo_fails_where_a_directory_is_not_new(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvferry.trtllm.demo", "--prompts", "2", "--directory", str(tmp_path / "kv")]
+    command = [*DEMO, "--prompts", "2", "--directory", str(tmp_path / "kv")]
     assert subprocess.run(command, capture_output=True, timeout=120).returncode == 0
     again = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert again.returncode == 1
@@ -35,7 +37,7 @@ def test_the_demo_fails_where_a_directory_is_not_new(tmp_path: Path) -> None:
 
 
 def test_the_demo_prints_json(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvferry.trtllm.demo", "--prompts", "2", "--json"]
+    command = [*DEMO, "--prompts", "2", "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     report = json.loads(ended.stdout)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -46,7 +48,7 @@ def test_the_demo_prints_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_a_process_hands_prompts_to_another_and_is_killed(load: str) -> None:
-    command = [sys.executable, "-m", "kvferry.trtllm.demo", "--handoff", "--prompts", "4", "--load", load, "--json"]
+    command = [*DEMO, "--handoff", "--prompts", "4", "--load", load, "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     runs = json.loads(ended.stdout)["runs"]

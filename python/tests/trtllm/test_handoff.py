@@ -25,8 +25,8 @@ from kvferry.trtllm._followers import Claim, Followers
 from kvferry.trtllm._handoff import Prompt
 from kvferry.trtllm._keys import chain
 from kvferry.trtllm._threads import Threads
-from kvferry.trtllm.reference import Ranks, Request, Shape
 from trtllm_kit import BLOCK, Bench, Served, data, output, prompt, reference
+from trtllm_reference import Ranks, Request, Shape
 
 LENGTHS = (5, 8, 9, 37, 64, 70)
 WINDOWED = Shape(groups=(((0,), 0), ((1,), 20)))
@@ -667,7 +667,7 @@ ENDING = """
     import sys, threading, time
     import trtllm_kit
     from kvferry.trtllm import KVFerryConnectorWorker
-    from kvferry.trtllm.reference import Cache, Shape
+    from trtllm_reference import Cache, Shape
 
     sys.modules["tensorrt_llm._utils"] = trtllm_kit._utilities()
     worker = KVFerryConnectorWorker(trtllm_kit.args())

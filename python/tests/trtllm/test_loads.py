@@ -14,7 +14,6 @@ from typing import Any
 import kvferry
 import pytest
 from kvferry.trtllm._breaker import Breaker
-from kvferry.trtllm.reference import Cache, Engine, Ranks, Request, Shape, State
 from trtllm_kit import (
     HAS_TORCH,
     Bench,
@@ -26,6 +25,7 @@ from trtllm_kit import (
     saved,
     stored,
 )
+from trtllm_reference import Cache, Engine, Ranks, Request, Shape, State
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def test_copies_by_torch_bring_the_same_bytes(bench: Bench, monkeypatch: pytest.
         pytest.skip("SKIPPED: copies by torch: torch is not installed here")
     # That of the bench, which may have made the module anew.
     from kvferry.trtllm import _pages
-    from kvferry.trtllm.reference.cache import torch_tensor
+    from trtllm_reference.cache import torch_tensor
 
     monkeypatch.setattr(_pages, "_is_host", lambda tensor: False)
     bench.make_tensor = torch_tensor

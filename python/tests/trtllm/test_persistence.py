@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from kvferry.trtllm._keys import chain
-from kvferry.trtllm.reference import Engine, HostTensor, Manager, Ranks, Request, Shape, here
 from trtllm_kit import BLOCK, Bench, prompt, reference
+from trtllm_reference import Engine, HostTensor, Manager, Ranks, Request, Shape, here
 
 LENGTHS = (5, 8, 9, 37, 64, 70)
 
@@ -277,7 +277,7 @@ def test_a_process_that_ends_without_a_shutdown_loses_nothing_that_it_has_put(be
     """TensorRT-LLM does not tell a connector that it ends."""
     program = """
     from kvferry.trtllm import KVFerryConnectorScheduler, KVFerryConnectorWorker
-    from kvferry.trtllm.reference import Cache, Engine, Manager, Request, Shape
+    from trtllm_reference import Cache, Engine, Manager, Request, Shape
     from trtllm_kit import args, prompt
     made = args()
     worker, scheduler = KVFerryConnectorWorker(made), KVFerryConnectorScheduler(made)

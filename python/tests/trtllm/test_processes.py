@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvferry.trtllm.reference import Request
 from trtllm_kit import prompt, reference
+from trtllm_reference import Request
 
 RANK = """
     import json, sys
     from multiprocessing.connection import Client
     import trtllm_kit
     from kvferry.trtllm import KVFerryConnectorScheduler, KVFerryConnectorWorker
-    from kvferry.trtllm.reference import Cache, Engine, Manager, Request, Shape, here
+    from trtllm_reference import Cache, Engine, Manager, Request, Shape, here
 
     address, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     hub = Client(address)

@@ -13,8 +13,8 @@ from kvferry.trtllm import KVFerryConnectorScheduler, KVFerryConnectorWorker
 from kvferry.trtllm._engine_facts import Facts
 from kvferry.trtllm._pages import Pages
 from kvferry.trtllm._settings import Settings
-from kvferry.trtllm.reference import Cache, Shape
 from trtllm_kit import args
+from trtllm_reference import Cache, Shape
 
 PAGE = Path(__file__).parents[3] / "docs/trtllm.md"
 

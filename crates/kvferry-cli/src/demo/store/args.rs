@@ -10,7 +10,6 @@ Examples:
   kvferry demo store --prefix-tokens 32768          a longer prefix: computing it takes longer
   kvferry demo store --directory /mnt/nvme/kv       keep the store; look at it with kvferry store stat
   kvferry demo store --json --quiet | jq .killed    for a program
-  kvferry demo store --seam tensorrt-llm            TensorRT-LLM's connector, and a flipped byte
 
 Each engine is a process. All but the first put the blocks of their KV into a store of kvferry on disk:
   without a store  serves the prompts of the second start: the right tokens
@@ -38,13 +37,10 @@ The store takes 8 KiB of disk for each token of the prefix, more if several engi
 #[derive(Debug, Clone, Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(in crate::demo) struct StoreArgs {
-    /// Whose calls the engine makes
-    #[arg(long, value_enum, default_value_t = Seam::Reference)]
-    pub(super) seam: Seam,
     /// Tokens that all prompts begin with, 4 KiB of KV each [default: 8192]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(256..=32_768))]
     pub(super) prefix_tokens: Option<u32>,
-    /// Prompts with this prefix [default: 3]; with tensorrt-llm, prompts of many lengths [default: 20]
+    /// Prompts with this prefix [default: 3]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(super) requests: Option<u32>,
     /// Where the store is made; it stays there. Must be empty, or not exist
@@ -60,14 +56,4 @@ pub(in crate::demo) struct StoreArgs {
     /// Flip one byte of a block after the second start has read it: the demo must notice
     #[arg(long, hide = true)]
     pub(super) inject_fault: bool,
-}
-
-/// Interface through which an engine of the store demo uses kvferry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum Seam {
-    /// The reference engine's own
-    Reference,
-    /// TensorRT-LLM's connector, restated: what `python3 -m kvferry.trtllm.demo` runs. Needs a Python
-    /// that has kvferry's wheel: python3, or what KVFERRY_PYTHON names
-    TensorrtLlm,
 }

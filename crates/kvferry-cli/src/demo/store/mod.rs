@@ -7,7 +7,6 @@ mod args;
 mod connector;
 pub(crate) mod engine;
 mod report;
-mod seam;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,7 +20,6 @@ use kvferry_refengine::{EngineConfig, GroupCache, GroupSpec, LoadFailurePolicy, 
 
 use crate::output;
 
-use args::Seam;
 pub(super) use args::StoreArgs;
 use connector::Fault;
 use engine::{Served, Start, StoreAt};
@@ -58,9 +56,6 @@ const PREFIX_TOKENS: u32 = 8192;
 const REQUESTS: u32 = 3;
 
 pub(super) fn run(args: &StoreArgs) -> Result<(), Failure> {
-    if args.seam == Seam::TensorrtLlm {
-        return seam::tensorrt_llm(args);
-    }
     let plan = Plan::new(args);
     let place = Place::new(args.directory.as_deref())?;
     if !args.quiet {

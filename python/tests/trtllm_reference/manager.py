@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.trtllm.reference.ranks import here
-from kvferry.trtllm.reference.request import Request, State
+from trtllm_reference.ranks import here
+from trtllm_reference.request import Request, State
 
 
 class ContractError(AssertionError):

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.trtllm.reference.cache import Cache
-from kvferry.trtllm.reference.manager import Batch
-from kvferry.trtllm.reference.ranks import here
-from kvferry.trtllm.reference.request import Request, State
+from trtllm_reference.cache import Cache
+from trtllm_reference.manager import Batch
+from trtllm_reference.ranks import here
+from trtllm_reference.request import Request, State
 
 _STEPS_MAX = 100_000
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.trtllm.reference.request import Request
+from trtllm_reference.request import Request
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvferry.trtllm.reference import Request
+from trtllm_reference import Request
 
 _PATIENCE_S = 60.0
+_DEMO = Path(__file__).with_name("trtllm_demo.py")
 
 
 def serve(made: Callable[[], Any], requests: Callable[[int, int], list[Request]]) -> None:
@@ -50,7 +51,7 @@ class Process:
         }
         environment = os.environ | {"TLLM_KVFERRY_" + name: value for name, value in own.items()}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvferry.trtllm.demo", "--serve-handoff"],
+            [sys.executable, str(_DEMO), "--serve-handoff"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""``python -m kvferry.trtllm.demo``: the KV of prompts outlives the engine.
+"""``python python/tests/trtllm_demo.py``: the KV of prompts outlives the engine.
 
 Processes that follow each other serve the same prompts on one directory, with TensorRT-LLM's side of the connector
 restated and a made-up model. The first loads no block, the second all full blocks of the prompts; before the third, a
@@ -21,8 +21,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.trtllm import KVFerryConnectorScheduler, KVFerryConnectorWorker, _demo_handoff
-from kvferry.trtllm.reference import Cache, Engine, Manager, Request, Shape
+import trtllm_demo_handoff
+from kvferry.trtllm import KVFerryConnectorScheduler, KVFerryConnectorWorker
+from trtllm_reference import Cache, Engine, Manager, Request, Shape
 
 _TOKENS_PER_BLOCK = 16
 # Of a block.
@@ -84,7 +85,7 @@ def serve(prompts: int, load: str) -> dict[str, Any]:
 def _serve_elsewhere(directory: Path, prompts: int, load: str) -> dict[str, Any]:
     """In a process of its own, which ends."""
     environment = os.environ | {"TLLM_KVFERRY_DISK": str(directory), "TLLM_KVFERRY_DISK_GIB": "0.25"}
-    command = [sys.executable, "-m", "kvferry.trtllm.demo", "--serve", "--prompts", str(prompts), "--load", load]
+    command = [sys.executable, __file__, "--serve", "--prompts", str(prompts), "--load", load]
     ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True, timeout=300)
     found: dict[str, Any] = json.loads(ended.stdout)
     return found
@@ -105,9 +106,7 @@ def flip(directory: Path, pattern: bytes) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m kvferry.trtllm.demo", description=(__doc__ or "").partition("\n")[2]
-    )
+    parser = argparse.ArgumentParser(prog="trtllm_demo.py", description=(__doc__ or "").partition("\n")[2])
     parser.add_argument(
         "--directory", type=Path, help="an empty or new directory for the store; default: a temporary one"
     )
@@ -119,7 +118,7 @@ def main() -> int:
     parser.add_argument("--serve-handoff", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve_handoff:
-        _demo_handoff.serve(made, requests)
+        trtllm_demo_handoff.serve(made, requests)
         return 0
     if options.serve:
         print(json.dumps(serve(options.prompts, options.load)))
@@ -171,7 +170,7 @@ def _hand_over(directory: Path, prompts: int, load: str) -> dict[str, Any]:
     def alone(seed: int) -> list[Request]:
         return Engine(Cache(_SHAPE), None).run(requests(prompts, seed))
 
-    runs = _demo_handoff.compare(directory, prompts, load, _TOKENS_PER_BLOCK, alone)
+    runs = trtllm_demo_handoff.compare(directory, prompts, load, _TOKENS_PER_BLOCK, alone)
     return {"schema": "kvferry.trtllm-handoff-demo/1", "prompts": prompts, "load": load, "runs": runs}
 
 
