@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import kvferry
 import pytest
 from kit import OVER_TCP, Child
-from kvferry import _identity
+from kvferry._engine import identity
 
 LOOPBACK = "127.0.0.1:0"
 
@@ -31,7 +31,7 @@ def _settings_come_from_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _models_are_older_than_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the tests are not: they would name nothing that another engine has."""
-    monkeypatch.setattr(_identity, "process_began", lambda: math.inf)
+    monkeypatch.setattr(identity, "process_began", lambda: math.inf)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`kvferry._bootstrap`: what routers and decode engines ask of a prefill in Mooncake's flow."""
+"""`kvferry.vllm._bootstrap`: what routers and decode engines ask of a prefill in Mooncake's flow."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvferry import _bootstrap
-from kvferry._bootstrap import CHALLENGE, MAX_BODY_BYTES, MAX_CONNECTIONS, PROOF, BootstrapServer, register_at
+from kvferry.vllm import _bootstrap
+from kvferry.vllm._bootstrap import CHALLENGE, MAX_BODY_BYTES, MAX_CONNECTIONS, PROOF, BootstrapServer, register_at
 
 ENGINE = "00112233445566778899aabbccddeeff"
 OTHER = "ffeeddccbbaa99887766554433221100"

@@ -8,18 +8,29 @@ import inspect
 import logging
 import os
 import re
+import socket
+import struct
 import sys
 import threading
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPResponse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import kvferry
 import pytest
-from kvferry import _known_settings
-from kvferry._engine_names import EngineError, attributes, check, missing_hooks, missing_names, missing_parameters
+from kvferry._engine.hooks import (
+    EngineError,
+    attributes,
+    check,
+    missing_hooks,
+    missing_in,
+    missing_names,
+    missing_parameters,
+)
 
 LOGGER = logging.getLogger("engine")
 
@@ -147,20 +158,26 @@ VLLM_TABLES = (
     "_READ_BY_TIER",
 )
 PACKAGE = Path(kvferry.__file__).parent
+NAMES = PACKAGE / "_engine/identity"
 # What kvferry's files for vLLM read of other libraries: torch, numpy, Prometheus, weakref, Python's own objects.
 LIBRARIES = {
     "astype",
+    "client_address",
     "dim",
     "element_size",
     "from_buffer",
     "hip",
+    "hostname",
     "inc",
+    "ipv4_mapped",
     "labels",
     "ref",
     "reshape",
+    "scheme",
     "set_gauge",
     "type",
     "untyped_storage",
+    "wfile",
     "warning_once",
     "WeakKeyDictionary",
     "callback",
@@ -212,8 +229,6 @@ def tables() -> list[Any]:
 
 def test_what_kvferry_looks_up_of_vllm_is_looked_up_name_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine without a name that is read lacks exactly this name."""
-    from kvferry.vllm import _of_vllm
-
     for table in tables():
         wanted = [(module, name) for module, names in table.items() for name in names]
         assert len(wanted) == len(set(wanted))
@@ -227,7 +242,7 @@ def test_what_kvferry_looks_up_of_vllm_is_looked_up_name_by_name(monkeypatch: py
                 made = ModuleType(module)
                 vars(made).update(classes)
                 monkeypatch.setitem(sys.modules, module, made)
-            missing = _of_vllm._missing(table)
+            missing = missing_in(table)
             assert missing == ([] if gone is None else [".".join(gone)]) or _is_class(gone, wanted)
 
 
@@ -278,23 +293,21 @@ def _is_self(node: ast.AST) -> bool:
 def _of_python() -> set[str]:
     kinds = (str, bytes, bytearray, memoryview, dict, list, set, tuple, int, float, type, Counter, OrderedDict, Path)
     more = (threading.Event, threading.Thread, logging.Logger, Exception, OSError, re.Match, os.stat_result, FrameType)
-    found = {name for kind in (*kinds, *more) for name in dir(kind)}
+    servers = (BaseHTTPRequestHandler, ThreadingHTTPServer, HTTPConnection, HTTPResponse, socket.socket, struct.Struct)
+    found = {name for kind in (*kinds, *more, *servers) for name in dir(kind)}
     modules = """os sys time json hashlib logging math threading importlib platform gc secrets re tempfile stat ctypes
-    importlib.metadata importlib.util"""
+    importlib.metadata importlib.util socket hmac http http.client io ipaddress struct contextlib inspect functools weakref"""
     return found.union(*(dir(importlib.import_module(it)) for it in modules.split()))
 
 
 def test_every_name_that_the_adapters_of_vllm_read_is_looked_up() -> None:
     """By names: one that neither kvferry, Python nor a library has is vLLM's, and is in a table."""
-    read_by = [*sorted((PACKAGE / "vllm").glob("*.py")), PACKAGE / "_identity.py", PACKAGE / "_adapters.py"]
+    read_by = [*sorted((PACKAGE / "vllm").glob("*.py")), NAMES / "vllm.py", NAMES / "adapters.py"]
     own = set().union(*(Read(it).defined() for it in PACKAGE.rglob("*.py*") if it.suffix in (".py", ".pyi")))
     looked_up = {part for table in tables() for names in table.values() for name in names for part in name.split(".")}
     others = own | _of_python() | LIBRARIES | MODELS
-    of_sglang = set(_known_settings.SGLANG.named) | {"lora_path", "model_name", "fp8_dtype"}
     for path in read_by:
         gap = Read(path).names() - others - looked_up
-        if path.parent == PACKAGE:
-            gap -= of_sglang
         assert not gap, f"{path.name} reads {sorted(gap)} of vLLM: kvferry/vllm/_of_vllm.py does not look it up"
         gap = Read(path).classes() - looked_up - own
         assert not gap, f"{path.name} knows {sorted(gap)} of vLLM: kvferry/vllm/_of_vllm.py does not look it up"
@@ -314,12 +327,12 @@ def test_what_the_walk_over_the_adapters_finds() -> None:
 
 
 def test_settings_are_read_through_their_tables_alone() -> None:
-    """`_identity` has no other way to a setting than `Settings.get`, which knows the names that are looked up."""
+    """`of_vllm` has no other way to a setting than `Settings.get`, which knows the names that are looked up."""
     from kvferry.vllm import _of_vllm
 
     read = {
         node.args[0].value
-        for node in ast.walk(Read(PACKAGE / "_identity.py").tree)
+        for node in ast.walk(Read(NAMES / "vllm.py").tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "get"

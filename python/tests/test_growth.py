@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvferry._siblings import KEPT, Siblings
 from kvferry.connector import SchedulerHalf, prompt_id
+from kvferry.vllm._siblings import KEPT, Siblings
 from test_connector import PROMPT, Engine
 
 FEW, MANY = 20_000, 100_000

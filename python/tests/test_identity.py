@@ -21,10 +21,15 @@ from typing import Any
 
 import kvferry
 import pytest
-from kvferry import _adapters, _identity, _weights
-from kvferry._adapters import Adapters
-from kvferry._core import core_of_callers
-from kvferry._identity import Identity, PromptIdentity
+from kvferry._engine import identity
+from kvferry._engine.identity import Identity, PromptIdentity
+from kvferry._engine.identity import adapters as _adapters
+from kvferry._engine.identity import sglang as sglang_identity
+from kvferry._engine.identity import trtllm as trtllm_identity
+from kvferry._engine.identity import vllm as vllm_identity
+from kvferry._engine.identity import weights as _weights
+from kvferry._engine.identity.adapters import Adapters
+from kvferry._engine.identity.core import core_of_callers
 from kvferry.connector import prompt_id
 from vllm_stand_in import EngineCore
 
@@ -171,7 +176,7 @@ def test_each_setting_of_vllm_that_changes_kv_is_in_its_field(
 ) -> None:
     before, after = engine(folder(tmp_path / "model")), engine(tmp_path / "model")
     change(after)
-    old, new = (_identity.of_vllm(config, named).properties() for config in (before, after))
+    old, new = (vllm_identity.of_vllm(config, named).properties() for config in (before, after))
     differ = {name for name in old if old[name] != new[name]}
     # The operator's name stands for the model's.
     expected = set() if named and field == "model" else {field, "weights"} if field == "model" else {field}
@@ -198,9 +203,9 @@ class Rocm:
 
 
 def test_what_fp8_means_on_a_platform_is_in_the_names_of_vllm_and_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    def names() -> list[_identity.Identity]:
+    def names() -> list[identity.Identity]:
         config = SimpleNamespace(model_name="m")
-        return [_identity.of_vllm(engine(Path("no/where")), "m"), _identity.of_sglang(config, None, "m")]
+        return [vllm_identity.of_vllm(engine(Path("no/where")), "m"), sglang_identity.of_sglang(config, None, "m")]
 
     plain = names()
     with monkeypatch.context() as patch:
@@ -258,18 +263,18 @@ def test_how_an_engine_prepares_images_is_in_its_names(
     if scales:
         (tmp_path / scales).write_text(scales)
         changes = {**changes, "mm_encoder_fp8_scale_path": str(tmp_path / scales)}
-    names = [_identity.of_vllm(multimodal(path, **it), named) for it in ({}, changes)]
+    names = [vllm_identity.of_vllm(multimodal(path, **it), named) for it in ({}, changes)]
     old, new = (it.properties() for it in names)
     assert {name for name in old if old[name] != new[name]} == {"media"}
     others = [{"video_pruning_rate": 0.5}, {"mm_encoder_attn_dtype": "fp8"}, {"video_pruning_rate": 0.3}]
-    found = {_identity.of_vllm(multimodal(path, **it), named).media for it in others if it != changes}
+    found = {vllm_identity.of_vllm(multimodal(path, **it), named).media for it in others if it != changes}
     assert names[1].media not in found
 
 
 def test_a_default_that_is_given_is_no_other_way_to_prepare_images() -> None:
     given = {"mm_processor_kwargs": {}, "video_pruning_rate": 0.0, "video_pruning_method": "vidcom2"}
     plain, with_defaults = multimodal(Path("no/where")), multimodal(Path("no/where"), **given)
-    assert _identity.of_vllm(plain, "named") == _identity.of_vllm(with_defaults, "named")
+    assert vllm_identity.of_vllm(plain, "named") == vllm_identity.of_vllm(with_defaults, "named")
 
 
 @pytest.mark.parametrize(
@@ -283,9 +288,9 @@ def test_another_configuration_of_an_image_processor_is_another_name_for_multimo
     for content in (None, '{"do_normalize": true}', '{"do_normalize": false}'):
         if content is not None:
             (path / file).write_text(content)
-        names.add(_identity.of_vllm(multimodal(path), None).text())
-        plain.add(_identity.of_vllm(engine(path), None).text())
-        plain.add(_identity.of_vllm(multimodal(path, language_model_only=True), None).text())
+        names.add(vllm_identity.of_vllm(multimodal(path), None).text())
+        plain.add(vllm_identity.of_vllm(engine(path), None).text())
+        plain.add(vllm_identity.of_vllm(multimodal(path, language_model_only=True), None).text())
     assert (len(names), len(plain)) == (3, 1)
 
 
@@ -300,24 +305,24 @@ def test_drafts_without_weights_of_their_own_are_no_other_engine(tmp_path: Path)
     path = folder(tmp_path / "model")
     drafts = engine(path)
     drafts.speculative_config = SimpleNamespace(draft_model_config=drafts.model_config)
-    assert _identity.of_vllm(drafts, None) == _identity.of_vllm(engine(path), None)
+    assert vllm_identity.of_vllm(drafts, None) == vllm_identity.of_vllm(engine(path), None)
 
 
 def test_a_prompts_length_within_one_branch_of_longrope_is_no_other_engine(tmp_path: Path) -> None:
     path = folder(tmp_path / "model")
     short, longer = engine(path), engine(path)
     longer.model_config.max_model_len = 2048
-    assert _identity.of_vllm(short, None) == _identity.of_vllm(longer, None)
+    assert vllm_identity.of_vllm(short, None) == vllm_identity.of_vllm(longer, None)
 
 
 def test_new_weights_under_the_same_path_are_another_model(tmp_path: Path) -> None:
     path = folder(tmp_path / "prod")
-    first = _identity.of_vllm(engine(path), None)
-    assert _identity.of_vllm(engine(path), None) == first
+    first = vllm_identity.of_vllm(engine(path), None)
+    assert vllm_identity.of_vllm(engine(path), None) == first
     folder(path, b"two")
-    assert _identity.of_vllm(engine(path), None).text() != first.text()
+    assert vllm_identity.of_vllm(engine(path), None).text() != first.text()
     folder(path, b"one", '{"rope_theta": 2}')
-    assert _identity.of_vllm(engine(path), None).text() != first.text()
+    assert vllm_identity.of_vllm(engine(path), None).text() != first.text()
 
 
 def tensors(at: Path, count: int = 200, each: int = 64 << 10, changed: int | None = None) -> Path:
@@ -337,7 +342,7 @@ def tensors(at: Path, count: int = 200, each: int = 64 << 10, changed: int | Non
 
 
 def weights(path: Path) -> str | None:
-    return _identity.of_vllm(engine(path), None).weights
+    return vllm_identity.of_vllm(engine(path), None).weights
 
 
 @pytest.mark.parametrize("changed", [0, 1, 77, 198, 199])
@@ -414,7 +419,7 @@ def test_python_files_of_a_model_count_where_they_are_run(tmp_path: Path) -> Non
         (path / "modeling.py").write_text(code)
         config = engine(path)
         config.model_config.trust_remote_code = trusted
-        return _identity.of_vllm(config, None).weights
+        return vllm_identity.of_vllm(config, None).weights
 
     assert of("1", trusted=True) != of("2", trusted=True)
     assert of("1", trusted=False) == of("2", trusted=False)
@@ -446,29 +451,29 @@ def streamed(path: Path) -> Any:
 def test_weights_that_are_streamed_are_named_by_their_url_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = _identity.of_vllm(streamed(tmp_path / "one"), None)
+    one = vllm_identity.of_vllm(streamed(tmp_path / "one"), None)
     assert one.model == "s3://bucket/model"
     assert "the weights of s3://bucket/model are in no folder" in caplog.text
     # The folder is another on each host.
-    assert _identity.of_vllm(streamed(tmp_path / "two"), None) == one
+    assert vllm_identity.of_vllm(streamed(tmp_path / "two"), None) == one
     (tmp_path / "two/config.json").write_text('{"rope_theta": 2}')
     second = streamed(tmp_path / "three")
     (tmp_path / "three/config.json").write_text('{"rope_theta": 2}')
-    assert _identity.of_vllm(second, None).weights != one.weights
+    assert vllm_identity.of_vllm(second, None).weights != one.weights
 
 
 def test_a_folder_without_weights_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = folder(tmp_path / "model")
-    _identity.of_vllm(engine(path), None)
+    vllm_identity.of_vllm(engine(path), None)
     assert caplog.text == ""
     (path / "model.safetensors").unlink()
-    _identity.of_vllm(engine(path), None)
+    vllm_identity.of_vllm(engine(path), None)
     assert "set model to another name when they change" in caplog.text
 
 
 def test_a_store_needs_a_name_for_weights_that_are_not_seen(tmp_path: Path) -> None:
     def check(config: Any, named: str | None = None) -> None:
-        _identity.check_weights_are_named(config, named, "KVFerryTier")
+        vllm_identity.check_weights_are_named(config, named, "KVFerryTier")
 
     check(engine(folder(tmp_path / "model")))
     no_commit = streamed(tmp_path / "snapshots" / "latest")
@@ -487,9 +492,9 @@ def test_a_store_needs_a_name_for_weights_that_are_not_seen(tmp_path: Path) -> N
     (tmp_path / "a.tensors").write_bytes(b"a")
     loaded.load_config.model_loader_extra_config = {"tensorizer_uri": str(tmp_path / "a.tensors")}
     check(loaded)
-    first = _identity.of_vllm(loaded, None)
+    first = vllm_identity.of_vllm(loaded, None)
     (tmp_path / "a.tensors").write_bytes(b"b")
-    assert _identity.of_vllm(loaded, None).weights != first.weights
+    assert vllm_identity.of_vllm(loaded, None).weights != first.weights
 
 
 @pytest.mark.parametrize("of", ["SGLang", "TensorRT-LLM"])
@@ -497,9 +502,9 @@ def test_stores_of_other_engines_need_a_name_for_weights_that_are_not_seen(tmp_p
     def check(path: Path | str, named: str | None = None, load_format: str = "auto") -> None:
         arguments = SimpleNamespace(model=str(path), model_path=str(path), load_format=load_format)
         if of == "SGLang":
-            _identity.check_sglang_weights_are_named(SimpleNamespace(model_name="m"), arguments, named, "it")
+            sglang_identity.check_sglang_weights_are_named(SimpleNamespace(model_name="m"), arguments, named, "it")
         else:
-            _identity.check_trtllm_weights_are_named(arguments, named, "it")
+            trtllm_identity.check_trtllm_weights_are_named(arguments, named, "it")
 
     check(folder(tmp_path / "model"))
     for path in (tmp_path / "empty", "s3://bucket/model", "a/b"):
@@ -519,8 +524,8 @@ COMMIT = "0123abcdef" * 4
 def test_a_name_of_the_hub_is_named_by_its_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder(tmp_path / "models--a--b" / "snapshots" / COMMIT)
     hub = SimpleNamespace(try_to_load_from_cache=lambda *_, **__: str(path / "config.json"))
-    monkeypatch.setitem(_identity.sys.modules, "huggingface_hub", hub)
-    found = _identity.of_vllm(engine("a/b"), None)
+    monkeypatch.setitem(identity.sys.modules, "huggingface_hub", hub)
+    found = vllm_identity.of_vllm(engine("a/b"), None)
     assert found.revision == COMMIT
     assert found.weights is not None
 
@@ -528,7 +533,7 @@ def test_a_name_of_the_hub_is_named_by_its_snapshot(tmp_path: Path, monkeypatch:
 def test_weights_that_can_not_be_sampled_are_named_by_revision_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    found = _identity.of_vllm(engine("no/where"), None)
+    found = vllm_identity.of_vllm(engine("no/where"), None)
     assert (found.weights, found.revision) == (None, None)
     assert "set model to another name when they change" in caplog.text
 
@@ -546,7 +551,7 @@ def request(**given: Any) -> Any:
 
 
 def extra(adapters: Adapters | None = None, **given: Any) -> list[str]:
-    return _identity.of_vllm_prompt(request(**given), adapters or Adapters(), None).extra()
+    return vllm_identity.of_vllm_prompt(request(**given), adapters or Adapters(), None).extra()
 
 
 def test_a_prompt_of_tokens_alone_has_nothing_else_in_its_name() -> None:
@@ -800,7 +805,7 @@ def test_an_adapter_on_a_file_system_that_hangs_keeps_no_process_from_ending(tmp
     code = f"""
 import os, threading
 from types import SimpleNamespace
-from kvferry._adapters import Adapters
+from kvferry._engine.identity.adapters import Adapters
 reads = threading.Event()
 def pread(*_):
     reads.set()
@@ -868,7 +873,7 @@ def test_prompt_embeddings_are_named_by_their_bytes() -> None:
 
 
 def test_more_content_than_a_scheduler_has_time_to_hash_equals_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_identity, "_CONTENT_MAX", 100)
+    monkeypatch.setattr(vllm_identity, "_CONTENT_MAX", 100)
     long = Array(bytes(100))
     assert extra(prompt_embeds=long) != extra(prompt_embeds=long)
     assert extra(prompt_embeds=Array(bytes(10))) == extra(prompt_embeds=Array(bytes(10)))
@@ -893,17 +898,17 @@ def test_the_version_of_the_weights_is_that_of_the_engine_that_makes_the_connect
 def test_images_named_by_a_counter_are_refused_where_blocks_outlive_the_process(tmp_path: Path) -> None:
     config = engine(tmp_path)
     config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=0)
-    _identity.check_media_are_named(config, "KVFerryTier")
+    vllm_identity.check_media_are_named(config, "KVFerryTier")
     config.cache_config.enable_prefix_caching = False
     with pytest.raises(ValueError, match=r"KVFerryTier.*no-enable-prefix-caching.*mm-processor-cache-gb 0"):
-        _identity.check_media_are_named(config, "KVFerryTier")
+        vllm_identity.check_media_are_named(config, "KVFerryTier")
     config.model_config.multimodal_config.mm_processor_cache_gb = 4
-    _identity.check_media_are_named(config, "KVFerryTier")
+    vllm_identity.check_media_are_named(config, "KVFerryTier")
 
 
 def test_the_configuration_of_the_engine_is_found_where_a_part_of_it_is_given(tmp_path: Path) -> None:
     def tier() -> Any:
-        return _identity.vllm_config_of_callers()
+        return vllm_identity.vllm_config_of_callers()
 
     def connector(vllm_config: Any) -> Any:
         return tier()
@@ -923,7 +928,7 @@ class Server:
         self.loaded = hashlib.sha256((model / "model.safetensors").read_bytes()).digest()
         self.agent = kvferry.Agent("server", listen="127.0.0.1:0")
         self.store = kvferry.Store(self.agent, directory, 64 << 20)
-        self.name = _identity.of_vllm(engine(model), None).text()
+        self.name = vllm_identity.of_vllm(engine(model), None).text()
         self.memory = bytearray(self.BLOCKS * self.BLOCK)
         self.region = self.agent.register(self.memory, "none")
 
@@ -1048,18 +1053,18 @@ def test_weights_that_changed_since_the_process_began_name_nothing_that_another_
     model = tensors(tmp_path / place, 20)
     other = tensors(tmp_path / "new" / model.name, 20, changed=13)
     began = _began_now(tmp_path)
-    monkeypatch.setattr(_identity, "process_began", lambda: began)
+    monkeypatch.setattr(identity, "process_began", lambda: began)
     before = weights(model)
     assert before == weights(model)
     change(model, other)
     restarted = engine(model)
     restarted.kv_transfer_config.engine_id = "another"
-    late = [_identity.of_vllm(it, None).weights for it in (engine(model), engine(model), restarted)]
+    late = [vllm_identity.of_vllm(it, None).weights for it in (engine(model), engine(model), restarted)]
     # The ranks of one engine have one name.
     assert late[0] == late[1] != late[2]
     began = _began_now(tmp_path)
     after = weights(model)
-    assert after == _identity.of_vllm(restarted, None).weights
+    assert after == vllm_identity.of_vllm(restarted, None).weights
     assert len({before, after, *late}) == 4
 
 
@@ -1071,7 +1076,7 @@ def test_a_link_that_leads_to_other_weights_since_the_process_began_is_seen(
     current = tmp_path / "current"
     current.symlink_to(tmp_path / "v1")
     began = _began_now(tmp_path)
-    monkeypatch.setattr(_identity, "process_began", lambda: began)
+    monkeypatch.setattr(identity, "process_began", lambda: began)
     before = weights(current / "model")
     (tmp_path / "link").symlink_to(tmp_path / "v2")
     (tmp_path / "link").rename(current)
@@ -1098,7 +1103,7 @@ def test_a_rename_of_a_folder_that_a_link_leads_through_is_seen(
     new = weights(tensors(tmp_path / "new" / "model", 20, changed=13))
     path = link(tmp_path)
     began = _began_now(tmp_path)
-    monkeypatch.setattr(_identity, "process_began", lambda: began)
+    monkeypatch.setattr(identity, "process_began", lambda: began)
     before = weights(path)
     (tmp_path / "v").rename(tmp_path / "old")
     (tmp_path / "new").rename(tmp_path / "v")
@@ -1110,7 +1115,7 @@ def test_the_warning_names_what_has_changed(
 ) -> None:
     model = tensors(tmp_path / "data" / "models" / "a", 20)
     began = _began_now(tmp_path)
-    monkeypatch.setattr(_identity, "process_began", lambda: began)
+    monkeypatch.setattr(identity, "process_began", lambda: began)
     weights(model)
     assert not caplog.text
     # A log beside the models' folder, and another model in it: the times are those of a rename of that folder.
@@ -1128,7 +1133,7 @@ def test_the_warning_names_what_has_changed(
 def test_another_model_beside_one_is_no_change_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tensors(tmp_path / "models" / "a", 20)
     began = _began_now(tmp_path)
-    monkeypatch.setattr(_identity, "process_began", lambda: began)
+    monkeypatch.setattr(identity, "process_began", lambda: began)
     before = weights(model)
     tensors(tmp_path / "models" / "b", 20)
     (tmp_path / "models" / "b").rename(tmp_path / "models" / "c")
@@ -1151,7 +1156,7 @@ def test_a_mount_point_can_not_be_renamed_so_that_entries_in_it_and_beside_it_ar
     data = tmp_path / "my data"
     model = tensors(data / "models" / "a", 20)
     began = _began_now(tmp_path)
-    monkeypatch.setattr(_identity, "process_began", lambda: began)
+    monkeypatch.setattr(identity, "process_began", lambda: began)
     mounts = tmp_path / "mounts"
     monkeypatch.setattr(_weights, "_MOUNTS", mounts)
     # The test's own folder, too: other processes make entries beside it.
@@ -1187,7 +1192,7 @@ def _began_now(folder: Path) -> float:
 
 def test_a_process_began_before_now_and_after_the_process_that_started_it() -> None:
     asked = time.time()
-    code = "import time; from kvferry import _identity; print(_identity.process_began(), time.time())"
+    code = "import time; from kvferry._engine import identity; print(identity.process_began(), time.time())"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     began, now = map(float, ran.stdout.split())
     # The kernel counts the ages of processes in hundredths of a second.
@@ -1202,6 +1207,6 @@ def test_the_page_has_a_row_for_each_field() -> None:
 
 
 def test_a_hash_of_plain_data_does_not_depend_on_the_order_of_its_mappings() -> None:
-    assert _identity.hash_of({"a": 1, "b": [2]}) == _identity.hash_of({"b": [2], "a": 1})
-    assert _identity.hash_of({"a": 1}) != _identity.hash_of({"a": 2})
-    assert len(_identity.hash_of(None)) == len(hashlib.sha256().hexdigest()) // 2
+    assert identity.hash_of({"a": 1, "b": [2]}) == identity.hash_of({"b": [2], "a": 1})
+    assert identity.hash_of({"a": 1}) != identity.hash_of({"a": 2})
+    assert len(identity.hash_of(None)) == len(hashlib.sha256().hexdigest()) // 2

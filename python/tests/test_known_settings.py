@@ -11,9 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvferry import _identity, _known_settings
-from kvferry._identity import Identity
-from kvferry._known_settings import Settings, Table, UnnamedError, fields_of, plain
+from kvferry._engine.identity import Identity
+from kvferry._engine.identity import known as _known_settings
+from kvferry._engine.identity import sglang as sglang_identity
+from kvferry._engine.identity import trtllm as trtllm_identity
+from kvferry._engine.identity import vllm as vllm_identity
+from kvferry._engine.identity.known import Settings, Table, UnnamedError, fields_of, plain
 
 VLLM_TABLES = {
     "": _known_settings.VLLM,
@@ -74,7 +77,7 @@ def differences(one: Identity, other: Identity) -> set[str]:
 
 
 def of_vllm(config: Any) -> Identity:
-    return _identity.of_vllm(config, "named")
+    return vllm_identity.of_vllm(config, "named")
 
 
 @dataclass
@@ -245,7 +248,7 @@ def test_no_table_has_a_setting_twice() -> None:
 def sglang(**changes: Any) -> Identity:
     config = SimpleNamespace(model_name="no/where")
     arguments = SimpleNamespace(**{"model_path": "no/where", "dtype": "auto", "load_format": "auto", **changes})
-    return _identity.of_sglang(config, arguments, "named")
+    return sglang_identity.of_sglang(config, arguments, "named")
 
 
 @pytest.mark.parametrize(
@@ -278,7 +281,7 @@ def trtllm(quantization: dict[str, Any] | None = None, cache: dict[str, Any] | N
         kv_cache_config=SimpleNamespace(dtype="auto", **(cache or {})),
         **args,
     )
-    return _identity.of_trtllm(given, "named")
+    return trtllm_identity.of_trtllm(given, "named")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from typing import Any
 import kvferry
 import pytest
 import vllm_stand_in
-from kvferry._identity import LayerFacts
+from kvferry._engine.identity.vllm import LayerFacts
 from kvferry.vllm import _offload_layout as layout
 from kvferry.vllm import _offload_settings
 from kvferry.vllm._layout import UnsupportedCacheError

@@ -6,9 +6,9 @@ import logging
 
 import kvferry
 import pytest
-from kvferry import _seldom
-from kvferry._scratch import Scratch
-from kvferry._seldom import Seldom
+from kvferry._engine import log
+from kvferry._engine.log import Seldom
+from kvferry._engine.memory import Scratch
 
 MIB = 1 << 20
 
@@ -38,7 +38,7 @@ def test_of_many_warnings_one_is_said_every_ten_seconds(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 5.0
-    monkeypatch.setattr(_seldom.time, "monotonic", lambda: now)
+    monkeypatch.setattr(log.time, "monotonic", lambda: now)
     say = Seldom(logging.getLogger("kvferry.test"), "test: ").say
     with caplog.at_level(logging.WARNING, "kvferry.test"):
         for number in range(4):

@@ -1,9 +1,9 @@
-"""`kvferry._siblings`: requests with `n` > 1."""
+"""`kvferry.vllm._siblings`: requests with `n` > 1."""
 
 from __future__ import annotations
 
-from kvferry import _siblings
-from kvferry._siblings import Siblings
+from kvferry.vllm import _siblings
+from kvferry.vllm._siblings import Siblings
 
 
 def test_only_the_first_answer_of_a_request_is_handed_over() -> None:

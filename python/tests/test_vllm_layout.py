@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from kvferry import Agent
-from kvferry._identity import LayerFacts, layer_facts
+from kvferry._engine.identity.vllm import LayerFacts, layer_facts
 from kvferry.connector import WorkerHalf
 from kvferry.vllm import _layout
 from kvferry.vllm._layout import Layout, Place, UnsupportedCacheError, groups, in_order, layout, storages

@@ -16,8 +16,8 @@ from typing import Any
 import kvferry
 import pytest
 import vllm_stand_in as vllm
-from kvferry import _adapters
-from kvferry._core import Cached, Core
+from kvferry._engine.identity import adapters as _adapters
+from kvferry._engine.identity.core import Cached, Core
 from test_identity import soon
 
 BLOCK, BLOCKS = 4096, 8
@@ -659,7 +659,7 @@ def test_a_hash_of_blocks_of_two_weights_has_left_with_the_last_of_them(monkeypa
 
 def test_a_request_whose_adapter_is_not_known_neither_finds_nor_stores_a_block() -> None:
     adapters = importlib.import_module("kvferry.vllm._offload_adapters")
-    core = importlib.import_module("kvferry._core").Core(None)
+    core = importlib.import_module("kvferry._engine.identity.core").Core(None)
     for has_adapters in (True, False):
         lora_config = SimpleNamespace() if has_adapters else None
         stored = adapters.StoredAdapters(core, SimpleNamespace(lora_config=lora_config))

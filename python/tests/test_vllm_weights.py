@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import vllm_stand_in as vllm
-from kvferry import _adapters, _core
-from kvferry._adapters import Adapters
+from kvferry._engine.identity import adapters as _adapters
+from kvferry._engine.identity import core as _core
+from kvferry._engine.identity.adapters import Adapters
 from kvferry.vllm._settings import Settings
 from vllm_stand_in import FullAttentionSpec, Request
 

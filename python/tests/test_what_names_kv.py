@@ -22,9 +22,11 @@ import pytest
 import test_connector as handoff
 import test_offload as offload
 import test_vllm_layout as caches
-from kvferry import _adapters, _identity
-from kvferry._adapters import Adapters
-from kvferry._identity import LayerFacts
+from kvferry._engine import identity
+from kvferry._engine.identity import adapters as _adapters
+from kvferry._engine.identity import vllm as vllm_identity
+from kvferry._engine.identity.adapters import Adapters
+from kvferry._engine.identity.vllm import LayerFacts
 from kvferry.connector import prompt_id
 from kvferry.vllm import _layout, _offload_layout
 from test_identity import Rocm, folder, lora, multimodal, request
@@ -127,7 +129,7 @@ def of_engine(identity: Any) -> Names:
     return Names(identity.properties(), identity.text())
 
 
-BASE = of_engine(_identity.of_vllm(multimodal(Path("no/where")), "m"))
+BASE = of_engine(vllm_identity.of_vllm(multimodal(Path("no/where")), "m"))
 
 
 # A store and a handoff.
@@ -204,13 +206,13 @@ def check(store: Store, one: Names, other: Names, *, in_store: bool = True, in_h
 def test_nothing_of_an_engine_that_differs_in_one_row_is_found_or_loaded(
     row: str, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = _identity.of_vllm(model(tmp_path), None)
+    before = vllm_identity.of_vllm(model(tmp_path), None)
     config = model(tmp_path)
     ENGINE_CHANGES[row](config, tmp_path)
     with monkeypatch.context() as patch:
         if row == "platform":
             Rocm(patch, is_fnuz=True)
-        after = _identity.of_vllm(config, None)
+        after = vllm_identity.of_vllm(config, None)
     differ = {it.name for it in dataclasses.fields(before) if getattr(before, it.name) != getattr(after, it.name)}
     # The row alone, in the names as they are made and in those that are compared.
     assert row in differ
@@ -224,7 +226,7 @@ def test_nothing_of_an_engine_that_differs_in_one_row_is_found_or_loaded(
 @pytest.fixture(autouse=True)
 def _files_are_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for servers that are started after each change; and adapters are looked at in time."""
-    monkeypatch.setattr(_identity, "process_began", lambda: math.inf)
+    monkeypatch.setattr(identity, "process_began", lambda: math.inf)
     for name in ("_WAIT_S", "_WAIT_BURST_S", "_ANSWERS_S"):
         monkeypatch.setattr(_adapters, name, 60.0)
 
@@ -243,7 +245,7 @@ class Tensor:
 
 def _extra(**given: Any) -> Names:
     version = given.pop("version", None)
-    found = _identity.of_vllm_prompt(request(**given), Adapters(), version).extra()
+    found = vllm_identity.of_vllm_prompt(request(**given), Adapters(), version).extra()
     return dataclasses.replace(BASE, extra=tuple(found))
 
 
@@ -340,6 +342,6 @@ def test_nothing_of_a_layer_that_differs_in_one_row_is_found_or_loaded(
 
 
 def test_the_tables_have_a_case_for_each_row() -> None:
-    assert set(OF_ENGINE) == set(ENGINE_CHANGES) == {it.name for it in dataclasses.fields(_identity.Identity)}
-    assert set(OF_PROMPT) == set(PROMPT_CHANGES) == {it.name for it in dataclasses.fields(_identity.PromptIdentity)}
+    assert set(OF_ENGINE) == set(ENGINE_CHANGES) == {it.name for it in dataclasses.fields(identity.Identity)}
+    assert set(OF_PROMPT) == set(PROMPT_CHANGES) == {it.name for it in dataclasses.fields(identity.PromptIdentity)}
     assert set(OF_LAYER) == set(LAYER_CHANGES)

@@ -18,8 +18,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from kvferry._engine_names import attributes
-from kvferry._identity import of_vllm
+from kvferry._engine.hooks import attributes
+from kvferry._engine.identity.vllm import of_vllm
 from kvferry.vllm import _of_vllm
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
@@ -82,7 +82,7 @@ def differ(suite: Any, name: str, note: Note) -> None:
     change, prompt = _CHANGES[name], suite.prompts.fresh(160)
     expected = 160 if name == "nothing" else 0
     # The files change while this process runs, which stands for servers that are started after each change.
-    began = mock.patch("kvferry._identity.process_began", return_value=math.inf)
+    began = mock.patch("kvferry._engine.identity.process_began", return_value=math.inf)
     with folder() as directory, tempfile.TemporaryDirectory() as parent, began:
         model = Path(parent) / "prod"
         shutil.copytree(suite.model, model)
@@ -107,7 +107,7 @@ def differ(suite: Any, name: str, note: Note) -> None:
 
 def counted_images(suite: Any, note: Note) -> None:
     """KVFerryOffloadingSpec refuses to start where vLLM names images by a counter."""
-    with folder() as directory, mock.patch("kvferry._identity._counts_media", return_value=True):
+    with folder() as directory, mock.patch("kvferry._engine.identity.vllm._counts_media", return_value=True):
         try:
             with node(suite.model, directory):
                 pass
@@ -166,7 +166,7 @@ def known_settings(suite: Any, note: Note) -> None:
             listed = {*table.named, *table.counted, *(it for names in table.harmless.values() for it in names)}
             listed -= set(table.optional)
             gone += [f"{name}.{it}" for it in sorted(listed - has - attributes(cls))]
-    ensure(not new and not gone, f"kvferry/_known_settings.py does not know {new}, and vLLM has no {gone}")
+    ensure(not new and not gone, f"kvferry/_engine/identity/known.py does not know {new}, and vLLM has no {gone}")
     engine = Engine(str(suite.model), policy="recompute")
     try:
         identity = of_vllm(engine.core.vllm_config, None)

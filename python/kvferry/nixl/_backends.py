@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 from collections.abc import Iterable
 from typing import Final
 
+from kvferry._engine.log import logger_of
 from kvferry.nixl._bindings import nixl_mem_t
 from kvferry.nixl._errors import nixlBackendError, nixlInvalidParamError, nixlNotFoundError
 
-_log = logging.getLogger("kvferry.nixl")
+_log = logger_of("nixl")
 
 _MEMS: Final = {"UCX": ["DRAM"], "POSIX": ["DRAM", "FILE"]}
 # Engines on the CPU call their memory VRAM, too: the agent refuses what is not host memory.

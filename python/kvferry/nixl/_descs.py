@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any, Final
 
 import numpy as np
 
+from kvferry._engine.log import logger_of
 from kvferry.nixl._bindings import nixl_mem_t, nixlRegDList, nixlRemoteDList, nixlXferDList, rows_of
 from kvferry.nixl._errors import nixlInvalidParamError
 from kvferry.nixl._memory import Array
 
-_log = logging.getLogger("kvferry.nixl")
+_log = logger_of("nixl")
 
 MEMS: Final = {
     "DRAM": nixl_mem_t.DRAM_SEG,

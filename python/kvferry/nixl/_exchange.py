@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import struct
 import weakref
@@ -13,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 import kvferry
+from kvferry._engine.log import logger_of
 from kvferry.nixl import _listener
 from kvferry.nixl._bindings import DEFAULT_COMM_PORT, nixlRegDList, nixlXferDList
 from kvferry.nixl._core import AgentCore, text
@@ -29,7 +29,7 @@ from kvferry.nixl._memory import Area, Remote
 from kvferry.nixl._metadata import Metadata, RemoteMemory
 from kvferry.nixl._transfers import CANCEL_S
 
-_log = logging.getLogger("kvferry.nixl")
+_log = logger_of("nixl")
 _Name: TypeAlias = str | bytes
 # Remote agents, and their regions, beyond which the listener takes no more. The caller's own `add_remote_agent` does.
 _REMOTES_MAX, _REGIONS_MAX = 1 << 12, 1 << 18

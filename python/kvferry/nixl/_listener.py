@@ -7,7 +7,6 @@ for connections and answers, so nothing runs while nothing comes.
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import struct
 import threading
@@ -15,9 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kvferry._seldom import Seldom
+from kvferry._engine.log import Seldom, logger_of
 
-_log = logging.getLogger("kvferry.nixl")
+_log = logger_of("nixl")
 
 # The sender's metadata; the receiver's metadata is asked for; the sender's metadata is no longer valid.
 SEND, FETCH, INVALIDATE = 1, 2, 3

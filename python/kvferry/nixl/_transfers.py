@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 import kvferry
+from kvferry._engine.log import logger_of
 from kvferry.nixl._bindings import nixl_mem_t, nixlXferTelemetry
 from kvferry.nixl._errors import (
     GONE,
@@ -28,7 +28,7 @@ from kvferry.nixl._memory import Area, Array, Remote
 if TYPE_CHECKING:
     from kvferry.nixl._api import nixl_agent
 
-_log = logging.getLogger("kvferry.nixl")
+_log = logger_of("nixl")
 
 # The name that notifications have at kvferry's level; NIXL's have none.
 NOTIFICATION: Final = "nixl"

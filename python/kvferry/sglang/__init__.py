@@ -7,14 +7,18 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from kvferry._engine.hooks import lazily
 from kvferry.sglang._of_sglang import TRIED, version
 
 if TYPE_CHECKING:
     from kvferry.sglang._storage import KVFerryStorage as KVFerryStorage
 
 __all__ = ["KVFerryStorage", "register"]
+
+# SGLang is imported only where the storage is: this module is also loaded where it is a plug-in.
+__getattr__ = lazily(__name__, {"KVFerryStorage": "_storage"}, "SGLang", TRIED, version, ("sglang", "torch"))
 
 
 def register() -> None:
@@ -24,15 +28,3 @@ def register() -> None:
     """
     # The module lies beside the package; its documentation says why.
     importlib.import_module("_kvferry_shims").install()
-
-
-def __getattr__(name: str) -> Any:
-    # SGLang is imported only where the storage is: this module is also loaded where it is a plug-in.
-    if name == "KVFerryStorage":
-        try:
-            return importlib.import_module("kvferry.sglang._storage").KVFerryStorage
-        except ImportError as error:
-            if (error.name or "").partition(".")[0] not in ("sglang", "torch"):
-                raise
-            raise RuntimeError(f"{name} needs SGLang {', '.join(TRIED)}; this one is {version()}: {error}") from error
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

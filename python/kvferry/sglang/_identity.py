@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -13,8 +12,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from kvferry._identity import began, check_sglang_weights_are_named, of_sglang, sglang_draft
-from kvferry._known_settings import SGLANG, Settings
+from kvferry._engine.identity import began, fingerprint
+from kvferry._engine.identity.known import SGLANG, Settings
+from kvferry._engine.identity.sglang import check_sglang_weights_are_named, of_sglang, sglang_draft
 
 # Host pools have FP8 of either kind as bytes.
 _OF_CACHE = ("kv_cache_dtype",)
@@ -106,7 +106,7 @@ def layout_of(config: Any, name: str, pool: Any, pieces: list[int] | None, split
         # The two interfaces have the layers of a page in different orders. The one that copies does not split pages.
         "copied": split if copied else 0,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+    return fingerprint(parts)
 
 
 def hashes_of(keys: Sequence[str]) -> list[bytes]:

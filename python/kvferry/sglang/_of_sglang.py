@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import logging
-from collections.abc import Mapping, Sequence
 
-from kvferry import _known_settings as known
-from kvferry._engine_names import check, missing_hooks, missing_names
+from kvferry._engine.hooks import Names, check, installed, missing_hooks, missing_in
+from kvferry._engine.hooks import names_of as _of
+from kvferry._engine.identity import known
+from kvferry._engine.log import logger_of
 
 # The versions that `e2e/run --parts sglang` ran with.
 TRIED = ("0.5.23",)
 
-Names = Mapping[str, Sequence[str]]
 _MEM_CACHE = "sglang.srt.mem_cache"
-
-
-def _of(cls: str, names: str) -> tuple[str, ...]:
-    return tuple(f"{cls}.{name}" for name in names.split())
-
 
 # By module: classes, functions, or `Class.attribute`.
 _READ: Names = {
@@ -68,24 +61,20 @@ OPTIONAL = {
 
 @functools.cache
 def check_storage() -> None:
-    """Raises `kvferry._engine_names.EngineError`."""
+    """Raises `kvferry._engine.hooks.EngineError`."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
     from kvferry.sglang._storage import KVFerryStorage
 
     hooks = missing_hooks(KVFerryStorage, (HiCacheStorage,), ("store_stats", "close"))
-    check("SGLang", version(), TRIED, [*hooks, *missing()], logging.getLogger("kvferry.sglang"))
+    check("SGLang", version(), TRIED, [*hooks, *missing()], logger_of("sglang"))
 
 
 def missing() -> list[str]:
     """The names that this SGLang lacks."""
-    tables = (_READ, _READ_OF_POOLS)
-    return [it for table in tables for module, names in table.items() for it in missing_names(module, *names)]
+    return missing_in(_READ, _READ_OF_POOLS)
 
 
 def version() -> str:
     """SGLang's version."""
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+    return installed("sglang") or "not installed"

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 import kvferry
-from kvferry._scratch import Scratch
+from kvferry._engine.log import logger_of
+from kvferry._engine.memory import Scratch
 from kvferry.sglang._identity import check_weights_are_named, hashes_of, layout_of, life, model_of
 from kvferry.sglang._of_sglang import check_storage
 from kvferry.sglang._pools import Buffers, Pages, Pool, pieces_of
@@ -23,7 +24,7 @@ from kvferry.vllm._offload_settings import OffloadSettings, open_store
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-logger = logging.getLogger("sglang.kvferry")
+logger = logger_of("sglang")
 
 _T = TypeVar("_T")
 # SGLang reads these from the same mapping.

@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry._identity import of_trtllm
+from kvferry._engine.identity.trtllm import of_trtllm
 
 
 @dataclass(frozen=True)

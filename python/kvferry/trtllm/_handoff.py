@@ -22,14 +22,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import kvferry
-from kvferry._identity import bounded
+from kvferry._engine.identity import bounded
+from kvferry._engine.memory import Extents
 from kvferry.connector import SchedulerHalf, WorkerHalf, prompt_id
 from kvferry.trtllm._engine_facts import Facts
 from kvferry.trtllm._followers import Claim, Followers
 from kvferry.trtllm._meta import Part
 from kvferry.trtllm._pages import Group, Pages
 from kvferry.trtllm._settings import HandoffSettings
-from kvferry.trtllm._staging import Arena, Extents
+from kvferry.trtllm._staging import Arena
 from kvferry.trtllm._threads import Threads
 
 logger = logging.getLogger("kvferry.trtllm")

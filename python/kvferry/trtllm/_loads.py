@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import kvferry
+from kvferry._engine.memory import Extents
 from kvferry.trtllm._handoff import Handoff
 from kvferry.trtllm._local import Local
 from kvferry.trtllm._pages import Group
-from kvferry.trtllm._staging import Arena, Extents
+from kvferry.trtllm._staging import Arena
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ TensorRT-LLM gives both the same arguments, and makes them in two threads at onc
 from __future__ import annotations
 
 import importlib
-import logging
 import threading
 import weakref
 from collections import Counter
@@ -15,8 +14,8 @@ from contextlib import suppress
 from typing import Any
 
 import kvferry
-from kvferry._identity import check_trtllm_weights_are_named
-from kvferry._seldom import Seldom
+from kvferry._engine.identity.trtllm import check_trtllm_weights_are_named
+from kvferry._engine.log import Seldom, logger_of
 from kvferry.trtllm._engine_facts import Facts
 from kvferry.trtllm._handoff import Handoff
 from kvferry.trtllm._pages import Pages
@@ -25,7 +24,7 @@ from kvferry.trtllm._staging import Arena
 from kvferry.vllm._offload_puts import Puts
 from kvferry.vllm._offload_settings import OpenStore, open_store
 
-logger = logging.getLogger("kvferry.trtllm")
+logger = logger_of("trtllm")
 
 _live: weakref.WeakValueDictionary[int, Local] = weakref.WeakValueDictionary()
 _lock = threading.Lock()

@@ -6,12 +6,11 @@ up, and the halves read the others by `getattr` with defaults.
 
 from __future__ import annotations
 
-import importlib.metadata
-import logging
 from typing import Any
 
-from kvferry import _known_settings as known
-from kvferry._engine_names import attributes, check, missing_hooks, missing_names
+from kvferry._engine.hooks import attributes, check, installed, missing_hooks, missing_names, names_of
+from kvferry._engine.identity import known
+from kvferry._engine.log import logger_of
 from kvferry.trtllm._bases import StandInScheduler, StandInWorker, bases
 
 # No version has run it: docs/trtllm.md says what was run.
@@ -35,8 +34,8 @@ NEEDED = frozenset(
 _OWN = ("stats", "shutdown")
 # Read of steps, in the module of the hooks.
 _READ = (
-    *(f"SchedulerOutput.{name}" for name in ("new_requests", "cached_requests")),
-    *(f"RequestData.{name}" for name in ("request_id", "new_block_ids", "computed_position", "num_scheduled_tokens")),
+    *names_of("SchedulerOutput", "new_requests cached_requests"),
+    *names_of("RequestData", "request_id new_block_ids computed_position num_scheduled_tokens"),
 )
 # Read of the engine's arguments, and of their parts: without these, names would lack what changes KV.
 _READ_OF_ARGUMENTS = {
@@ -65,13 +64,13 @@ _is_checked = False
 
 
 def check_connector(llm_args: Any = None) -> None:
-    """Looks once. Raises `kvferry._engine_names.EngineError`."""
+    """Looks once. Raises `kvferry._engine.hooks.EngineError`."""
     global _is_checked
     scheduler, worker = bases()
     if _is_checked or scheduler is StandInScheduler or worker is StandInWorker:
         return
     gone = [*missing(scheduler, worker), *missing_names(scheduler.__module__, *_READ), *missing_settings(llm_args)]
-    check("TensorRT-LLM", version(), TRIED, gone, logging.getLogger("kvferry.trtllm"))
+    check("TensorRT-LLM", version(), TRIED, gone, logger_of("trtllm"))
     _is_checked = True
 
 
@@ -100,7 +99,4 @@ def missing_settings(llm_args: Any) -> list[str]:
 
 def version() -> str:
     """TensorRT-LLM's version."""
-    try:
-        return importlib.metadata.version("tensorrt_llm")
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+    return installed("tensorrt_llm") or "of unknown version"

@@ -6,12 +6,12 @@ TensorRT-LLM gives either one tensor, whose rows are blocks with all layers, or 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from kvferry._engine.identity import fingerprint
 
 
 @dataclass(frozen=True)
@@ -220,4 +220,4 @@ def _bytes_of(tensor: Any, slots: int) -> Any:
 
 
 def _fingerprint(layout: Any) -> bytes:
-    return hashlib.sha256(json.dumps(["kvferry.trtllm", 2, layout]).encode()).digest()
+    return fingerprint(["kvferry.trtllm", 2, layout], sort_keys=False)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import kvferry
+from kvferry._engine.log import logger_of
 from kvferry.trtllm._bases import bases
 from kvferry.trtllm._breaker import Breaker
 from kvferry.trtllm._handoff import Offer, Prompt
@@ -18,7 +18,7 @@ from kvferry.trtllm._local import Local
 from kvferry.trtllm._meta import Copies, Load, Part, Save, Step
 from kvferry.trtllm._of_trtllm import check_connector
 
-logger = logging.getLogger("kvferry.trtllm")
+logger = logger_of("trtllm")
 
 _Base: Any = bases()[0]
 

@@ -7,7 +7,6 @@ scheduler half reads, and the store checks, what all ranks need before the answe
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import os
 import secrets
@@ -15,11 +14,12 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from kvferry._engine.log import logger_of
+from kvferry._engine.memory import ALIGN
 from kvferry.trtllm._pages import Memory
 
-logger = logging.getLogger("kvferry.trtllm")
+logger = logger_of("trtllm")
 
-_ALIGN = 4096
 _FOLDER = Path("/dev/shm")
 
 
@@ -39,7 +39,7 @@ class Arena(Memory):
     @staticmethod
     def make(nbytes: int, ranks: int) -> Arena | None:
         """None, with a warning, if there is no memory for it."""
-        nbytes = head_bytes(ranks) + -(-nbytes // _ALIGN) * _ALIGN
+        nbytes = head_bytes(ranks) + -(-nbytes // ALIGN) * ALIGN
         try:
             if ranks == 1:
                 return Arena(mmap.mmap(-1, nbytes), ranks)
@@ -104,33 +104,4 @@ class Arena(Memory):
 
 
 def head_bytes(ranks: int) -> int:
-    return -(-32 * ranks // _ALIGN) * _ALIGN
-
-
-class Extents:
-    """Which ranges are free, of an arena or of numbered slots."""
-
-    def __init__(self, begin: int, end: int, *, align: int = _ALIGN) -> None:
-        self._free = [(begin, end)]
-        self._align = align
-
-    def take(self, nbytes: int) -> tuple[int, int] | None:
-        nbytes = -(-nbytes // self._align) * self._align
-        for at, (begin, end) in enumerate(self._free):
-            if end - begin >= nbytes:
-                self._free[at : at + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
-                return begin, begin + nbytes
-        return None
-
-    def give(self, extent: tuple[int, int]) -> None:
-        merged: list[tuple[int, int]] = []
-        for begin, end in sorted([*self._free, extent]):
-            if merged and merged[-1][1] == begin:
-                merged[-1] = (merged[-1][0], end)
-            else:
-                merged.append((begin, end))
-        self._free = merged
-
-    @property
-    def free_bytes(self) -> int:
-        return sum(end - begin for begin, end in self._free)
+    return -(-32 * ranks // ALIGN) * ALIGN

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import kvferry
-from kvferry._scratch import Scratch
+from kvferry._engine.memory import Scratch
 from kvferry.trtllm._bases import bases
 from kvferry.trtllm._local import Local
 from kvferry.trtllm._meta import Copies, Load, Save, Step

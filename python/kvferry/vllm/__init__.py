@@ -8,8 +8,9 @@ Where ``VLLM_PLUGINS`` leaves this plug-in out, add ``"kv_connector_module_path"
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from kvferry._engine.hooks import lazily
 from kvferry.vllm._of_vllm import TRIED, version
 
 if TYPE_CHECKING:
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["KVFerryConnector", "KVFerryOffloadingSpec", "KVFerryTier", "register"]
 
 _NAME = "KVFerryConnector"
-# The modules that need vLLM.
+# The modules that need vLLM, each imported only where its class is: this one is also loaded where it is a plug-in.
 _MODULES = {_NAME: "_connector", "KVFerryOffloadingSpec": "_offload", "KVFerryTier": "_offload_tier"}
+__getattr__ = lazily(__name__, _MODULES, "vLLM", TRIED, version, ("vllm",))
 
 
 def register() -> None:
@@ -39,15 +41,3 @@ def register() -> None:
     # vLLM may load its plug-ins more than once in a process.
     if _NAME not in factory._registry:
         factory.register_connector(_NAME, __name__, _NAME)
-
-
-def __getattr__(name: str) -> Any:
-    # vLLM is imported only where its connector is: this module is also loaded where it is a plug-in.
-    if name in _MODULES:
-        try:
-            return getattr(importlib.import_module(f"kvferry.vllm.{_MODULES[name]}"), name)
-        except ImportError as error:
-            if not (error.name or "").startswith("vllm"):
-                raise
-            raise RuntimeError(f"{name} needs vLLM {', '.join(TRIED)}; this one is {version()}: {error}") from error
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

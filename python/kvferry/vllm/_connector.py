@@ -20,30 +20,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvferry import Agent, __version__
-from kvferry._adapters import Adapters
-from kvferry._bootstrap import DEFAULT_PORT, BootstrapServer, Registration, place, register_at
-from kvferry._core import Cached, core_of_callers
-from kvferry._identity import PromptIdentity, layer_facts, of_vllm, of_vllm_prompt
-from kvferry._seldom import Seldom
-from kvferry._siblings import Siblings
+from kvferry._engine.identity import PromptIdentity
+from kvferry._engine.identity.adapters import Adapters
+from kvferry._engine.identity.core import Cached, core_of_callers
+from kvferry._engine.identity.vllm import layer_facts, of_vllm, of_vllm_prompt
+from kvferry._engine.log import Seldom
 from kvferry.connector import SchedulerHalf, WorkerHalf, log_to_stderr, prompt_id
+from kvferry.vllm._bootstrap import DEFAULT_PORT, BootstrapServer, Registration, place, register_at
 from kvferry.vllm._guard import guarded, tried
 from kvferry.vllm._layout import Place, UnsupportedCacheError, groups, layout, storages
+from kvferry.vllm._log import logger
 from kvferry.vllm._of_vllm import check_connector
 from kvferry.vllm._settings import Settings
+from kvferry.vllm._siblings import Siblings
 from kvferry.vllm._stats import KVFerryPromMetrics, KVFerryStats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-
-# Below vLLM's own logger, so that its settings hold.
-logger: Any = init_logger("vllm.kvferry")
 
 
 @dataclass

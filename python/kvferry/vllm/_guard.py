@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvferry._seldom import Seldom
+from kvferry._engine.log import Seldom, logger_of
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
 
-_LOGGER = logging.getLogger("vllm.kvferry")
+_LOGGER = logger_of("vllm")
 _seldom = Seldom(_LOGGER, "KVFerryConnector: ")
 _NO_HANDOFF = "the request gets no handoff"
 

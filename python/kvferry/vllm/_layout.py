@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry._identity import LayerFacts, processor
+from kvferry._engine.identity.vllm import LayerFacts, processor
 
 
 class UnsupportedCacheError(ValueError):

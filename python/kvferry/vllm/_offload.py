@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingMetricMetadata, OffloadingSpec, OffloadingWorker
 
-from kvferry._identity import (
+from kvferry._engine.identity.vllm import (
     check_media_are_named,
     check_weights_are_named,
     layer_facts,
     of_vllm,
     vllm_config_of_callers,
 )
+from kvferry.vllm._log import logger
 from kvferry.vllm._of_vllm import check_spec
 from kvferry.vllm._offload_layout import check_device, group_layouts
 from kvferry.vllm._offload_manager import KVFerryOffloadingManager
 from kvferry.vllm._offload_settings import OffloadSettings, open_store
 from kvferry.vllm._offload_stats import metric_definitions
 from kvferry.vllm._offload_worker import KVFerryOffloadingWorker
-
-logger: Any = init_logger("vllm.kvferry")
 
 
 class KVFerryOffloadingSpec(OffloadingSpec):  # type: ignore[misc]

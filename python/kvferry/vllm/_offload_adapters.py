@@ -16,8 +16,8 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import get_offload_block_hash
 
-from kvferry._adapters import Adapters, Files
-from kvferry._core import Core
+from kvferry._engine.identity.adapters import Adapters, Files
+from kvferry._engine.identity.core import Core
 
 # Names that are translated back. Events of further blocks have the store's names, which no router looks up.
 _NAMES_MAX = 1 << 20

@@ -15,15 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent
 
 import kvferry
+from kvferry.vllm._log import logger
 
 if TYPE_CHECKING:
     from kvferry.vllm._offload_settings import OpenStore
 
-logger: Any = init_logger("vllm.kvferry")
 
 # How long the thread waits for a change until it looks whether it is to end.
 _GATHER_S = 60.0

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry._identity import LayerFacts, processor
+from kvferry._engine.identity import fingerprint
+from kvferry._engine.identity.vllm import LayerFacts, processor
 from kvferry.vllm._layout import UnsupportedCacheError
 
 _VERSION = 2
@@ -231,7 +232,7 @@ def _fingerprint(
         "pages": [] if described and len(described) == len(refs) else [ref.page_size_bytes for ref in refs],
         "specs": described,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+    return fingerprint(parts)
 
 
 def check_device(kv_caches: Any) -> None:

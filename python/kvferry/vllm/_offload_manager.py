@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     Locality,
@@ -30,10 +29,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvferry
-from kvferry._core import Cached, core_of_callers
-from kvferry._identity import vllm_config_of_callers
+from kvferry._engine.identity.core import Cached, core_of_callers
+from kvferry._engine.identity.vllm import vllm_config_of_callers
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._guard import store_guarded
+from kvferry.vllm._log import logger
 from kvferry.vllm._offload_adapters import RequestNames, StoredAdapters
 from kvferry.vllm._offload_blocks import Block, Columns, packed, unpacked
 from kvferry.vllm._offload_events import StoreEvents
@@ -42,10 +42,9 @@ from kvferry.vllm._offload_layout import read_card, remove_cards
 from kvferry.vllm._offload_retention import Plan, Plans
 
 if TYPE_CHECKING:
-    from kvferry._adapters import Files
+    from kvferry._engine.identity.adapters import Files
     from kvferry.vllm._offload_settings import OffloadSettings, OpenStore
 
-logger: Any = init_logger("vllm.kvferry")
 
 # How often a request loads one block: where the store has a block but can't read it, the request is computed.
 _LOADS_MAX = 2

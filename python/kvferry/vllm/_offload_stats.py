@@ -7,12 +7,10 @@ from collections import Counter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata, OffloadingGaugeMetadata
 
 import kvferry
-
-logger: Any = init_logger("vllm.kvferry")
+from kvferry.vllm._log import logger
 
 _PREFIX = "vllm:kv_offload_kvferry_"
 LOOKUPS = _PREFIX + "lookups"

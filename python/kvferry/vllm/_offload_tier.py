@@ -10,8 +10,6 @@ store. All of it runs in the scheduler's process, and no call waits but `drain_j
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
 import os
 import sys
 import time
@@ -23,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -35,8 +32,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 import kvferry
-from kvferry._core import Cached, core_of_callers
-from kvferry._identity import (
+from kvferry._engine.identity import fingerprint
+from kvferry._engine.identity.core import Cached, core_of_callers
+from kvferry._engine.identity.known import plain
+from kvferry._engine.identity.vllm import (
     caches_of_callers,
     check_media_are_named,
     check_weights_are_named,
@@ -44,10 +43,10 @@ from kvferry._identity import (
     processor,
     vllm_config_of_callers,
 )
-from kvferry._known_settings import plain
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._guard import store_guarded
 from kvferry.vllm._layout import has_channels_first
+from kvferry.vllm._log import logger
 from kvferry.vllm._of_vllm import check_tier
 from kvferry.vllm._offload_adapters import RequestNames, StoredAdapters
 from kvferry.vllm._offload_events import StoreEvents
@@ -56,8 +55,6 @@ from kvferry.vllm._offload_layout import specs_of
 from kvferry.vllm._offload_puts import Puts
 from kvferry.vllm._offload_retention import Plan, Plans, Retention
 from kvferry.vllm._offload_settings import OffloadSettings, open_store
-
-logger: Any = init_logger("vllm.kvferry")
 
 # Blocks that were found and could not be read are missed for so long, and so many are remembered.
 _UNREADABLE_S = 60.0
@@ -497,7 +494,7 @@ def _fingerprint(config: Any, row_bytes: int, vllm_config: Any | None, caches: A
     if parallel.pp_size > 1:
         # The layers above are those of the first stage.
         parts["stages"] = os.environ.get("VLLM_PP_LAYER_PARTITION")
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+    return fingerprint(parts)
 
 
 def _orders(config: Any, vllm_config: Any | None, caches: Any | None) -> list[Any] | None:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 import kvferry
-from kvferry._adapters import Unchanged
-from kvferry._scratch import Scratch
-from kvferry._seldom import Seldom
+from kvferry._engine.identity.adapters import Unchanged
+from kvferry._engine.log import Seldom
+from kvferry._engine.memory import Scratch
 from kvferry.vllm import _offload_stats as counters
+from kvferry.vllm._log import logger
 from kvferry.vllm._offload_layout import GroupLayout, Shard, regions_of, write_card
 from kvferry.vllm._offload_puts import PUT_BYTES_MAX, Puts, Waiting
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from kvferry.vllm._offload_blocks import Block
     from kvferry.vllm._offload_manager import StoredBlocks
     from kvferry.vllm._offload_settings import OpenStore
-
-logger: Any = init_logger("vllm.kvferry")
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvferry._known_settings import SGLANG, Settings, fields_of
+from kvferry._engine.identity.known import SGLANG, Settings, fields_of
 from sglang.srt.server_args import ServerArgs
 
 from kvferry_e2e.report import ensure
@@ -46,7 +46,7 @@ def _arguments() -> None:
     new = sorted(it for it in has if not SGLANG.is_known(it))
     listed = {*SGLANG.named, *SGLANG.counted, *(it for names in SGLANG.harmless.values() for it in names)}
     gone = sorted(listed - has)
-    ensure(not new and not gone, f"kvferry/_known_settings.py does not know {new}, and SGLang has no {gone}")
+    ensure(not new and not gone, f"kvferry/_engine/identity/known.py does not know {new}, and SGLang has no {gone}")
     others = Settings(arguments, SGLANG).others()
     ensure(not others, f"arguments as they come count: {others}")
 

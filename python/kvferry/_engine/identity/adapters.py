@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import secrets
@@ -16,7 +15,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from kvferry._weights import sample_of
+from kvferry._engine.identity.weights import folder_of, sample_of
 
 # Adapters that are remembered, and names under which an engine may have cached KV of them.
 _KEPT = 1024
@@ -37,23 +36,6 @@ _log = logging.getLogger("kvferry.adapters")
 _State = tuple[Any, ...]
 Files = tuple[Any, ...]
 """The files of an adapter as they were at one time: plain data, which other processes of the host compare."""
-
-
-def folder_of(name: str | None, revision: str | None = None, cache: str | None = None) -> Path | None:
-    """Where the files of a model are: its folder or, of a hub's name, that of its snapshot in the hub's cache, whose
-    name is the commit.
-    """
-    if not name:
-        return None
-    if Path(name).exists():
-        return Path(name)
-    with suppress(Exception):
-        hub = importlib.import_module("huggingface_hub")
-        for file in ("config.json", "adapter_config.json"):
-            found = hub.try_to_load_from_cache(name, file, revision=revision, cache_dir=cache)
-            if isinstance(found, str):
-                return Path(found).parent
-    return None
 
 
 @dataclass

@@ -29,6 +29,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
+from kvferry._engine.log import logger_of
+
 DEFAULT_PORT = 8998
 MAX_BODY_BYTES = 16 << 10
 # Of its line, its headers and its body.
@@ -56,7 +58,7 @@ _NO_USERS = (ENOENT, EOPNOTSUPP, EAFNOSUPPORT, EPROTONOSUPPORT, EPERM, EACCES)
 WorkerAddr = Mapping[int, Mapping[int, str]]
 """Tensor-parallel rank, then pipeline rank, then the address ``host:port`` of that worker's agent."""
 
-_log = logging.getLogger("kvferry.bootstrap")
+_log = logger_of("vllm")
 
 
 class _RefusedError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
 import json
 import operator
 import os
@@ -44,6 +45,23 @@ _CONFIGURATIONS = (
 )
 # How the processor of a multimodal model prepares images, audio and video.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def folder_of(name: str | None, revision: str | None = None, cache: str | None = None) -> Path | None:
+    """Where the files of a model are: its folder or, of a hub's name, that of its snapshot in the hub's cache, whose
+    name is the commit.
+    """
+    if not name:
+        return None
+    if Path(name).exists():
+        return Path(name)
+    with suppress(Exception):
+        hub = importlib.import_module("huggingface_hub")
+        for file in ("config.json", "adapter_config.json"):
+            found = hub.try_to_load_from_cache(name, file, revision=revision, cache_dir=cache)
+            if isinstance(found, str):
+                return Path(found).parent
+    return None
 
 
 class Sample(NamedTuple):

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.metadata
 import inspect
 import textwrap
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+Names = Mapping[str, Sequence[str]]
+"""By module: classes, functions, or `Class.attribute`, private ones included."""
 
 
 class EngineError(RuntimeError):
@@ -86,6 +90,16 @@ def missing_names(module: str, *names: str) -> list[str]:
     return missing
 
 
+def names_of(cls: str, names: str) -> tuple[str, ...]:
+    """``Class.attribute`` for each of the names, which spaces separate."""
+    return tuple(f"{cls}.{name}" for name in names.split())
+
+
+def missing_in(*tables: Names) -> list[str]:
+    """What `missing_names` says of all that the tables name."""
+    return [it for table in tables for module, names in table.items() for it in missing_names(module, *names)]
+
+
 def missing_parameters(methods: Mapping[str, Mapping[str, str]]) -> list[str]:
     """By module and method: a parameter that the engine's own method has."""
     found = []
@@ -139,3 +153,40 @@ def _assigned_in_source(cls: type) -> frozenset[str]:
         and isinstance(node.value, ast.Name)
         and node.value.id == "self"
     )
+
+
+def installed(*distributions: str) -> str | None:
+    """The version of the first of these that is installed."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def lazily(
+    package: str,
+    modules: Mapping[str, str],
+    engine: str,
+    tried: Sequence[str],
+    version: Callable[[], str],
+    roots: Sequence[str],
+) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package whose classes need an engine, and which is also loaded where it is a plug-in.
+
+    `modules`: where each class is. `roots`: the packages without which there is no engine.
+    """
+
+    def find(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] not in roots:
+                raise
+            here = version()
+            raise RuntimeError(f"{name} needs {engine} {', '.join(tried)}; this one is {here}: {error}") from error
+
+    return find

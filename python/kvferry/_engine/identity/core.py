@@ -11,8 +11,9 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 # The version of its weights that an engine of vLLM has until it is given one.
@@ -186,27 +187,34 @@ def _is_kvferrys(module: Any) -> bool:
 
 def core_of_callers() -> Core:
     """Of the engine core that makes the caller."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         engine = frame.f_locals.get("self")
         if callable(getattr(type(engine), "get_weight_version", None)):
             found = _cores.get(engine)
             if found is None:
                 found = _cores[engine] = Core(engine)
             return found
-        frame = frame.f_back  # type: ignore[assignment]
     return Core(None)
+
+
+def callers() -> Iterator[FrameType]:
+    """The frames of who has called the caller: vLLM gives the objects that it makes a part of what it knows.
+
+    The caller's own frame is not among them: its locals, once read, would keep it alive.
+    """
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _scheduled_tokens_of_callers() -> int | None:
     """Tokens of the step that vLLM's connector is told of now; None if that is not known."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         if frame.f_code.co_name == "build_connector_meta":
             tokens = getattr(frame.f_locals.get("scheduler_output"), "total_num_scheduled_tokens", None)
             if tokens is not None:
                 return int(tokens)
-        frame = frame.f_back
     return None
 
 
