@@ -25,15 +25,17 @@ from typing import Any
 import kvferry
 import pytest
 import vllm_stand_in
+from kvferry._engine import store as _store
 from kvferry._engine.identity.vllm import LayerFacts
+from kvferry._engine.puts import Puts
+from kvferry._engine.settings import GIB
+from kvferry._engine.store import open_store
 from kvferry.vllm import _offload_layout as layout
-from kvferry.vllm import _offload_settings
 from kvferry.vllm._layout import UnsupportedCacheError
 from kvferry.vllm._offload_blocks import Block, packed, unpacked
 from kvferry.vllm._offload_keys import Keys
-from kvferry.vllm._offload_puts import Puts
 from kvferry.vllm._offload_retention import Limits, Plan, Plans, Retention
-from kvferry.vllm._offload_settings import GIB, OffloadSettings, open_store
+from kvferry.vllm._settings import store_settings
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = {"disk": "/kv", "disk_gib": 2}
@@ -41,10 +43,10 @@ SETTINGS: dict[str, Any] = {"disk": "/kv", "disk_gib": 2}
 
 def test_settings_are_taken_beside_those_that_vllm_reads() -> None:
     given = {**SETTINGS, "host_gib": 0.5, "spec_name": "x", "spec_module_path": "y", "blocks_per_chunk": 2}
-    settings = OffloadSettings.of(given)
+    settings = store_settings(given)
     assert settings.directories == ("/kv",)
     assert (settings.disk_bytes, settings.host_bytes) == (2 * GIB, GIB // 2)
-    assert OffloadSettings.of({**SETTINGS, "disk": ["/a", "/b"]}).directories == ("/a", "/b")
+    assert store_settings({**SETTINGS, "disk": ["/a", "/b"]}).directories == ("/a", "/b")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_settings_are_taken_beside_those_that_vllm_reads() -> None:
 )
 def test_a_wrong_setting_is_named_with_what_is_right(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        OffloadSettings.of({**SETTINGS, **change})
+        store_settings({**SETTINGS, **change})
 
 
 @pytest.mark.parametrize("is_over", [False, True])
@@ -92,8 +94,8 @@ def test_a_store_whose_processes_do_not_answer_is_opened_once_they_do_or_after_a
     clock = iter(range(0, 10**6, 50))
     monkeypatch.setattr(kvferry, "Store", store)
     times = SimpleNamespace(sleep=slept.append, monotonic=lambda: float(next(clock)))
-    monkeypatch.setattr(_offload_settings, "time", times)
-    settings = OffloadSettings.of({**SETTINGS, "disk": str(tmp_path), "segment_mib": 64})
+    monkeypatch.setattr(_store, "time", times)
+    settings = store_settings({**SETTINGS, "disk": str(tmp_path), "segment_mib": 64})
     opened = open_store(settings, 0, logging.getLogger("kvferry.test"))
     messages = [record.getMessage() for record in caplog.records]
     assert "can't be opened yet, and is tried again: the keeper does not answer" in messages[0]
@@ -154,7 +156,7 @@ def test_a_scheduler_looks_at_few_ranges_for_each_block_and_takes_no_more_than_6
 
 
 def test_a_request_gets_no_higher_priority_and_no_longer_than_the_operator_allows() -> None:
-    limits = OffloadSettings.of({**SETTINGS, "priority_max": 60, "duration_max": 90}).limits
+    limits = Limits.of_store(store_settings({**SETTINGS, "priority_max": 60, "duration_max": 90}))
     ranges = [{"start": 0, "end": 16, "priority": 100}, {"start": 16, "end": 32, "priority": 5}]
     plan = Plan.of({"priority": 70, "duration": 3600, "retention": ranges}, limits)
     assert plan.otherwise == plan.at(0) == Retention(60, 90.0)
@@ -163,7 +165,7 @@ def test_a_request_gets_no_higher_priority_and_no_longer_than_the_operator_allow
     assert Plan.of({"priority": 70, "duration": 9}, limits).otherwise == Retention(60, 9.0)
     assert Plan.of(None, limits).otherwise == Retention(35)
     assert Plan.of({"priority": 100}, Limits(priority_max=35)).otherwise.priority == 35
-    assert Plan.of({"priority": 100}, OffloadSettings.of(SETTINGS).limits).otherwise == Retention(100)
+    assert Plan.of({"priority": 100}, Limits.of_store(store_settings(SETTINGS))).otherwise == Retention(100)
 
 
 def test_wrong_values_of_clients_are_one_short_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -285,8 +287,7 @@ class Space:
 def test_puts_that_wait_are_given_up_for_an_engine_that_needs_their_pages_but_not_the_one_that_has_begun() -> None:
     space, puts = Space(), Puts()
     memory: Any = SimpleNamespace(nbytes=100 << 20)
-    kept = Retention()
-    _direct, *waiting = [puts.put(space, [bytes([at])], memory, 0, kept) for at in range(4)]
+    _direct, *waiting = [puts.put(space, [bytes([at])], memory, 0) for at in range(4)]
     while not space.begun:
         time.sleep(0.001)
     for put in waiting:
@@ -502,6 +503,6 @@ def test_the_page_and_the_dashboard_name_every_metric_and_no_other() -> None:
 def test_the_page_names_every_setting() -> None:
     page = (ROOT / "docs/storage.md").read_text()
     with pytest.raises(ValueError, match="it has") as raised:
-        OffloadSettings.of({"no": 1})
+        store_settings({"no": 1})
     for name in str(raised.value).split("it has ")[1].split(", "):
         assert f"`{name}`" in page, name

@@ -14,8 +14,8 @@ from typing import Any
 
 import kvferry.sglang
 import pytest
+from kvferry._engine.settings import StoreSettings
 from kvferry.sglang import _identity
-from kvferry.vllm._offload_settings import OffloadSettings
 
 ROOT = Path(__file__).parents[2]
 DIGESTS = [hashlib.sha256(bytes([at])).hexdigest() for at in range(3)]
@@ -217,10 +217,15 @@ def test_the_setting_model_names_the_weights_alone(tmp_path: Path) -> None:
     assert model(tmp_path, "llama@3") == model(tmp_path / "other", "llama@3") != model(tmp_path, "llama@4")
 
 
+def test_what_only_vllm_reads_is_no_setting_here() -> None:
+    with pytest.raises(ValueError, match="kvferry's store has no setting 'spec_name' in it; it has adopt_empty"):
+        StoreSettings.of({"disk": "/kv", "disk_gib": 1, "spec_name": "x"}, "it", ["interface_v1"])
+
+
 def test_the_page_names_every_setting() -> None:
     page = (ROOT / "docs/sglang.md").read_text()
     with pytest.raises(ValueError, match="it has ") as error:
-        OffloadSettings.of({"unknown": 1})
+        StoreSettings.of({"unknown": 1}, "it")
     settings = re.sub(".* it has ", "", str(error.value)).split(", ")
     assert len(settings) == 16
     assert not [setting for setting in settings if f"`{setting}`" not in page]

@@ -18,6 +18,7 @@ import pytest
 import vllm_stand_in as vllm
 from kvferry._engine.identity import adapters as _adapters
 from kvferry._engine.identity.core import Cached, Core
+from kvferry._engine.store import open_store
 from test_identity import soon
 
 BLOCK, BLOCKS = 4096, 8
@@ -320,14 +321,14 @@ CARD = {"model": "m", "groups": [{"group": 0, "fingerprint": "00" * 32, "window"
 def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     """Managers of engines that share a store."""
     module = importlib.import_module("kvferry.vllm._offload_manager")
-    settings = importlib.import_module("kvferry.vllm._offload_settings")
+    settings = importlib.import_module("kvferry.vllm._settings")
     monkeypatch.setattr(module, "read_card", lambda *_: CARD)
     monkeypatch.setattr(module, "remove_cards", lambda *_: None)
-    found = settings.OffloadSettings.of({**SETTINGS, "disk": str(tmp_path / "kv")})
+    found = settings.store_settings({**SETTINGS, "disk": str(tmp_path / "kv")})
     engines = []
 
     def made(named: dict[str, Any] = SPEC) -> Engine:
-        opened = settings.open_store(found, 0, module.logger)
+        opened = open_store(found, 0, module.logger)
         core = vllm.EngineCore(
             lambda: module.KVFerryOffloadingManager(config(), found, opened), "OffloadingConnector", **named
         )
@@ -694,7 +695,7 @@ class Held:
 def test_puts_that_have_not_begun_hold_up_neither_a_reset_nor_the_end_of_an_engine(
     tier: Made, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
-    module = importlib.import_module("kvferry.vllm._offload_puts")
+    module = importlib.import_module("kvferry._engine.puts")
     monkeypatch.setattr(module, "_QUEUED_BYTES_MAX", 0)
     monkeypatch.setattr(module, "_CLOSE_S", 0.0)
     engine, may_end = tier(), threading.Event()

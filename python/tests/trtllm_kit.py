@@ -253,8 +253,8 @@ class Puts:
         self.made: list[Put] = []
         self.calls: list[tuple[list[bytes], int, int]] = []
 
-    def put(self, space: Any, hashes: list[bytes], memory: Any, first: int, retention: Any) -> Put:
-        self.calls.append((hashes, first, retention.priority))
+    def put(self, space: Any, hashes: list[bytes], memory: Any, first: int, *, priority: int) -> Put:
+        self.calls.append((hashes, first, priority))
         self.made.append(Put())
         return self.made[-1]
 

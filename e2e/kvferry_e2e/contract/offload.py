@@ -22,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from kvferry.vllm import _offload_puts
+from kvferry._engine import puts as _offload_puts
 from kvferry.vllm._offload_events import engine_waker
 from kvferry.vllm._offload_stats import LOOKUPS
 from vllm.config import KVEventsConfig

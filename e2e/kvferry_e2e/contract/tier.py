@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from kvferry.vllm import _offload_puts
+from kvferry._engine import puts as _offload_puts
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,

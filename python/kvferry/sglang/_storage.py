@@ -16,10 +16,11 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 import kvferry
 from kvferry._engine.log import logger_of
 from kvferry._engine.memory import Scratch
+from kvferry._engine.settings import StoreSettings
+from kvferry._engine.store import open_store
 from kvferry.sglang._identity import check_weights_are_named, hashes_of, layout_of, life, model_of
 from kvferry.sglang._of_sglang import check_storage
 from kvferry.sglang._pools import Buffers, Pages, Pool, pieces_of
-from kvferry.vllm._offload_settings import OffloadSettings, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +56,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]
         self._config = storage_config
         extra = dict(storage_config.extra_config or {})
         self._zero_copy = bool(extra.get("interface_v1", 0))
-        self._settings = OffloadSettings.of({k: v for k, v in extra.items() if k not in _OF_SGLANG}, _WHERE)
+        self._settings = StoreSettings.of(extra, _WHERE, _OF_SGLANG)
         check_weights_are_named(storage_config, self._settings.model)
         self._model = model_of(storage_config, self._settings.model)
         ranks = storage_config.tp_size * storage_config.pp_size * storage_config.attn_cp_size

@@ -16,13 +16,13 @@ from typing import Any
 import kvferry
 from kvferry._engine.identity.trtllm import check_trtllm_weights_are_named
 from kvferry._engine.log import Seldom, logger_of
+from kvferry._engine.puts import Puts
+from kvferry._engine.store import OpenStore, open_store
 from kvferry.trtllm._engine_facts import Facts
 from kvferry.trtllm._handoff import Handoff
 from kvferry.trtllm._pages import Pages
 from kvferry.trtllm._settings import Settings
 from kvferry.trtllm._staging import Arena
-from kvferry.vllm._offload_puts import Puts
-from kvferry.vllm._offload_settings import OpenStore, open_store
 
 logger = logger_of("trtllm")
 

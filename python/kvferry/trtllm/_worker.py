@@ -13,7 +13,6 @@ from kvferry.trtllm._local import Local
 from kvferry.trtllm._meta import Copies, Load, Save, Step
 from kvferry.trtllm._of_trtllm import check_connector
 from kvferry.trtllm._pages import Memory, Pages
-from kvferry.vllm._offload_retention import Retention
 
 _Base: Any = bases()[1]
 # Copies of pages that wait to be written.
@@ -169,7 +168,7 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         space = self._spaces[save.group]
         behind = len(save.hashes) - len(save.pages)
         try:
-            pending = self._local.puts.put(space, list(save.hashes), blocks, behind, Retention(save.priority))
+            pending = self._local.puts.put(space, list(save.hashes), blocks, behind, priority=save.priority)
         except kvferry.Error as error:
             pending = None
             self._missed(save, str(error))

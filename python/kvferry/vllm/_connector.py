@@ -24,6 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvferry import Agent, __version__
+from kvferry._engine import address
 from kvferry._engine.identity import PromptIdentity
 from kvferry._engine.identity.adapters import Adapters
 from kvferry._engine.identity.core import Cached, core_of_callers
@@ -312,7 +313,7 @@ class _Scheduler:
         """Lets routers of Mooncake's flow find this engine."""
         port = int(os.environ.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") or DEFAULT_PORT)
         # Where peers reach the agent, peers and routers reach this server, whatever has named the address.
-        own_host = metadata[min(metadata)].address.rpartition(":")[0].strip("[]")
+        own_host = address.split(metadata[min(metadata)].address)[0]
         secret = self._settings.any_secret()
         dp_rank, host = place(self._config.parallel_config, own_host)
         workers: dict[int, dict[int, str]] = {}
@@ -324,7 +325,7 @@ class _Scheduler:
             self._bootstrap = BootstrapServer(own_host, port, ranks, secret, len(metadata))
             self._bootstrap.register(dp_rank, self.half.engine_id, workers)
         else:
-            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            url = "http://" + address.join(host, port)
             self._bootstrap = register_at(url, dp_rank, self.half.engine_id, workers, secret)
 
     def _selected(self, blocks: Sequence[list[int]]) -> Sequence[list[int]]:
@@ -632,8 +633,7 @@ class _Worker:
             agent.shutdown()
             raise
         self._agent = agent
-        exposed = not agent.local_address[0].startswith("127.") and agent.local_address[0] != "::1"
-        if exposed and not self._settings.has_secret():
+        if self._settings.is_open_to_hosts(agent):
             logger.warning_once(
                 "KVFerryConnector: every host that reaches %s can read the KV cache, and every host among the "
                 "producers can have its own KV loaded; set a secret (secret_file in kv_connector_extra_config, or "

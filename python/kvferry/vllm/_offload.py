@@ -18,13 +18,14 @@ from kvferry._engine.identity.vllm import (
     of_vllm,
     vllm_config_of_callers,
 )
+from kvferry._engine.store import open_store
 from kvferry.vllm._log import logger
 from kvferry.vllm._of_vllm import check_spec
 from kvferry.vllm._offload_layout import check_device, group_layouts
 from kvferry.vllm._offload_manager import KVFerryOffloadingManager
-from kvferry.vllm._offload_settings import OffloadSettings, open_store
 from kvferry.vllm._offload_stats import metric_definitions
 from kvferry.vllm._offload_worker import KVFerryOffloadingWorker
+from kvferry.vllm._settings import store_settings
 
 
 class KVFerryOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
@@ -37,7 +38,7 @@ class KVFerryOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_spec()
-        self._settings = OffloadSettings.of(config.extra_config)
+        self._settings = store_settings(config.extra_config)
         # vLLM's connector makes this object, and gives it only a part of the configuration.
         self._vllm_config = vllm_config_of_callers()
         if self._vllm_config is not None:

@@ -21,7 +21,7 @@ import kvferry
 from kvferry.vllm._log import logger
 
 if TYPE_CHECKING:
-    from kvferry.vllm._offload_settings import OpenStore
+    from kvferry._engine.store import OpenStore
 
 
 # How long the thread waits for a change until it looks whether it is to end.

@@ -39,11 +39,12 @@ from kvferry.vllm._offload_blocks import Block, Columns, packed, unpacked
 from kvferry.vllm._offload_events import StoreEvents
 from kvferry.vllm._offload_keys import Keys
 from kvferry.vllm._offload_layout import read_card, remove_cards
-from kvferry.vllm._offload_retention import Plan, Plans
+from kvferry.vllm._offload_retention import Limits, Plan, Plans
 
 if TYPE_CHECKING:
     from kvferry._engine.identity.adapters import Files
-    from kvferry.vllm._offload_settings import OffloadSettings, OpenStore
+    from kvferry._engine.settings import StoreSettings
+    from kvferry._engine.store import OpenStore
 
 
 # How often a request loads one block: where the store has a block but can't read it, the request is computed.
@@ -106,7 +107,7 @@ class _Group:
 class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
     """See `KVFerryOffloadingSpec`."""
 
-    def __init__(self, config: Any, settings: OffloadSettings, opened: OpenStore | None) -> None:
+    def __init__(self, config: Any, settings: StoreSettings, opened: OpenStore | None) -> None:
         self._config, self._settings, self._opened = config, settings, opened
         self._tokens = {it.group_id: it.tokens_per_block * config.cache.blocks_per_chunk for it in config.groups}
         self._cards: list[dict[str, Any]] | None = None
@@ -128,7 +129,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         # Begun since the start.
         self.prefetches = 0
         self._stats = counters.SchedulerStats()
-        self._plans = Plans(settings.limits, "KVFerryOffloadingSpec", logger)
+        self._plans = Plans(Limits.of_store(settings), "KVFerryOffloadingSpec", logger)
         self._version = self._core.version()
         self._core.on_named(self._follow_weights)
         self._cached = Cached(self._core)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-DURATION_MAX = 10 * 365 * 86_400.0
+from kvferry._engine.settings import DURATION_MAX, StoreSettings
+
 # A scheduler reads them, and a request may come from anyone. A prompt has a system part, documents and a question.
 RANGES_MAX = 64
 
@@ -18,7 +19,10 @@ _SHOWN = 40
 
 @dataclass(frozen=True)
 class Retention:
-    """`priority`: 0 to 100; lower ones leave first. `duration`: seconds after which it is the default again."""
+    """`priority`: 0 to 100; lower ones leave first. `duration`: seconds after which it is the default again.
+
+    The fields are parameters of `kvferry.Space.put`.
+    """
 
     priority: int = 35
     duration: float | None = None
@@ -34,6 +38,10 @@ class Limits:
     priority_max: int = 100
     # Seconds for which a priority above `priority` holds at most; None: as long as a request says.
     duration_max: float | None = None
+
+    @staticmethod
+    def of_store(settings: StoreSettings) -> Limits:
+        return Limits(settings.priority, settings.priority_max, settings.duration_max)
 
     def of(self, priority: int, duration: float | None) -> Retention:
         priority = min(priority, self.priority_max)

@@ -43,6 +43,9 @@ from kvferry._engine.identity.vllm import (
     processor,
     vllm_config_of_callers,
 )
+from kvferry._engine.puts import Puts
+from kvferry._engine.settings import StoreSettings
+from kvferry._engine.store import open_store
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._guard import store_guarded
 from kvferry.vllm._layout import has_channels_first
@@ -52,9 +55,8 @@ from kvferry.vllm._offload_adapters import RequestNames, StoredAdapters
 from kvferry.vllm._offload_events import StoreEvents
 from kvferry.vllm._offload_keys import Keys
 from kvferry.vllm._offload_layout import specs_of
-from kvferry.vllm._offload_puts import Puts
-from kvferry.vllm._offload_retention import Plan, Plans, Retention
-from kvferry.vllm._offload_settings import OffloadSettings, open_store
+from kvferry.vllm._offload_retention import Limits, Plan, Plans, Retention
+from kvferry.vllm._settings import store_settings
 
 # Blocks that were found and could not be read are missed for so long, and so many are remembered.
 _UNREADABLE_S = 60.0
@@ -115,7 +117,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         check_tier()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality) if locality is not None else None
-        self._settings = OffloadSettings.of(settings, "secondary_tiers")
+        self._settings = store_settings(settings, "secondary_tiers")
         _check_parallelism(offloading_spec.config, self._settings)
         vllm_config = vllm_config_of_callers()
         self._layout = _fingerprint(offloading_spec.config, self.block_size_bytes, vllm_config, caches_of_callers())
@@ -143,7 +145,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         # Keys that can't be read, each with the time until which it is missed.
         self._unreadable: OrderedDict[bytes, float] = OrderedDict()
         self._stats = counters.SchedulerStats()
-        self._plans = Plans(self._settings.limits, "KVFerryTier", logger)
+        self._plans = Plans(Limits.of_store(self._settings), "KVFerryTier", logger)
         self._version = self._core.version()
         self._core.on_named(self._follow_weights)
         # With vLLM's tier in host memory.
@@ -283,7 +285,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             hashes = asked.names.of([parent, *run] if parent is not None else run)
             numbers = [chunks[key] for key in run]
             first = len(hashes) - len(run)
-            put = self._puts.put(space, hashes, self._memory(numbers), first, kept)
+            put = self._puts.put(space, hashes, self._memory(numbers), first, **vars(kept))
             if put is None:
                 self._stats.counted.increase_counter(counters.PUT_BLOCKS, len(run), ("refused",))
                 self._stats.counted.increase_counter(counters.PUT_BLOCKS, len(run), ("refused_waiting",))
@@ -438,7 +440,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             opened.agent.shutdown()
 
 
-def _model(settings: OffloadSettings, config: Any | None) -> str:
+def _model(settings: StoreSettings, config: Any | None) -> str:
     """What names the weights. vLLM gives a tier the model's name only."""
     if config is not None:
         check_media_are_named(config, "KVFerryTier")
@@ -528,7 +530,7 @@ def _is_portable(config: Any) -> bool:
     return bool(config.parallel.is_parallelism_agnostic and (config.canonical_layout or is_in_order))
 
 
-def _check_parallelism(config: Any, settings: OffloadSettings) -> None:
+def _check_parallelism(config: Any, settings: StoreSettings) -> None:
     """Raises ValueError where engines that differ in what vLLM does not tell a tier would find each other's rows."""
     parallel = config.parallel
     if parallel.dcp_size * parallel.pcp_size > 1 and settings.model is None:

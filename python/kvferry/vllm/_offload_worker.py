@@ -17,15 +17,15 @@ import kvferry
 from kvferry._engine.identity.adapters import Unchanged
 from kvferry._engine.log import Seldom
 from kvferry._engine.memory import Scratch
+from kvferry._engine.puts import PUT_BYTES_MAX, Puts, Waiting
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._log import logger
 from kvferry.vllm._offload_layout import GroupLayout, Shard, regions_of, write_card
-from kvferry.vllm._offload_puts import PUT_BYTES_MAX, Puts, Waiting
 
 if TYPE_CHECKING:
+    from kvferry._engine.store import OpenStore
     from kvferry.vllm._offload_blocks import Block
     from kvferry.vllm._offload_manager import StoredBlocks
-    from kvferry.vllm._offload_settings import OpenStore
 
 
 @dataclass
@@ -172,7 +172,7 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             for shard in layout.shards:
                 memory = self._memory(shard, pages[begin:end])
                 space = self._space(tenant, layout, shard)
-                put = self._puts.put(space, hashes, memory, first, run[0].retention)
+                put = self._puts.put(space, hashes, memory, first, **vars(run[0].retention))
                 if put is None:
                     self._refused(len(run))
                 else:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import kvferry
-    from kvferry.vllm._offload_retention import Retention
+import kvferry
 
 # The store refuses what is put while 256 MiB wait.
 _QUEUED_BYTES_MAX = 128 << 20
@@ -46,11 +44,8 @@ class Puts:
         self._waiting: list[tuple[Waiting, int]] = []
         self._thread: ThreadPoolExecutor | None = None
 
-    def put(
-        self, space: Any, hashes: list[bytes], memory: kvferry.Blocks, first: int, retention: Retention
-    ) -> Any | None:
-        """None if too much waits."""
-        kept = {"priority": retention.priority, "duration": retention.duration}
+    def put(self, space: Any, hashes: list[bytes], memory: kvferry.Blocks, first: int, **kept: Any) -> Any | None:
+        """As `kvferry.Space.put_async`. None if too much waits."""
         nbytes = memory.nbytes
         self._queued = [it for it in self._queued if not it[0].done()]
         self._waiting = [it for it in self._waiting if not it[0].done()]
