@@ -549,7 +549,7 @@ def test_a_call_that_fails_in_a_manager_is_a_miss_or_a_load_without_blocks(
     assert made.prepare_load([key(0)], Context(BLOCKS)).groups == {}
     assert made.prepare_store([key(0)], Context(BLOCKS)).keys_to_store == []
     made.touch([key(0)], Context(BLOCKS))
-    monkeypatch.setattr(made, "_by_group", fails)
+    monkeypatch.setattr("kvferry.vllm._offload_manager.by_group", fails)
     made.complete_store([key(0)], Context(BLOCKS), success=True)
     monkeypatch.setattr(made, "_release", fails)
     made.complete_load([key(0)], Context(BLOCKS))

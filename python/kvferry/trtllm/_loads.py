@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import kvferry
+from kvferry._engine.jobs import settled
 from kvferry._engine.memory import Extents
 from kvferry.trtllm._handoff import Handoff
 from kvferry.trtllm._local import Local
@@ -85,7 +84,7 @@ class Loads:
             for group in self._windows:
                 last = hashes[self._first(group, 0, len(hashes)) :]
                 begun += [space.prefetch_async([it]) for space in self._spaces[group.number] for it in last]
-            self.took_too_long = not _wait(begun, deadline)
+            self.took_too_long = not settled(begun, deadline)
             if not self.took_too_long:
                 end = self.in_store(hashes)
         return end
@@ -135,7 +134,7 @@ class Loads:
         except kvferry.Error:
             self._given_up.append(staged)
             raise
-        if not _wait(staged.pending, deadline):
+        if not settled(staged.pending, deadline):
             self._local.say("the store has not read %d blocks in load_wait; they are computed", end - first)
             self._local.counts["load_timeouts"] += 1
             self.took_too_long = True
@@ -188,7 +187,7 @@ class Loads:
             raise LookupError("the staging memory has no room for them; raise staging_gib")
         try:
             self._begin(more, hashes)
-            if not _wait(more.pending, deadline):
+            if not settled(more.pending, deadline):
                 raise LookupError("they were not read in load_wait")
             results = iter(more.pending)
             if not all(next(results).wait() == run.end - run.first for run in more.runs for _ in run.offsets):
@@ -258,14 +257,3 @@ class Loads:
         for staged in [it for it in self._given_up if all(pending.done() for pending in it.pending)]:
             self._given_up.remove(staged)
             staged.give(staged.extent)
-
-
-def _wait(begun: list[Any], deadline: float) -> bool:
-    """False if not all have ended by then."""
-    for pending in begun:
-        # Who takes the outcome sees the error.
-        with suppress(kvferry.Error):
-            pending.wait(max(0.0, deadline - time.monotonic()))
-        if not pending.done():
-            return False
-    return True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import kvferry
+from kvferry._engine.jobs import runs
 from kvferry._engine.log import logger_of
 from kvferry.trtllm._bases import bases
 from kvferry.trtllm._breaker import Breaker
@@ -317,19 +319,19 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
 
     def _saves(self, state: _Request, begin: int, end: int) -> Iterator[Save]:
         """Runs of blocks with one priority, and with pages."""
+        priority = functools.partial(self._priority, state)
         pages = self._local.pages
         assert pages is not None
         for group in pages.groups:
             numbers = state.pages.get(group.number, [])
             least = max(0, state.before - group.window) if group.window else 0
-            run: list[int] = []
-            for at in range(begin, min(end, len(numbers)) + 1):
-                is_kept = at < min(end, len(numbers)) and numbers[at] >= 0 and at * pages.tokens_per_block >= least
-                if run and (not is_kept or self._priority(state, at) != self._priority(state, run[0])):
-                    yield self._save(state, group.number, numbers, run)
-                    run = []
-                if is_kept:
-                    run.append(at)
+            kept = [
+                at
+                for at in range(begin, min(end, len(numbers)))
+                if numbers[at] >= 0 and at * pages.tokens_per_block >= least
+            ]
+            for run in runs(kept, lambda last, at: last + 1 == at and priority(last) == priority(at)):
+                yield self._save(state, group.number, numbers, run)
 
     def _save(self, state: _Request, group: int, numbers: list[int], run: list[int]) -> Save:
         state.holds_pages = True

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import kvferry
+from kvferry._engine.jobs import settled
 from kvferry._engine.memory import Scratch
 from kvferry.trtllm._bases import bases
 from kvferry.trtllm._local import Local
@@ -138,8 +139,7 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
             for save in step.saves:
                 begun += self._begin(pages, save)
         if self._local.settings.save == "sync":
-            for pending in begun:
-                _settle(pending)
+            settled(begun)
         self._collect()
 
     def _hand_over(self, pages: Pages, copies: Copies, stream: Any) -> None:
@@ -265,15 +265,5 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
 
     def _settle(self) -> None:
         """Waits for puts that read pages."""
-        for reading in self._reading.values():
-            for pending in reading:
-                _settle(pending)
+        settled(pending for reading in self._reading.values() for pending in reading)
         self._collect()
-
-
-def _settle(pending: Any) -> None:
-    try:
-        pending.wait()
-    except kvferry.Error:
-        # Counted where outcomes are taken.
-        return

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm.v1.kv_offload.base import get_offload_block_hash
+from vllm.v1.kv_offload.base import get_offload_block_hash, get_offload_group_idx
 
 from kvferry._engine.identity.adapters import Adapters, Files
-from kvferry._engine.identity.core import Core
+from kvferry._engine.identity.core import Core, callers
 
 # Names that are translated back. Events of further blocks have the store's names, which no router looks up.
 _NAMES_MAX = 1 << 20
@@ -59,6 +58,14 @@ class StoredAdapters:
     def hashes(self, names: Sequence[bytes]) -> Sequence[bytes]:
         """vLLM's hashes of blocks, by their names in the store."""
         return [self._hashes.get(name, name) for name in names] if self._hashes else names
+
+
+def by_group(keys: Iterable[bytes]) -> list[tuple[int, list[bytes]]]:
+    """The keys of each group of layers, by the group's number."""
+    found: dict[int, list[bytes]] = {}
+    for key in keys:
+        found.setdefault(get_offload_group_idx(key), []).append(key)
+    return sorted(found.items())
 
 
 class RequestNames:
@@ -116,10 +123,8 @@ def _lora_of_callers() -> tuple[bool, Any]:
     """The adapter of the request that vLLM's connector handles, and whether it is known. vLLM tells managers and tiers
     no more of a request than its keys and parameters, and its connector, which calls them, has it.
     """
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        request = frame.f_locals.get("request")
+    for frame in callers():
+        request: Any = frame.f_locals.get("request")
         if frame.f_code.co_name == "on_new_request" and hasattr(request, "lora_request"):
             return True, request.lora_request
-        frame = frame.f_back
     return False, None

@@ -31,10 +31,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 import kvferry
 from kvferry._engine.identity.core import Cached, core_of_callers
 from kvferry._engine.identity.vllm import vllm_config_of_callers
+from kvferry._engine.jobs import runs
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._guard import store_guarded
 from kvferry.vllm._log import logger
-from kvferry.vllm._offload_adapters import RequestNames, StoredAdapters
+from kvferry.vllm._offload_adapters import RequestNames, StoredAdapters, by_group
 from kvferry.vllm._offload_blocks import Block, Columns, packed, unpacked
 from kvferry.vllm._offload_events import StoreEvents
 from kvferry.vllm._offload_keys import Keys
@@ -363,7 +364,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
     @_guarded(lambda self, *_: None)
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         names = self._request(req_context).names
-        for number, of_group in self._by_group(keys).items():
+        for number, of_group in by_group(keys):
             group = self._groups.get(number)
             hashes = names.of(of_group)
             for space in group.spaces if group else ():
@@ -371,13 +372,6 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
                     space.touch(hashes)
                 except kvferry.Error:
                     return
-
-    @staticmethod
-    def _by_group(keys: Iterable[bytes]) -> dict[int, list[bytes]]:
-        found: dict[int, list[bytes]] = {}
-        for key in keys:
-            found.setdefault(get_offload_group_idx(key), []).append(key)
-        return found
 
     # Stores.
 
@@ -393,7 +387,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         self._cached.add()
         if self._ready() and self._may_store(request):
             spec.files = request.names.files
-            for number, of_group in self._by_group(keys).items():
+            for number, of_group in by_group(keys):
                 group = self._groups.get(number)
                 if group is not None:
                     to_store += self._prepare(of_group, number, group, request, req_context, spec)
@@ -443,18 +437,12 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
     @staticmethod
     def _touch_runs(group: _Group, keys: list[bytes], request: _Request) -> None:
         """Counts blocks as used that the engine has computed again."""
-        runs: list[list[bytes]] = []
-        last = -2
-        for key in keys:
-            place = request.keys.place(key)
-            if place != last + 1:
-                runs.append([])
-            runs[-1].append(request.names.one(key))
-            last = place
+        place = request.keys.place
         try:
-            for space in group.spaces:
-                for run in runs:
-                    space.touch(run)
+            for run in runs(keys, lambda last, key: place(last) + 1 == place(key)):
+                names = request.names.of(run)
+                for space in group.spaces:
+                    space.touch(names)
         except kvferry.Error:
             return
 
@@ -465,7 +453,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         if self._events is not None and success:
             # Not all of them were stored: those that are on the disk are reported.
             names = self._request(req_context).names
-            for number, of_group in self._by_group(keys).items():
+            for number, of_group in by_group(keys):
                 self._events.know(number, self._adapters.report(names, of_group))
 
     # The rest of vLLM's contract.

@@ -43,6 +43,7 @@ from kvferry._engine.identity.vllm import (
     processor,
     vllm_config_of_callers,
 )
+from kvferry._engine.jobs import runs, settled
 from kvferry._engine.puts import Puts
 from kvferry._engine.settings import StoreSettings
 from kvferry._engine.store import open_store
@@ -51,11 +52,11 @@ from kvferry.vllm._guard import store_guarded
 from kvferry.vllm._layout import has_channels_first
 from kvferry.vllm._log import logger
 from kvferry.vllm._of_vllm import check_tier
-from kvferry.vllm._offload_adapters import RequestNames, StoredAdapters
+from kvferry.vllm._offload_adapters import RequestNames, StoredAdapters, by_group
 from kvferry.vllm._offload_events import StoreEvents
 from kvferry.vllm._offload_keys import Keys
 from kvferry.vllm._offload_layout import specs_of
-from kvferry.vllm._offload_retention import Limits, Plan, Plans, Retention
+from kvferry.vllm._offload_retention import Limits, Plan, Plans
 from kvferry.vllm._settings import store_settings
 
 # Blocks that were found and could not be read are missed for so long, and so many are remembered.
@@ -250,8 +251,8 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         if not self._may_store(asked):
             return
         with suppress(kvferry.Error):
-            for number in sorted({get_offload_group_idx(key) for key in keys}):
-                self._put(job, number, chunks, asked, context)
+            for number, of_group in by_group(keys):
+                self._put(job, number, of_group, chunks, asked, context)
 
     def _may_store(self, asked: _Asked) -> bool:
         """Whether the request's KV is computed with the weights of its names. vLLM gives a tier blocks that were in its
@@ -267,25 +268,25 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             return False
         return asked.names.may_store(is_computed=True)
 
-    def _put(self, job: _Job, number: int, chunks: dict[bytes, int], asked: _Asked, context: Any) -> None:
+    def _put(
+        self, job: _Job, number: int, keys: list[bytes], chunks: dict[bytes, int], asked: _Asked, context: Any
+    ) -> None:
         """Blocks that follow each other in the prompt, with one retention, are a put."""
         space = self._space(number)
-        of_group = [key for key in job.keys if get_offload_group_idx(key) == number]
         if space is None:
             return
-        runs: list[tuple[Retention, list[bytes]]] = []
-        for key in sorted(of_group, key=asked.keys.place):
-            end = context.get_offload_key_position(key)
-            kept = asked.plan.at(end - 1) if end else asked.plan.otherwise
-            if not runs or runs[-1][0] != kept or asked.keys.parent(number, key) != runs[-1][1][-1]:
-                runs.append((kept, []))
-            runs[-1][1].append(key)
-        for kept, run in runs:
+        ends = {key: context.get_offload_key_position(key) for key in keys}
+        kept = {key: asked.plan.at(end - 1) if end else asked.plan.otherwise for key, end in ends.items()}
+
+        def follows(last: bytes, key: bytes) -> bool:
+            return asked.keys.parent(number, key) == last and kept[key] == kept[last]
+
+        for run in runs(sorted(keys, key=asked.keys.place), follows):
             parent = asked.keys.parent(number, run[0])
             hashes = asked.names.of([parent, *run] if parent is not None else run)
             numbers = [chunks[key] for key in run]
             first = len(hashes) - len(run)
-            put = self._puts.put(space, hashes, self._memory(numbers), first, **vars(kept))
+            put = self._puts.put(space, hashes, self._memory(numbers), first, **vars(kept[run[0]]))
             if put is None:
                 self._stats.counted.increase_counter(counters.PUT_BLOCKS, len(run), ("refused",))
                 self._stats.counted.increase_counter(counters.PUT_BLOCKS, len(run), ("refused_waiting",))
@@ -300,10 +301,9 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         keys = list(job_metadata.keys)
         names = self._asked(job_metadata.req_context).names
         job = self._jobs[job_metadata.job_id] = _Job(True, keys, names)
-        chunks = job_metadata.chunk_ids.tolist()
-        for number in sorted({get_offload_group_idx(key) for key in keys}):
-            of_group = [at for at, key in enumerate(keys) if get_offload_group_idx(key) == number]
-            self._get(job, [keys[at] for at in of_group], [chunks[at] for at in of_group])
+        chunks = dict(zip(keys, job_metadata.chunk_ids.tolist(), strict=True))
+        for _, of_group in by_group(keys):
+            self._get(job, of_group, [chunks[key] for key in of_group])
 
     def _get(self, job: _Job, keys: list[bytes], chunks: list[int]) -> None:
         space = self._space(get_offload_group_idx(keys[0]))
@@ -363,8 +363,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
                 self._stats.counted.increase_counter(counters.FAILED_LOADS)
         if job.done and self._events is not None:
             # Also what was loaded: another engine, or a start before, may have stored it.
-            for number in sorted({get_offload_group_idx(key) for key in job.done}):
-                of_group = [key for key in job.done if get_offload_group_idx(key) == number]
+            for number, of_group in by_group(job.done):
                 self._events.know(number, self._adapters.report(job.names, of_group))
         complete = len(job.done) == len(job.keys)
         return JobResult(
@@ -404,9 +403,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
     def _drain(self) -> None:
         for job in self._jobs.values():
             while True:
-                for run in job.runs:
-                    with suppress(Exception):
-                        run.pending.wait()
+                settled(run.pending for run in job.runs)
                 again = [run for run in job.runs if job.is_load]
                 if not again:
                     break

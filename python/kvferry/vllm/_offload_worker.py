@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 import kvferry
 from kvferry._engine.identity.adapters import Unchanged
+from kvferry._engine.jobs import runs, settled
 from kvferry._engine.log import Seldom
 from kvferry._engine.memory import Scratch
 from kvferry._engine.puts import PUT_BYTES_MAX, Puts, Waiting
@@ -142,27 +143,19 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _store(self, job: _Job, tenant: bytes, layout: GroupLayout, blocks: list[Block], pages: Any) -> None:
         """Runs of blocks that follow each other in the prompt, with one retention, are a put."""
-        runs: list[tuple[int, int]] = []
-        last: Block | None = None
         block_bytes = self._blocks_per_chunk * max(
             (sum(piece.nbytes for piece in shard.pieces) for shard in layout.shards), default=0
         )
         longest = max(1, PUT_BYTES_MAX // max(1, block_bytes))
-        for at, block in enumerate(blocks):
-            if not layout.is_writer(int(pages[at, 0])):
-                last = None
-            elif (
-                last is not None
-                and block.before == last.hash
-                and block.retention == last.retention
-                and at - runs[-1][0] < longest
-            ):
-                runs[-1] = (runs[-1][0], at + 1)
-                last = block
-            else:
-                runs.append((at, at + 1))
-                last = block
-        for begin, end in runs:
+
+        def follows(last: int, at: int) -> bool:
+            of_last, of_this = blocks[last], blocks[at]
+            is_next = last + 1 == at and of_this.before == of_last.hash
+            return is_next and of_this.retention == of_last.retention
+
+        written = [at for at in range(len(blocks)) if layout.is_writer(int(pages[at, 0]))]
+        for numbers in runs(written, follows, longest):
+            begin, end = numbers[0], numbers[-1] + 1
             run = blocks[begin:end]
             hashes = [block.hash for block in run]
             first = 0
@@ -298,9 +291,7 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         for pending in pendings:
             if isinstance(pending, Waiting):
                 pending.give_up()
-        for pending in pendings:
-            with suppress(Exception):
-                pending.wait()
+        settled(pendings)
 
     def shutdown(self) -> None:
         """Waits for what has begun: the engine frees its pages after this."""
