@@ -264,6 +264,12 @@ impl Job {
         None
     }
 
+    /// A notification is to follow the data on a connection of its own: a stop before the peer has confirmed it is in
+    /// time.
+    pub(crate) fn owe_note(&self) {
+        lock(&self.state).owes_note = true;
+    }
+
     /// The peer has confirmed the notification that followed the data.
     pub(crate) fn noted(&self) {
         lock(&self.state).owes_note = false;

@@ -138,11 +138,15 @@ impl Share {
         job: Arc<Job>,
         wake: Wake,
     ) -> Self {
+        let notification = job.bare_notification();
+        if notification.is_some() {
+            job.owe_note();
+        }
         Self {
             statuses: peer.acknowledges,
             stall_detector: StallDetector::new(link.core.settings.silence),
             limits: Limits { descriptors_max: FRAME_PARTS_MAX, ..Limits::default() },
-            notification: job.bare_notification(),
+            notification,
             peer,
             link,
             lane,
@@ -477,7 +481,10 @@ impl Share {
         let carried = self.job.carries_notification(frame);
         // This connection carries only data: the notification always follows on another one.
         let notification = if carried { self.job.notify.clone() } else { behind };
-        self.notification = notification.or(self.notification.take());
+        if notification.is_some() {
+            self.job.owe_note();
+            self.notification = notification;
+        }
     }
 
     /// There is nothing to receive; after a failed send, there will never be.
@@ -659,8 +666,9 @@ impl Share {
             left.min(core.settings.handshake_timeout()),
             Box::new(move |_, answer| {
                 let answer = answer.map_err(Failure::into_error);
-                if let Err(e) = answer.and_then(|answer| notified(&answer)) {
-                    job.fail(e.with("peer", &link.address));
+                match answer.and_then(|answer| notified(&answer)) {
+                    Ok(()) => job.noted(),
+                    Err(e) => job.fail(e.with("peer", &link.address)),
                 }
                 job.share_ended(&link, None);
             }),
