@@ -92,7 +92,7 @@ pub(crate) struct RegionInner {
 enum Quarantine {
     #[default]
     Never,
-    /// Copiers of others and of this process that were seen and have not left.
+    /// Copiers of memory users and of this process that were seen and have not left.
     Inside(Vec<Arc<dyn Copier>>, Vec<Stuck>),
     Lifted,
 }
@@ -322,7 +322,7 @@ pub(crate) struct Tables {
     /// Host regions only: device memory has no address in this process.
     by_addr: BTreeMap<usize, Arc<RegionInner>>,
     next_id: u32,
-    /// The parts of the agent through which others reach memory.
+    /// The users of the memory, which transports add.
     users: Vec<Arc<dyn MemoryUser>>,
     /// Unregistered regions that a copier may still write to.
     quarantined: Vec<Arc<RegionInner>>,
@@ -635,18 +635,17 @@ impl RegionTable {
         self.read().by_id.get(&id.0).map(|r| Region(Arc::clone(r)))
     }
 
-    // ---- others that reach memory ----
+    // ---- users of the memory; see `user` ----
 
-    /// Adds a part of the agent through which others reach memory. Called before there are any regions.
+    /// Adds a user of the memory. Called before there are any regions.
     pub(crate) fn add_user(&self, user: Arc<dyn MemoryUser>) {
         self.write().users.push(user);
     }
 
-    /// The copiers of others that may touch one of these regions now (`None`: any region). Every later one
-    /// finds regions that were removed unregistered.
+    /// The copiers of memory users that may touch one of these regions now (`None`: any region). Every later
+    /// one finds removed regions unregistered.
     pub(crate) fn copiers(&self, regions: Option<&[RegionId]>) -> Vec<Arc<dyn Copier>> {
-        let users = self.read().users.clone();
-        users.iter().flat_map(|user| user.copiers(regions)).collect()
+        self.read().users.iter().flat_map(|user| user.copiers(regions)).collect()
     }
 
     /// Whether memory that the agent allocates is to be of a kind that other processes can map.
@@ -654,7 +653,7 @@ impl RegionTable {
         self.read().users.iter().any(|user| user.maps_memory())
     }
 
-    /// Tells others that the agent was shut down.
+    /// Tells the memory users that the agent was shut down.
     pub(crate) fn close(&self) {
         self.read().users.iter().for_each(|user| user.closed());
     }

@@ -1,23 +1,23 @@
-//! The seam between memory and those who reach it by other means than this process's own copiers:
+//! The seam between memory and what reaches it by other means than this process's own copiers:
 //! processes of this host, network cards, devices, the kernel.
 //!
-//! A [`MemoryUser`] is one for the whole agent. A transport adds it when it starts, and it is told of
-//! every region. Whoever copies by itself on behalf of it is a [`Copier`]: `unregister` waits for those
-//! that touch the region, and keeps the range in quarantine if one does not leave.
+//! A transport adds a [`MemoryUser`] when it starts. The user is told of every region, and names its
+//! [`Copier`]s: processes or devices that copy by themselves. `unregister` waits for the copiers that touch
+//! the region, and keeps the range in quarantine if one does not leave.
 //!
 //! A [`RegionKey`] is what a transport keeps for one region: a registration with the kernel, a network
 //! card or a library, a handle that was given to a peer. It is attached at the first use that needs it
 //! ([`Keys::get`]) and lives as long as the region's handles. Before memory returns to its owner
-//! (invariant I2), the key is *revoked*, which tells those who hold it to let go, and then *released*,
-//! until nothing reaches the memory through it.
+//! (invariant I2), the key is *revoked*: processes that hold the memory through it are told to let go.
+//! Then it is *released*, until nothing reaches the memory through it.
 //!
 //! | transport | memory user | key |
 //! |---|---|---|
-//! | `local` | the table of regions for other processes; copiers are those processes | processes that have mapped the region: `revoke` tells them to unmap it |
+//! | `local` | the table of regions for other processes, which are its copiers | processes that have mapped the region: `revoke` tells them to unmap it |
 //! | `file` | – | ranges registered with rings of io_uring: `release` ends them |
-//! | verbs | – | a memory region per card: peers ask for its remote key; `release` deregisters it |
-//! | CUDA IPC | – | the exported handle and its importers: `revoke` asks them to close it, `release` is done once they have, or are gone |
-//! | cuFile | – | the registered buffer: `release` deregisters it |
+//! | one for verbs | – | a memory region per card, whose remote key peers ask for: `release` deregisters it |
+//! | one for CUDA IPC | – | the exported handle and its importers: `revoke` asks them to close it, `release` is true once they have, or are gone |
+//! | one for cuFile | – | the registered buffer: `release` deregisters it |
 
 use crate::memory::region::RegionInner;
 use crate::sync::{Arc, OnceLock};
@@ -25,14 +25,15 @@ use kvferry_proto::{RegionId, Timestamp};
 use std::any::Any;
 use std::fmt;
 
-/// A part of the agent through which others than its own copiers reach memory.
+/// A part of the agent through which processes or devices reach memory beside the agent's own copiers.
+///
+/// The methods are called with the table of regions locked: they do not block, and do not use the table.
 pub(crate) trait MemoryUser: fmt::Debug + Send + Sync {
-    /// A region was registered. Called with the table of regions locked: does not block, and does not use
-    /// the table.
+    /// A region was registered.
     fn registered(&self, region: &RegionInner);
 
-    /// A region was unregistered and is marked dead. A copier that looks for it after this call does not
-    /// find it. Called as [`MemoryUser::registered`].
+    /// A region was unregistered and is marked dead. Copiers that look for it after this call do not find
+    /// it.
     fn unregistered(&self, region: &RegionInner);
 
     /// The copiers that may touch one of these regions now (`None`: any region). Every later one finds
@@ -48,7 +49,7 @@ pub(crate) trait MemoryUser: fmt::Debug + Send + Sync {
 
 /// A copier that touched memory when it was looked at, and may still do so.
 pub(crate) trait Copier: fmt::Debug + Send + Sync {
-    /// The copier's name in errors and logs.
+    /// The peer in errors and logs.
     fn name(&self) -> &str;
 
     /// Whether the copier has left the memory since, or can't touch any more.
@@ -60,12 +61,12 @@ pub(crate) trait Copier: fmt::Debug + Send + Sync {
 
 /// What a transport keeps for one region of memory.
 pub(crate) trait RegionKey: Any + Send + Sync {
-    /// The region was unregistered: tells those who hold the memory through the key to let go. Does not
-    /// wait. Nothing may begin to hold it from now on.
+    /// The region was unregistered: tells processes that hold the memory through the key to let go. Does
+    /// not wait. Nothing may begin to hold it after this call.
     fn revoke(&self) {}
 
-    /// Gives up what reaches the memory through the key, and refuses to reach it again. Returns whether
-    /// nothing reaches it any more; until then it is called again. Called when no use of the region is
+    /// Ends what reaches the memory through the key, and refuses later uses of the key. Returns whether
+    /// nothing reaches the memory any more; while it returns false, it is called again. Called when no use of the region is
     /// under way ([`Held`](crate::memory::held::Held)), perhaps with the table of regions locked: it does
     /// not block, and does not use the table.
     fn release(&self) -> bool;
