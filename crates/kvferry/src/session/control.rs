@@ -225,7 +225,7 @@ impl Control {
                 Some(SessionEvent::Request { id, kind: MESSAGE, body }) => self.message(id, body),
                 Some(SessionEvent::Request { id, kind, body }) => {
                     let (code, body) = match self.sessions.upgrade() {
-                        Some(_) => service::answer(&self.link, kind, &body),
+                        Some(all) => service::answer(all.services(), &self.link, kind, &body),
                         None => (WireCode::Shutdown, Vec::new()),
                     };
                     self.session().respond(id, code, body);

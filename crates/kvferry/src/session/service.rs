@@ -4,13 +4,12 @@ use crate::error::{Error, ErrorKind};
 use crate::memory::region::Region;
 use crate::notify::Notification;
 use crate::sync::Arc;
-use crate::transfer::lanes::StreamFault;
 use crate::transfer::link::Link;
 use crate::transfer::requests::{
-    NOTIFY, Note, PAGE, PROBE, REGION, REGIONS, RegionsPage, RegionsQuery, STREAM_FAULT,
-    StreamFaultNote, encode,
+    NOTIFY, Note, PAGE, PROBE, REGION, REGIONS, RegionsPage, RegionsQuery, encode,
 };
-use kvferry_proto::{StreamId, WireCode, pack};
+use crate::transport::Services;
+use kvferry_proto::{WireCode, pack};
 use serde::de::DeserializeOwned;
 
 /// The error that ends a session whose message handler panicked: whether the handler took the message
@@ -20,22 +19,27 @@ pub(crate) fn panicked() -> Error {
 }
 
 /// Answers one request. Runs on the control thread.
-pub(crate) fn answer(link: &Arc<Link>, kind: u16, body: &[u8]) -> (WireCode, Vec<u8>) {
-    match serve(link, kind, body) {
+pub(crate) fn answer(
+    services: &Services,
+    link: &Arc<Link>,
+    kind: u16,
+    body: &[u8],
+) -> (WireCode, Vec<u8>) {
+    match serve(services, link, kind, body) {
         Ok(body) => (WireCode::Ok, body),
         Err(code) => (code, Vec::new()),
     }
 }
 
-fn serve(link: &Arc<Link>, kind: u16, body: &[u8]) -> Result<Vec<u8>, WireCode> {
+fn serve(
+    services: &Services,
+    link: &Arc<Link>,
+    kind: u16,
+    body: &[u8],
+) -> Result<Vec<u8>, WireCode> {
     let core = &link.core;
     match kind {
         PROBE => {}
-        STREAM_FAULT => {
-            let note: StreamFaultNote = parse(body)?;
-            let fault = StreamFault { code: WireCode::from_u16(note.code), index: note.index };
-            link.lanes.note_fault(StreamId(note.stream), fault);
-        }
         REGIONS => {
             let query: RegionsQuery = parse(body)?;
             let all = core.memory.regions.all();
@@ -62,7 +66,7 @@ fn serve(link: &Arc<Link>, kind: u16, body: &[u8]) -> Result<Vec<u8>, WireCode> 
                 code => return Err(code),
             }
         }
-        _ => return Err(WireCode::Unsupported),
+        _ => return services.answer(link, kind, body).unwrap_or(Err(WireCode::Unsupported)),
     }
     Ok(Vec::new())
 }

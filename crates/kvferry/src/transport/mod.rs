@@ -17,6 +17,9 @@
 //! peer, and makes its [`Link`](crate::transfer::link::Link) itself (files). A completion queue is
 //! a `Drive`'s descriptor. A transport that supports device memory takes it from the batch's
 //! pieces; the others see only host spans.
+//!
+//! A transport is told of regions, and keeps keys of them, through `crate::memory::user`. Its settings are
+//! declared in its folder ([`settings`](mod@settings)).
 
 pub(crate) mod refusal;
 pub(crate) mod service;
@@ -27,9 +30,10 @@ use crate::reactor::Cx;
 use crate::stats::Stats;
 use crate::sync::Arc;
 use crate::transfer::kind::TransportKind;
+use crate::transfer::link::Link;
 use kvferry_sys::socket::Socket;
 use serde::{Deserialize, Serialize};
-use service::{Dialer, Service, Start, Startup, Streams};
+use service::{Answer, Dialer, Service, Start, Startup, Streams};
 use settings::TransportSetting;
 use std::any::Any;
 use std::fmt;
@@ -223,6 +227,11 @@ impl Services {
     /// Adds the figures that only the transports know.
     pub(crate) fn count(&self, stats: &mut Stats) {
         self.all().for_each(|service| service.count(stats));
+    }
+
+    /// Answers a request of a transport's own kind; `None` if it is of no transport's.
+    pub(crate) fn answer(&self, link: &Arc<Link>, kind: u16, body: &[u8]) -> Option<Answer> {
+        self.all().find_map(|service| service.answer(link, kind, body))
     }
 
     /// The transport of data streams, if it is permitted.

@@ -70,6 +70,9 @@ pub(crate) trait Directory: Send + Sync {
 /// none.
 pub(crate) type Attached = Box<dyn FnOnce(Option<String>) + Send>;
 
+/// The body of the answer to a request, or the code that refuses it.
+pub(crate) type Answer = Result<Vec<u8>, WireCode>;
+
 /// A transport of one running agent. What users of the transport call gets it by its type
 /// ([`Services::get`](super::Services::get)).
 pub(crate) trait Service: Any + Send + Sync {
@@ -84,7 +87,14 @@ pub(crate) trait Service: Any + Send + Sync {
         attached(None);
     }
 
-    /// Adds the figures that others keep, who copy by themselves.
+    /// Answers a request of the transport's own kind, such as for what a peer needs to reach a region.
+    /// `None` for other kinds. Called on the control thread.
+    fn answer(&self, _link: &Arc<Link>, _kind: u16, _body: &[u8]) -> Option<Answer> {
+        None
+    }
+
+    /// Adds figures that the agent's own counters do not have, such as those of processes that copy by
+    /// themselves.
     fn count(&self, _stats: &mut Stats) {}
 
     /// The transport's own handshake, if it has one.

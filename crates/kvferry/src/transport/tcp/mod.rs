@@ -22,11 +22,12 @@ use crate::memory::device::Wake;
 use crate::transfer::drive::{LaneRoute, OnLanes, SEND_CHUNK};
 use crate::transfer::job::Job;
 use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
-use crate::transfer::lanes::Lane;
+use crate::transfer::lanes::{Lane, StreamFault};
 use crate::transfer::link::Link;
-use crate::transport::service::{AcceptedStream, Attached, Service, Start, Startup, Streams};
+use crate::transfer::requests::{STREAM_FAULT, StreamFaultNote};
+use crate::transport::service::{AcceptedStream, Answer, Attached, Service, Start, Startup, Streams};
 use inbound::InboundStream;
-use kvferry_proto::PieceDigest;
+use kvferry_proto::{PieceDigest, StreamId, WireCode, pack};
 use kvferry_proto::lane::Transmit;
 use kvferry_sys::HostSpan;
 use kvferry_sys::socket::Socket;
@@ -71,6 +72,19 @@ impl Service for Tcp {
         link.add_route(Arc::new(LaneRoute(Self)));
         link.open_ahead();
         attached(None);
+    }
+
+    /// The peer says why it ends one of its streams.
+    fn answer(&self, link: &Arc<Link>, kind: u16, body: &[u8]) -> Option<Answer> {
+        if kind != STREAM_FAULT {
+            return None;
+        }
+        let note = pack::decode::<StreamFaultNote>(body).map(|note| {
+            let fault = StreamFault { code: WireCode::from_u16(note.code), index: note.index };
+            link.lanes.note_fault(StreamId(note.stream), fault);
+            Vec::new()
+        });
+        Some(note.map_err(|_| WireCode::Malformed))
     }
 
     fn streams(&self) -> Option<&dyn Streams> {
