@@ -13,10 +13,7 @@ import os
 import pickle
 import random
 import re
-import threading
-import time
 from collections import Counter
-from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +24,6 @@ import pytest
 import vllm_stand_in
 from kvferry._engine import store as _store
 from kvferry._engine.identity.vllm import LayerFacts
-from kvferry._engine.puts import Puts
 from kvferry._engine.settings import GIB
 from kvferry._engine.store import open_store
 from kvferry.vllm import _offload_layout as layout
@@ -268,61 +264,64 @@ def test_blocks_of_a_job_are_the_same_on_the_other_side_in_a_fraction_of_their_b
         assert len(pickle.dumps(packed(blocks))) < 34 * count + 500 < len(pickle.dumps(blocks))
 
 
-class Space:
-    """Puts end when the test lets them."""
+class Operation:
+    """An operation of the store that ends once it is cancelled. `ends`: its outcome, or what it raises."""
 
-    def __init__(self) -> None:
-        self.begun: list[list[bytes]] = []
-        self.may_end = threading.Event()
+    def __init__(self, ends: Any) -> None:
+        self._ends = ends
+        self.was_cancelled = False
 
-    def put(self, hashes: list[bytes], *_: Any, **__: Any) -> list[bytes]:
-        self.begun.append(hashes)
-        self.may_end.wait(30)
-        return hashes
+    def done(self) -> bool:
+        return self.was_cancelled
 
-    def put_async(self, hashes: list[bytes], *_: Any, **__: Any) -> Any:
-        return SimpleNamespace(done=lambda: False, wait=lambda: hashes)
+    def cancel(self) -> bool:
+        self.was_cancelled = True
+        return True
 
-
-def test_puts_that_wait_are_given_up_for_an_engine_that_needs_their_pages_but_not_the_one_that_has_begun() -> None:
-    space, puts = Space(), Puts()
-    memory: Any = SimpleNamespace(nbytes=100 << 20)
-    _direct, *waiting = [puts.put(space, [bytes([at])], memory, 0) for at in range(4)]
-    while not space.begun:
-        time.sleep(0.001)
-    for put in waiting:
-        put.give_up()
-    assert [put.done() for put in waiting] == [False, True, True]
-    for put in waiting[1:]:
-        with pytest.raises(CancelledError):
-            put.wait()
-    space.may_end.set()
-    assert waiting[0].wait() == [bytes([1])]
-    puts.close()
-    assert space.begun == [[bytes([1])]]
+    def wait(self, timeout: float | None = None) -> Any:
+        if not self.was_cancelled:
+            assert timeout is not None
+            return None
+        if isinstance(self._ends, Exception):
+            raise self._ends
+        return self._ends
 
 
-@pytest.mark.parametrize("raised", [MemoryError(), RuntimeError("can't start new thread"), CancelledError()])
-def test_a_job_ends_whatever_the_thread_that_puts_has_raised(
-    monkeypatch: pytest.MonkeyPatch, raised: Exception
-) -> None:
+def put(**blocks: int) -> Any:
+    """The outcome of a put, as `kvferry.Put`."""
+    names = "stored present refused failed refused_no_space refused_contended refused_index_full refused_waiting"
+    return SimpleNamespace(**(dict.fromkeys(names.split(), 0) | blocks))
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, *operations: Operation) -> tuple[Counter[Any], str | None]:
+    """What a worker counts of a job whose pages the engine needs, and why the job has failed."""
     vllm_stand_in.install(monkeypatch)
     module = importlib.import_module("kvferry.vllm._offload_worker")
     worker = module.KVFerryOffloadingWorker.__new__(module.KVFerryOffloadingWorker)
     worker._stats, worker._say = vllm_stand_in.OffloadingStats(), lambda *_: None
     job = module._Job("r", False)
-
-    def wait() -> None:
-        raise raised
-
-    job.pending.append((SimpleNamespace(done=lambda: True, wait=wait), 3))
+    job.pending += [(it, 3) for it in operations]
     worker._jobs = {7: job}
     worker.wait({7})
     ((job_id, has_ended, *_),) = worker.get_finished()
     assert (job_id, has_ended) == (7, True)
-    given_up = isinstance(raised, CancelledError)
-    assert worker._stats.counted == Counter({("refused",): 3, ("refused_waiting",): 3} if given_up else {})
-    assert (job.failure is None) == given_up
+    return worker._stats.counted, job.failure
+
+
+def test_an_engine_that_needs_pages_cancels_puts_and_counts_those_that_had_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    puts = [Operation(put(stored=2, present=1)), Operation(put(refused=3, refused_waiting=3))]
+    counted, failure = ended(monkeypatch, *puts)
+    assert [it.was_cancelled for it in puts] == [True, True]
+    assert counted == Counter({("stored",): 2, ("present",): 1, ("refused",): 3, ("refused_waiting",): 3})
+    assert failure is None
+
+
+@pytest.mark.parametrize("raised", [MemoryError(), RuntimeError("can't start new thread")])
+def test_a_job_ends_whatever_its_put_has_raised(monkeypatch: pytest.MonkeyPatch, raised: Exception) -> None:
+    counted, failure = ended(monkeypatch, Operation(raised))
+    assert (counted, failure) == (Counter(), str(raised) or repr(raised))
 
 
 @dataclass(frozen=True)

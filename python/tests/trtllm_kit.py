@@ -243,23 +243,22 @@ class Put:
         return self.is_done
 
     def wait(self, timeout: float | None = None) -> Any:
-        return SimpleNamespace(stored=1, present=0, refused=0, failed=0)
+        return SimpleNamespace(stored=1, present=0, refused=0, refused_waiting=0, failed=0)
 
 
 class Puts:
-    """Takes puts and ends none."""
+    """Takes the puts of a worker, as its spaces do, and ends none."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: Any) -> None:
+        worker._spaces = dict.fromkeys(worker._spaces, self)
         self.made: list[Put] = []
         self.calls: list[tuple[list[bytes], int, int]] = []
 
-    def put(self, space: Any, hashes: list[bytes], memory: Any, first: int, *, priority: int) -> Put:
+    def put_async(self, hashes: list[bytes], memory: Any, first: int, *, priority: int, wait: float) -> Put:
+        assert wait > 0
         self.calls.append((hashes, first, priority))
         self.made.append(Put())
         return self.made[-1]
-
-    def close(self) -> None:
-        self.end()
 
     def end(self) -> None:
         for it in self.made:

@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from kvferry._engine import puts as _offload_puts
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -349,8 +348,7 @@ def reset(note: Note) -> None:
 
 def much(note: Note) -> None:
     """What the disk does not take at once waits, and is all stored."""
-    limits = mock.patch.multiple(_offload_puts, _QUEUED_BYTES_MAX=2 * ROW, _WAITING_BYTES_MAX=100 * ROW)
-    with folder() as directory, tiers(directory) as made, limits:
+    with folder() as directory, tiers(directory) as made:
         for name in ("one", "two", "three"):
             keys = prompt(name, 20)
             made.store(

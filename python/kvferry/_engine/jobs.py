@@ -8,6 +8,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+# For puts that are about to end where their memory is needed: what a disk takes in this time waits in front of few.
+_MOMENT_S = 0.5
 
 
 def runs(items: Iterable[_T], follows: Callable[[_T, _T], bool], longest: float = float("inf")) -> list[list[_T]]:
@@ -32,3 +34,12 @@ def settled(operations: Iterable[Any], deadline: float | None = None) -> bool:
         if not it.done():
             return False
     return True
+
+
+def hurried(operations: Iterable[Any]) -> None:
+    """Waits for operations whose memory is needed. Puts that have not begun a moment later are cancelled."""
+    operations = list(operations)
+    if not settled(operations, time.monotonic() + _MOMENT_S):
+        for it in operations:
+            it.cancel()
+        settled(operations)

@@ -15,6 +15,12 @@ PUT_WAIT_S = 2.0
 # reading a large store after a crash, or be stopped by a debugger. Each try waits by itself, too.
 BUSY_S = 180.0
 BUSY_PAUSE_S = 1.0
+# How long a put waits for its turn, and so how long the end of an engine may. A step of a long prefill may compute more
+# than the disk takes meanwhile. An engine that needs the pages sooner cancels what does not begin soon.
+PUT_TURN_S = 10.0
+# Puts are not cancelled once they have begun, four at a time, so each is no larger than that: together 0.3 s of a disk
+# that takes 200 MB/s.
+PUT_BYTES_MAX = 16 << 20
 
 
 @dataclass

@@ -16,7 +16,6 @@ from typing import Any
 import kvferry
 from kvferry._engine.identity.trtllm import check_trtllm_weights_are_named
 from kvferry._engine.log import Seldom, logger_of
-from kvferry._engine.puts import Puts
 from kvferry._engine.store import OpenStore, open_store
 from kvferry.trtllm._engine_facts import Facts
 from kvferry.trtllm._handoff import Handoff
@@ -47,7 +46,6 @@ class Local:
         self._llm_args = llm_args
         self.model = self.facts.model
         self.opened = open_store(self.settings.store, self.settings.store.host_bytes // self.facts.ranks, logger)
-        self.puts = Puts()
         self.pages: Pages | None = None
         self.arena: Arena | None = None
         # On rank 0, if prompts are handed over.
@@ -55,7 +53,7 @@ class Local:
         self._end_handoff: Callable[[], Any] = lambda: None
         self.counts: Counter[str] = Counter()
         self.say = Seldom(logger, "kvferry.trtllm: ").say
-        self._end = weakref.finalize(self, _close, self.opened, self.puts)
+        self._end = weakref.finalize(self, _close, self.opened)
 
     @staticmethod
     def of(llm_args: Any) -> Local:
@@ -140,8 +138,7 @@ def _allgather(value: Any) -> list[Any]:
     return gathered
 
 
-def _close(opened: OpenStore | None, puts: Puts) -> None:
-    puts.close()
+def _close(opened: OpenStore | None) -> None:
     if opened is not None:
         # In a forked child, the store is the parent's.
         with suppress(kvferry.ForkedError):

@@ -9,6 +9,7 @@ from typing import Any
 import kvferry
 from kvferry._engine.jobs import settled
 from kvferry._engine.memory import Scratch
+from kvferry._engine.store import PUT_TURN_S
 from kvferry.trtllm._bases import bases
 from kvferry.trtllm._local import Local
 from kvferry.trtllm._meta import Copies, Load, Save, Step
@@ -168,14 +169,9 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         space = self._spaces[save.group]
         behind = len(save.hashes) - len(save.pages)
         try:
-            pending = self._local.puts.put(space, list(save.hashes), blocks, behind, priority=save.priority)
+            pending = space.put_async(list(save.hashes), blocks, behind, priority=save.priority, wait=PUT_TURN_S)
         except kvferry.Error as error:
-            pending = None
             self._missed(save, str(error))
-        else:
-            if pending is None:
-                self._missed(save, "too many blocks wait to be written; the disk is slower than the engine")
-        if pending is None:
             self._give_back(copy)
             return
         if copy is None:
@@ -226,6 +222,11 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
             return
         for name in ("stored", "present", "refused", "failed"):
             self._local.counts[name + "_blocks"] += getattr(put, name)
+        if put.refused_waiting:
+            self._local.say(
+                "%d blocks are not stored: too many blocks wait to be written; the disk is slower than the engine",
+                put.refused_waiting,
+            )
 
     def _missed(self, save: Save, reason: str) -> None:
         self._local.counts["refused_blocks"] += len(save.pages)

@@ -15,7 +15,6 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,10 +42,9 @@ from kvferry._engine.identity.vllm import (
     processor,
     vllm_config_of_callers,
 )
-from kvferry._engine.jobs import runs, settled
-from kvferry._engine.puts import Puts
+from kvferry._engine.jobs import hurried, runs, settled
 from kvferry._engine.settings import StoreSettings
-from kvferry._engine.store import open_store
+from kvferry._engine.store import PUT_TURN_S, open_store
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._guard import store_guarded
 from kvferry.vllm._layout import has_channels_first
@@ -142,7 +140,6 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             )
             self._events.watch({number: [self._space(number)] for number in self._tokens})
         self._jobs: dict[int, _Job] = {}
-        self._puts = Puts()
         # Keys that can't be read, each with the time until which it is missed.
         self._unreadable: OrderedDict[bytes, float] = OrderedDict()
         self._stats = counters.SchedulerStats()
@@ -286,12 +283,8 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             hashes = asked.names.of([parent, *run] if parent is not None else run)
             numbers = [chunks[key] for key in run]
             first = len(hashes) - len(run)
-            put = self._puts.put(space, hashes, self._memory(numbers), first, **vars(kept[run[0]]))
-            if put is None:
-                self._stats.counted.increase_counter(counters.PUT_BLOCKS, len(run), ("refused",))
-                self._stats.counted.increase_counter(counters.PUT_BLOCKS, len(run), ("refused_waiting",))
-            else:
-                job.runs.append(_Run(put, run, numbers))
+            put = space.put_async(hashes, self._memory(numbers), first, wait=PUT_TURN_S, **vars(kept[run[0]]))
+            job.runs.append(_Run(put, run, numbers))
 
     def _memory(self, chunks: list[int]) -> kvferry.Blocks:
         return kvferry.Blocks(self._region, [chunk * self.block_size_bytes for chunk in chunks], self.block_size_bytes)
@@ -332,12 +325,8 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
     def _end(self, job: _Job, run: _Run) -> None:
         try:
             outcome = run.pending.wait()
-        except CancelledError:
-            self._stats.counted.increase_counter(counters.PUT_BLOCKS, len(run.keys), ("refused",))
-            self._stats.counted.increase_counter(counters.PUT_BLOCKS, len(run.keys), ("refused_waiting",))
-            return
         except Exception as error:
-            # Of the store, or of the thread that puts: either would end the engine.
+            # It would end the engine.
             logger.warning_once("blocks can't be read from or written to the store: %r", str(error))
             outcome = None
         if not job.is_load:
@@ -376,9 +365,9 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
 
     def drain_jobs(self) -> None:
         """vLLM 0.32 calls it only where it resets its cache, as for new weights, and tells a tier no more of it. So
-        puts that have not begun are given up: nothing would find their blocks.
+        puts that do not begin soon are cancelled: nothing would find their blocks.
         """
-        self._puts.give_up()
+        hurried(run.pending for job in self._jobs.values() for run in job.runs)
         self._drain()
         self._take_other_names()
 
@@ -425,7 +414,6 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         return self._stats.take(self._opened.store if self._opened else None)
 
     def shutdown(self) -> None:
-        self._puts.close()
         self._drain()
         if self._opened is not None:
             opened, self._opened = self._opened, None

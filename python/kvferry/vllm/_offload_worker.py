@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +14,10 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 import kvferry
 from kvferry._engine.identity.adapters import Unchanged
-from kvferry._engine.jobs import runs, settled
+from kvferry._engine.jobs import hurried, runs, settled
 from kvferry._engine.log import Seldom
 from kvferry._engine.memory import Scratch
-from kvferry._engine.puts import PUT_BYTES_MAX, Puts, Waiting
+from kvferry._engine.store import PUT_BYTES_MAX, PUT_TURN_S
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._log import logger
 from kvferry.vllm._offload_layout import GroupLayout, Shard, regions_of, write_card
@@ -60,7 +59,6 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             self._card = write_card(config.engine_id, config.parallel.rank, model, layouts)
         self._spaces: dict[tuple[bytes, int, int], Any] = {}
         self._jobs: dict[int, _Job] = {}
-        self._puts = Puts()
         self._adapters = Unchanged()
         # Requests whose load has failed and was reported as finished.
         self._failed: set[str] = set()
@@ -165,17 +163,9 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             for shard in layout.shards:
                 memory = self._memory(shard, pages[begin:end])
                 space = self._space(tenant, layout, shard)
-                put = self._puts.put(space, hashes, memory, first, **vars(run[0].retention))
-                if put is None:
-                    self._refused(len(run))
-                else:
-                    job.pending.append((put, len(run)))
-                    job.nbytes += memory.nbytes
-
-    def _refused(self, blocks: int) -> None:
-        """Blocks that waited for too long, or would."""
-        for outcome in ("refused", "refused_waiting"):
-            self._stats.increase_counter(counters.PUT_BLOCKS, blocks, (outcome,))
+                put = space.put_async(hashes, memory, first, wait=PUT_TURN_S, **vars(run[0].retention))
+                job.pending.append((put, len(run)))
+                job.nbytes += memory.nbytes
 
     def _memory(self, shard: Shard, pages: Any) -> kvferry.Blocks:
         """The pages of whole blocks, a row for each: for each of the engine's blocks in turn, a piece per layer."""
@@ -244,11 +234,8 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         for pending, blocks in job.pending:
             try:
                 outcome = pending.wait()
-            except CancelledError:
-                self._refused(blocks)
-                continue
             except Exception as error:
-                # Of the store, or of the thread that puts: either would end the engine.
+                # It would end the engine.
                 job.failure = job.failure or str(error) or repr(error)
                 continue
             if not job.is_load:
@@ -286,17 +273,12 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         return taken
 
     def wait(self, job_ids: set[int]) -> None:
-        """The engine's thread needs the pages: puts that have not begun are given up."""
-        pendings = [pending for job_id in job_ids if job_id in self._jobs for pending, _ in self._jobs[job_id].pending]
-        for pending in pendings:
-            if isinstance(pending, Waiting):
-                pending.give_up()
-        settled(pendings)
+        """The engine's thread needs the pages."""
+        hurried(pending for job_id in job_ids if job_id in self._jobs for pending, _ in self._jobs[job_id].pending)
 
     def shutdown(self) -> None:
-        """Waits for what has begun: the engine frees its pages after this."""
-        self._puts.close()
-        self.wait(set(self._jobs))
+        """Waits for what has begun, and for the turn of the rest: the engine frees its pages after this."""
+        settled(pending for job in self._jobs.values() for pending, _ in job.pending)
         self._jobs.clear()
         if self._card is not None:
             with suppress(OSError):

@@ -49,7 +49,6 @@ def served(bench: Bench) -> Served:
 
 @pytest.fixture
 def puts(served: Served) -> Iterator[Puts]:
-    made = Puts()
-    served.worker._local.puts = made
+    made = Puts(served.worker)
     yield made
     made.end()

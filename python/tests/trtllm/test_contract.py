@@ -242,8 +242,7 @@ def test_priorities_of_an_engine_reach_the_store(served: Served, puts: Puts) -> 
 def test_blocks_that_were_found_are_not_put_again(bench: Bench) -> None:
     stored(bench)
     served = bench.rank(Shape())
-    made = Puts()
-    served.worker._local.puts = made
+    made = Puts(served.worker)
     served.engine.trace = lambda part: made.end()
     served.engine.run([Request(1, prompt(41))])
     assert made.calls == []
