@@ -12,6 +12,7 @@ from typing import Any
 import kvferry
 import pytest
 from kvferry._engine import address, log
+from kvferry._engine.jobs import runs, settled
 from kvferry._engine.secret import PeerSettings
 
 PACKAGE = Path(kvferry.__file__).parent
@@ -128,3 +129,34 @@ def test_the_loggers_have_the_names_that_engines_show_and_the_pages_say() -> Non
         "vllm": "vllm.kvferry",
     }
     assert log.logger_of("vllm") is logging.getLogger("vllm.kvferry")
+
+
+def test_items_that_follow_each_other_are_a_run_up_to_its_longest() -> None:
+    def next_to(last: int, it: int) -> bool:
+        return it == last + 1
+
+    assert runs([], next_to) == []
+    assert runs([1, 2, 3, 5, 6, 4], next_to) == [[1, 2, 3], [5, 6], [4]]
+    assert runs([1, 2, 3, 4, 5], next_to, 2) == [[1, 2], [3, 4], [5]]
+
+
+def test_operations_are_waited_for_whatever_they_raise_and_not_beyond_the_deadline() -> None:
+    waits: list[Any] = []
+
+    class Operation:
+        def __init__(self, *, ends: bool) -> None:
+            self.ends = ends
+
+        def done(self) -> bool:
+            return self.ends
+
+        def wait(self, timeout: float | None = None) -> None:
+            waits.append(timeout)
+            raise RuntimeError("its outcome")
+
+    ends, lasts = Operation(ends=True), Operation(ends=False)
+    assert settled([])
+    assert settled([ends, ends])
+    # What comes behind an operation that lasts is not waited for.
+    assert not settled([ends, lasts, ends], deadline=0.0)
+    assert waits == [None, None, 0.0, 0.0]
