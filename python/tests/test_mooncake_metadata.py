@@ -14,7 +14,7 @@ import kvferry.mooncake as mooncake
 import pytest
 import stock
 from kit import Child, Memory, eventually
-from kvferry._bootstrap import Owners
+from kvferry.vllm._bootstrap import Owners
 from metadata_server import MetadataServer
 from test_mooncake import engine
 from test_stock_mooncake import stock_python
