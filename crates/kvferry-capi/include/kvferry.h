@@ -217,7 +217,7 @@ typedef struct kvferry_region_info {
 // A region as peers name it. A value: copy it, send it to the peer by any means. Programs of different releases exchange it,
 // so it never changes: what else there is to know of a region, its owner tells the peer's agent by `id`.
 typedef struct kvferry_remote {
-  // The life of the agent that owns the region; later lives refuse the description.
+  // The incarnation of the agent that owns the region; later ones refuse the description.
   uint8_t incarnation[16];
   // The address in the owner's process; 0 for a file.
   uint64_t address;

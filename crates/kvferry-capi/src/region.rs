@@ -44,7 +44,7 @@ unsafe impl Versioned for kvferry_region_info {}
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct kvferry_remote {
-    /// The life of the agent that owns the region; later lives refuse the description.
+    /// The incarnation of the agent that owns the region; later ones refuse the description.
     pub incarnation: [u8; 16],
     /// The address in the owner's process; 0 for a file.
     pub address: u64,
