@@ -17,6 +17,28 @@ const SLOTS_AHEAD: [usize; 4] = [16, 12, 8, 4];
 const ON_THEIR_WAY: usize = (BUCKETS_AHEAD + 1).next_power_of_two();
 
 impl Index {
+    /// The block of `key`, if it is there.
+    pub fn find(&self, key: &Key) -> Option<Entry> {
+        let bucket = self.bucket_of(key);
+        find_from(self, bucket, self.first(bucket), key)
+    }
+
+    /// Appends to `out` the blocks of the longest prefix of `keys` that is there. Returns its length.
+    pub fn find_prefix(&self, keys: &[Key], out: &mut Vec<Entry>) -> usize {
+        let before = out.len();
+        let mut ahead = Ahead { index: self, keys, lookups: [Lookup::default(); ON_THEIR_WAY] };
+        (0..BUCKETS_AHEAD).for_each(|i| ahead.advance(i));
+        for (i, key) in keys.iter().enumerate() {
+            ahead.advance(i + BUCKETS_AHEAD);
+            let Lookup { bucket, step } = ahead.lookups[i % ON_THEIR_WAY];
+            match find_from(self, bucket, step, key) {
+                Some(entry) => out.push(entry),
+                None => break,
+            }
+        }
+        out.len() - before
+    }
+
     #[inline]
     pub(super) fn bucket_of(&self, key: &Key) -> u32 {
         let [a, b] = key.0;
@@ -60,11 +82,6 @@ pub(super) enum Step {
     OtherChain,
 }
 
-pub(super) fn find(index: &Index, key: &Key) -> Option<Entry> {
-    let bucket = index.bucket_of(key);
-    find_from(index, bucket, index.first(bucket), key)
-}
-
 /// Looks on in a chain. The slots before `step` are other keys'.
 #[inline]
 fn find_from(index: &Index, bucket: u32, step: Step, key: &Key) -> Option<Entry> {
@@ -88,21 +105,6 @@ fn find_from(index: &Index, bucket: u32, step: Step, key: &Key) -> Option<Entry>
         };
     }
     None
-}
-
-pub(super) fn find_prefix(index: &Index, keys: &[Key], out: &mut Vec<Entry>) -> usize {
-    let before = out.len();
-    let mut ahead = Ahead { index, keys, lookups: [Lookup::default(); ON_THEIR_WAY] };
-    (0..BUCKETS_AHEAD).for_each(|i| ahead.advance(i));
-    for (i, key) in keys.iter().enumerate() {
-        ahead.advance(i + BUCKETS_AHEAD);
-        let Lookup { bucket, step } = ahead.lookups[i % ON_THEIR_WAY];
-        match find_from(index, bucket, step, key) {
-            Some(entry) => out.push(entry),
-            None => break,
-        }
-    }
-    out.len() - before
 }
 
 /// State of a key's lookup: its bucket, and its position in the chain.

@@ -26,20 +26,14 @@
 //! either side has one of them see the other. So idle subscribers cost nothing, and writers make one call of the
 //! system for each time that a subscriber has waited.
 
-use super::layout;
-use super::member::{BEGUN, MAX_MEMBERS, Member, PUBLISHED, SUBSCRIBERS};
-use super::stripe::STRIPES;
-use super::{Index, MemberId};
+use super::layout::{CHANGES_LEN, KEY_LEN, MAX_MEMBERS, MemberId, RING_KEYS, STRIPES};
+use super::member::{BEGUN, Member, PUBLISHED, SUBSCRIBERS};
+use super::{Index, layout};
 use crate::Key;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64, fence};
 use std::time::{Duration, Instant};
-
-/// Keys of a member's ring.
-pub const RING_KEYS: u64 = 1 << 16;
-const KEY_LEN: usize = 16;
-pub(super) const CHANGES_LEN: usize = RING_KEYS as usize * KEY_LEN;
 
 /// A subscriber waits.
 const ARMED: u32 = 1;

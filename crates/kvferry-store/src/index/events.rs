@@ -14,15 +14,12 @@
 //! Head and tail count words since the ring was made.
 
 use super::Index;
-use super::member::{HEAD, LOST, MAX_MEMBERS, Member, REBUILD, TAIL};
+use super::layout::{MAX_MEMBERS, RING_LEN, RING_WORDS};
+use super::member::{HEAD, LOST, Member, REBUILD, TAIL};
 use super::slot::SlotId;
 use std::sync::PoisonError;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
-
-const RING_WORDS: u64 = 1 << 18;
-/// Bytes of the event ring of a member.
-pub const RING_LEN: usize = RING_WORDS as usize * 4;
 
 /// Words before the slots of `Used` and `Added`.
 const HEADER: usize = 4;

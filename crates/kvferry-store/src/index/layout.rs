@@ -1,13 +1,6 @@
-//! Offsets of the index's parts in the shared memory.
+//! Lengths and offsets of the index's parts in the shared memory.
 
 use super::bitmap::Bitmap;
-use super::changes::CHANGES_LEN;
-use super::events::RING_LEN;
-use super::member::{MAX_MEMBERS, MEMBER_LEN};
-use super::pins::PINS_LEN;
-use super::segment::SEGMENT_LEN;
-use super::slot::SLOT_LEN;
-use super::stripe::{STRIPE_LEN, STRIPES};
 use kvferry_sys::shared::Shared;
 use std::io;
 use std::sync::atomic::Ordering::{Relaxed, Release};
@@ -50,6 +43,51 @@ pub(super) const BELL: usize = 512;
 pub(super) const KEEPER: usize = 576;
 /// Name at which the keeper listens: two words.
 pub(super) const SECRET: [usize; 2] = [584, 592];
+
+/// Members at one time.
+pub const MAX_MEMBERS: usize = 64;
+/// Bytes of a member: cache lines for the state and its subscriptions; the mark; the event ring's head and what did not
+/// fit; its tail; how far the ring of changes is written.
+pub(super) const MEMBER_LEN: usize = 320;
+/// Locks. A bucket's is its number modulo this.
+pub(super) const STRIPES: u32 = 4096;
+/// Bytes of a lock: a cache line.
+pub(super) const STRIPE_LEN: usize = 64;
+/// Words of 32 bits of a member's event ring.
+pub(super) const RING_WORDS: u64 = 1 << 18;
+/// Bytes of the event ring of a member.
+pub const RING_LEN: usize = RING_WORDS as usize * 4;
+/// Keys of a member's ring of changes.
+pub const RING_KEYS: u64 = 1 << 16;
+pub(super) const KEY_LEN: usize = 16;
+pub(super) const CHANGES_LEN: usize = RING_KEYS as usize * KEY_LEN;
+/// Leases at one time.
+pub const MAX_PINS: usize = 4096;
+pub(super) const PINS_LEN: usize = MAX_PINS * size_of::<u64>();
+pub(super) const SEGMENT_LEN: usize = 32;
+/// Words of 32 bits of a slot.
+pub(super) const SLOT_WORDS: usize = 13;
+pub(super) const SLOT_LEN: usize = SLOT_WORDS * 4;
+
+/// A member, distinct from all earlier ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MemberId {
+    /// Below [`MAX_MEMBERS`].
+    pub number: u8,
+    /// Counts the members that had this number.
+    pub generation: u32,
+}
+
+impl MemberId {
+    /// Never 0.
+    pub(super) fn to_word(self) -> u64 {
+        u64::from(self.generation) << 8 | (u64::from(self.number) + 1)
+    }
+
+    pub(super) fn from_word(word: u64) -> Self {
+        Self { number: (word as u8).wrapping_sub(1), generation: (word >> 8) as u32 }
+    }
+}
 
 /// The sizes that an index is made with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

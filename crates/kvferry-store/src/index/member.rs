@@ -4,6 +4,7 @@
 //! thread of its process holds a mark that the kernel sets when the process ends, so every other
 //! member sees a death with one load.
 
+use super::layout::{MAX_MEMBERS, MEMBER_LEN, MemberId};
 use super::slot::SlotId;
 use super::{Index, layout};
 use kvferry_sys::alive::{self, AliveMark};
@@ -16,12 +17,7 @@ use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-/// Members at one time.
-pub const MAX_MEMBERS: usize = 64;
-
-/// A cache line each: the state and its subscriptions; the mark; the event ring's head and what did not fit; its tail;
-/// how far the ring of changes is written.
-pub(super) const MEMBER_LEN: usize = 320;
+// Words of a member, in lines of a processor's cache.
 const STATE: usize = 0;
 /// Subscriptions of the member.
 pub(super) const SUBSCRIBERS: usize = 8;
@@ -36,26 +32,6 @@ pub(super) const TAIL: usize = 192;
 pub(super) const BEGUN: usize = 256;
 /// Entries that may be read.
 pub(super) const PUBLISHED: usize = 264;
-
-/// A member, distinct from all earlier ones.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct MemberId {
-    /// Below [`MAX_MEMBERS`].
-    pub number: u8,
-    /// Counts the members that had this number.
-    pub generation: u32,
-}
-
-impl MemberId {
-    /// Never 0.
-    pub(super) fn to_word(self) -> u64 {
-        u64::from(self.generation) << 8 | (u64::from(self.number) + 1)
-    }
-
-    pub(super) fn from_word(word: u64) -> Self {
-        Self { number: (word as u8).wrapping_sub(1), generation: (word >> 8) as u32 }
-    }
-}
 
 /// Whether a number is given to a member: the low byte of its state. The generation is above it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -54,17 +54,18 @@ mod stripe;
 mod tests;
 mod write;
 
-pub use changes::{Changes, Polled, RING_KEYS};
-pub use events::{Drained, Event, RING_LEN};
-pub use layout::{Geometry, MAX_SEGMENTS, MAX_SLOTS};
-pub use member::{MAX_MEMBERS, Member, MemberId};
-pub use pins::{MAX_PINS, PinId};
+pub use changes::{Changes, Polled};
+pub use events::{Drained, Event};
+pub use layout::{
+    Geometry, MAX_MEMBERS, MAX_PINS, MAX_SEGMENTS, MAX_SLOTS, MemberId, RING_KEYS, RING_LEN,
+};
+pub use member::Member;
+pub use pins::PinId;
 pub use segment::{Segment, SegmentState};
-pub use slot::{Entry, SlotId};
+pub use slot::{Entry, New, SlotId};
 pub use stripe::PATIENCE;
-pub use write::{Inserted, New};
+pub use write::Inserted;
 
-use crate::Key;
 use kvferry_sys::shared::Shared;
 use layout::{Layout, PAGE};
 use std::io;
@@ -142,31 +143,6 @@ impl Index {
     /// Blocks in the index. After the death of a member, right again after [`Member::recount`].
     pub fn live(&self) -> u64 {
         self.shared.word(layout::LIVE).load(Relaxed)
-    }
-
-    /// The block of `key`, if it is there.
-    pub fn find(&self, key: &Key) -> Option<Entry> {
-        chain::find(self, key)
-    }
-
-    /// Appends to `out` the blocks of the longest prefix of `keys` that is there. Returns its length.
-    pub fn find_prefix(&self, keys: &[Key], out: &mut Vec<Entry>) -> usize {
-        chain::find_prefix(self, keys, out)
-    }
-
-    /// The block in `slot`, if there is one.
-    pub fn entry(&self, slot: SlotId) -> Option<Entry> {
-        (slot < self.layout.geometry.slots).then(|| self.slot(slot).entry()).flatten()
-    }
-
-    /// Iterates over all blocks, by slot. Blocks that come or go meanwhile may be left out.
-    pub fn iter(&self) -> impl Iterator<Item = Entry> + '_ {
-        (0..self.high_water()).filter_map(|slot| self.entry(slot))
-    }
-
-    /// Sets when a block was last used, if it still is `entry`'s.
-    pub fn touch(&self, entry: &Entry, now: u32) {
-        self.slot(entry.slot).touch(entry, now);
     }
 
     /// Slots from this one on were never used.

@@ -3,14 +3,11 @@
 //! A word for each lease: the slot, and when it ends. So a new keeper finds them, and what a dead process had
 //! pinned is free when its lease ends.
 
+use super::layout::MAX_PINS;
 use super::slot::SlotId;
 use super::{Index, layout};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
-
-/// Leases at one time.
-pub const MAX_PINS: usize = 4096;
-pub(super) const PINS_LEN: usize = MAX_PINS * size_of::<u64>();
 
 /// A lease. It must be given back with [`Index::unpin`], or ends by itself.
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! Repair after the death of a member: its slots, locks and segments' counters.
 
-use super::layout;
-use super::member::{Member, MemberId};
+use super::layout::{self, MemberId};
+use super::member::Member;
 use super::segment::{SegmentState, weight};
 use super::slot::State;
 use super::stripe::EXIT_GRACE;

@@ -1,8 +1,8 @@
 //! The segments of the disk: their states, the members that own them, and their live blocks.
 
-use super::Index;
-use super::layout;
-use super::member::{Member, MemberId};
+use super::layout::{MemberId, SEGMENT_LEN};
+use super::member::Member;
+use super::{Index, layout};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::time::{Duration, Instant};
@@ -14,7 +14,6 @@ const INCARNATION: usize = 8;
 const LIVE: usize = 16;
 /// Flags of the segment's way to the disk: [`LOST`], [`OPEN`], [`UNVERIFIED`] and [`COPIES`].
 const DURABLE: usize = 24;
-pub(super) const SEGMENT_LEN: usize = 32;
 
 /// Bytes of a page of the disk.
 const PAGE: u32 = 4096;

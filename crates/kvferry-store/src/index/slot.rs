@@ -16,8 +16,7 @@
 //! slot in a chain. All words but `next`, `page` and `used at` change only while the slot is held.
 
 use super::Index;
-use super::member::MemberId;
-use super::write::New;
+use super::layout::{MemberId, SLOT_LEN, SLOT_WORDS};
 use crate::Key;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -25,9 +24,6 @@ use std::sync::atomic::fence;
 
 /// The number of a slot, below the number of slots.
 pub type SlotId = u32;
-
-const WORDS: usize = 13;
-pub(super) const SLOT_LEN: usize = WORDS * 4;
 
 // What a reader of the chain needs comes first.
 const VERSION: usize = 0;
@@ -60,6 +56,18 @@ pub struct Entry {
     /// Opaque; set by the caller.
     pub retention: u32,
     pub(super) version: Version,
+}
+
+/// Metadata of a block to insert, besides its key: see [`Entry`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "documented at Entry")]
+pub struct New {
+    pub sum: u64,
+    pub parent: Option<SlotId>,
+    pub page: u32,
+    pub len: u32,
+    pub retention: u32,
+    pub now: u32,
 }
 
 /// Two bits of state, six of the member that holds the slot, and a count.
@@ -143,10 +151,25 @@ impl Link {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slot<'a> {
     pub(super) id: SlotId,
-    words: &'a [AtomicU32; WORDS],
+    words: &'a [AtomicU32; SLOT_WORDS],
 }
 
 impl Index {
+    /// The block in `slot`, if there is one.
+    pub fn entry(&self, slot: SlotId) -> Option<Entry> {
+        (slot < self.layout.geometry.slots).then(|| self.slot(slot).entry()).flatten()
+    }
+
+    /// Iterates over all blocks, by slot. Blocks that come or go meanwhile may be left out.
+    pub fn iter(&self) -> impl Iterator<Item = Entry> + '_ {
+        (0..self.high_water()).filter_map(|slot| self.entry(slot))
+    }
+
+    /// Sets when a block was last used, if it still is `entry`'s.
+    pub fn touch(&self, entry: &Entry, now: u32) {
+        self.slot(entry.slot).touch(entry, now);
+    }
+
     #[inline]
     pub(super) fn slot(&self, id: SlotId) -> Slot<'_> {
         Slot { id, words: self.shared.words32(self.slot_offset(id)) }

@@ -5,17 +5,13 @@
 //! the dead one may not have ([`super::changes`]).
 
 use super::Index;
-use super::member::{Member, MemberId};
+use super::layout::{MemberId, STRIPE_LEN, STRIPES};
+use super::member::Member;
 use crate::Key;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::fence;
 use std::time::{Duration, Instant};
-
-/// Locks. A bucket's is its number modulo this.
-pub(super) const STRIPES: u32 = 4096;
-/// A cache line.
-pub(super) const STRIPE_LEN: usize = 64;
 
 /// Longest wait of a writer for a stripe. An owner holds it for microseconds unless it is stopped or not scheduled.
 pub const PATIENCE: Duration = Duration::from_millis(10);

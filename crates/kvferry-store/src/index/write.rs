@@ -2,7 +2,7 @@
 
 use super::chain::{MAX_HOPS, Step};
 use super::member::Member;
-use super::slot::{Entry, Link, Slot, SlotId, State};
+use super::slot::{Entry, Link, New, Slot, SlotId, State};
 use super::{Index, layout};
 use crate::Key;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -13,18 +13,6 @@ use super::tests::crash::reached;
 /// A point where tests end the process.
 #[cfg(not(test))]
 fn reached(_: &str) {}
-
-/// Metadata of a block to insert, besides its key: see [`Entry`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "documented at Entry")]
-pub struct New {
-    pub sum: u64,
-    pub parent: Option<SlotId>,
-    pub page: u32,
-    pub len: u32,
-    pub retention: u32,
-    pub now: u32,
-}
 
 /// Result of [`Member::insert`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -38,6 +38,7 @@ mod blocks;
 mod ghosts;
 mod keyed;
 mod lost;
+mod names;
 mod rebuild;
 mod requests;
 mod retention;
@@ -47,6 +48,7 @@ mod runs;
 mod tests;
 
 pub use keyed::Keyed;
+pub use names::{Key, Slot};
 pub use rebuild::Kept;
 pub use retention::{Retention, Then};
 
@@ -57,12 +59,6 @@ use requests::{Request, Requests};
 use reuse::{ClassId, IntervalId, Reuse, Traits};
 use runs::{New, Runs};
 use rustc_hash::{FxHashMap, FxHashSet};
-
-/// A block's number in the caller's index, which may use it again for another block later.
-pub type Slot = u32;
-
-/// A block's name: of its content and of all before it. Equal keys are the same block.
-pub type Key = u64;
 
 /// Runs that are compared when one has to leave: those that were worth least the last time, and some that
 /// are drawn. To compare all of them brings no more hits.
