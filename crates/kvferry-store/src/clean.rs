@@ -5,10 +5,10 @@
 //!
 //! Only whole segments are removed. The files do not say which blocks were evicted, so no block is.
 
+use crate::core::free_wanted;
 use crate::elect::{self, Taken};
 use crate::error::{Error, Result};
 use crate::inspect::{Files, Segment, State, sync_directory};
-use crate::keeper::free_wanted;
 use crate::log::recover::{self, Fault, Scanned};
 use crate::log::{Disk, Record, Superblock, superblock};
 use crate::membership::{self, Locks};

@@ -4,7 +4,6 @@ use crate::clock::Clock;
 use crate::disk::{Directories, is_of_device};
 use crate::gate::is_hang;
 use crate::index::{Entry, Member, MemberId, Segment, SegmentState};
-use crate::keeper::free_wanted;
 use crate::key::Key;
 use crate::log::{self, Appender, Superblock};
 use crate::stats::Counters;
@@ -16,6 +15,10 @@ use std::io::{self, ErrorKind};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError, RwLock};
 
+/// Free segments: for each process, and of all segments at most. Two at least, because writers leave one to
+/// the keeper.
+pub(crate) const FREE_PER_PROCESS: u32 = 2;
+pub(crate) const FREE_SHARE: u32 = 8;
 /// Milliseconds between two log lines about faults of the disks.
 const FAULTS_EVERY_MS: u64 = 10_000;
 
@@ -236,9 +239,9 @@ impl Core {
     }
 
     /// Seals what [`Core::keep_unsealed`] was given, where the directories do not hang any more.
-    pub(crate) fn seal_kept(&self) {
+    pub(crate) fn seal_kept(&self, seal: impl Fn(&Self, &mut Appender) -> bool) {
         for mut own in std::mem::take(&mut *lock(&self.unsealed)) {
-            if self.disk.hangs(own.segment()) || !crate::writer::seal(self, &mut own) {
+            if self.disk.hangs(own.segment()) || !seal(self, &mut own) {
                 self.keep_unsealed(own);
             }
         }
@@ -315,4 +318,10 @@ impl Core {
         let next = now + FAULTS_EVERY_MS;
         now >= until && self.quiet_until_ms.compare_exchange(until, next, Relaxed, Relaxed).is_ok()
     }
+}
+
+/// Segments that the keeper of so many processes keeps free.
+pub(crate) fn free_wanted(processes: u32, segments: u32) -> u32 {
+    let most = (segments / FREE_SHARE).max(FREE_PER_PROCESS);
+    processes.saturating_mul(FREE_PER_PROCESS).clamp(FREE_PER_PROCESS, most)
 }

@@ -10,7 +10,8 @@
 use crate::error::Result;
 use crate::index::{self, Changes};
 use crate::key::Key;
-use crate::store::{Inner, Store};
+use crate::open_store::OpenStore;
+use crate::store::Store;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -38,7 +39,7 @@ pub enum Polled {
 /// A subscription to the events of a store. See [`Store::events`].
 #[derive(Debug)]
 pub struct Events {
-    store: Arc<Inner>,
+    store: Arc<OpenStore>,
     changes: Changes,
     keys: Vec<Key>,
 }

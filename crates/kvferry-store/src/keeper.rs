@@ -22,7 +22,7 @@
 mod condemned;
 mod copies;
 
-use crate::core::Core;
+use crate::core::{Core, FREE_PER_PROCESS, FREE_SHARE};
 use crate::disk::{is_of_device, is_written_late};
 use crate::gate::is_hang;
 use crate::index::{Entry, Event, MemberId, Segment, SegmentState, SlotId};
@@ -30,7 +30,6 @@ use crate::key::Key;
 use crate::log::format::{EXTENT_RECORDS, bytes_of, pages_of};
 use crate::log::{self, Appender, Disk, Record};
 use crate::policy::{Kept, Policy, Retention, Then};
-use crate::replay::Press;
 use crate::stats::Counters;
 use crate::writer::{begin_segment, note_failed_sync, seal};
 use crc_fast::CrcAlgorithm;
@@ -74,10 +73,6 @@ const RATE_EVERY: Duration = Duration::from_millis(250);
 const RATE_NEW: f64 = 0.25;
 /// Segments that are kept free, beside those for each process, in segments that are put while one is freed.
 const FREE_AHEAD: f64 = 2.0;
-/// Free segments: for each process, and of all segments at most. Two at least, because writers leave one to
-/// the keeper.
-const FREE_PER_PROCESS: u32 = 2;
-const FREE_SHARE: u32 = 8;
 /// Huge pages that are made each time the keeper looks: what waits for it waits for so many milliseconds, at most.
 const HUGE_PAGES: usize = 16;
 /// Segments of a store whose keeper has two own segments, at least: of a smaller store, one more that is not full is a
@@ -137,6 +132,15 @@ pub(crate) struct Keeper {
     /// The segment that is collected.
     collecting: Option<u32>,
     replayed: Option<Replayed>,
+}
+
+/// Pressure of puts on the keeper.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Press {
+    /// The keeper has all the time that it wants.
+    Not,
+    /// Puts wait all the time.
+    Always,
 }
 
 /// Clock and pressure of the keeper of a replay, instead of the time and of puts that wait.
@@ -1237,12 +1241,6 @@ fn recall_with_those_before(
     let parent = at.filter(|slot| policy.contains(*slot));
     let now_ms = core.clock.now_ms();
     add(core, policy, now_ms, parent, &chain);
-}
-
-/// Segments that the keeper of so many processes keeps free.
-pub(crate) fn free_wanted(processes: u32, segments: u32) -> u32 {
-    let most = (segments / FREE_SHARE).max(FREE_PER_PROCESS);
-    processes.saturating_mul(FREE_PER_PROCESS).clamp(FREE_PER_PROCESS, most)
 }
 
 /// Result of copying a segment's blocks.

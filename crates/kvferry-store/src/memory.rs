@@ -1,7 +1,6 @@
 //! Ranges of host memory that hold the bytes of blocks.
 
 use crate::error::{Error, Result};
-use crate::host;
 use crc_fast::{CrcAlgorithm, Digest};
 use kvferry::{Batch, Region, RemoteRegion};
 use smallvec::SmallVec;
@@ -15,9 +14,12 @@ pub const BLOCK_LEN_MAX: u64 = 64 << 20;
 pub struct BlockMemory {
     pieces: SmallVec<[Piece; 1]>,
     len: u64,
-    /// The block of the tier in host memory that has these bytes. Others are a caller's.
-    owner: Option<Arc<host::Block>>,
+    /// What has these bytes, in the tier in host memory. Others are a caller's.
+    owner: Option<Arc<dyn Owner>>,
 }
+
+/// An owner of memory, which is not reused as long as the value lives.
+pub(crate) trait Owner: std::fmt::Debug + Send + Sync {}
 
 #[derive(Clone, Debug)]
 struct Piece {
@@ -44,8 +46,8 @@ impl BlockMemory {
 
     /// Keeps `owner`, and with it the memory, from being reused as long as this value lives.
     #[must_use]
-    pub(crate) fn kept_by(self, owner: &Arc<host::Block>) -> Self {
-        Self { owner: Some(Arc::clone(owner)), ..self }
+    pub(crate) fn kept_by(self, owner: Arc<dyn Owner>) -> Self {
+        Self { owner: Some(owner), ..self }
     }
 
     /// Whether [`BlockMemory::kept_by`] holds.

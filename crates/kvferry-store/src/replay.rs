@@ -27,14 +27,7 @@ const MIB: u64 = 1 << 20;
 /// Calls of the keeper until a put gives up.
 const TRIES: usize = 64;
 
-/// Pressure of puts on the keeper.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Press {
-    /// The keeper has all the time that it wants.
-    Not,
-    /// Puts wait all the time.
-    Always,
-}
+pub use crate::keeper::Press;
 
 /// A store without threads.
 #[derive(Debug)]

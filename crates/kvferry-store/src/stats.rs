@@ -1,6 +1,6 @@
 //! Counters of a store.
 
-use crate::store::Put;
+use crate::outcome::Put;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 macro_rules! counters {

@@ -22,7 +22,9 @@
 use crate::error::{Error, Result};
 use crate::index::{Changes, Polled};
 use crate::key::{Identity, Key, stem};
-use crate::store::{Inner, Space, Store};
+use crate::open_store::OpenStore;
+use crate::space::Space;
+use crate::store::Store;
 use crate::sync::lock;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound::{Excluded, Unbounded};
@@ -55,7 +57,7 @@ pub struct Report {
 /// Watches blocks by their names. See [`Store::watch`].
 #[derive(Debug)]
 pub struct Watch {
-    store: Arc<Inner>,
+    store: Arc<OpenStore>,
     /// Locked before `names` where both are locked.
     reader: Mutex<Reader>,
     names: Mutex<Names>,
@@ -197,7 +199,7 @@ impl Store {
     }
 }
 
-fn groups_of(store: &Arc<Inner>, groups: &[Vec<Space>]) -> Result<Vec<Group>> {
+fn groups_of(store: &Arc<OpenStore>, groups: &[Vec<Space>]) -> Result<Vec<Group>> {
     let group = |spaces: &Vec<Space>| {
         if !spaces.iter().all(|space| Arc::ptr_eq(&space.store, store)) {
             return Err(Error::InvalidArgument("a space is of another store".into()));
@@ -359,7 +361,7 @@ impl Watch {
 
 impl Names {
     /// Returns which directories are silent, if that has changed and all names can be judged again.
-    fn heard(&self, store: &Inner) -> Option<Vec<bool>> {
+    fn heard(&self, store: &OpenStore) -> Option<Vec<bool>> {
         let silent = store.core.disk.silent();
         (silent != self.silent && self.has_room()).then_some(silent)
     }
@@ -370,7 +372,7 @@ impl Names {
     }
 
     /// Looks up a block that is in these parts.
-    fn look(&self, store: &Inner, parts: &[Identity], stem: Stem) -> Kind {
+    fn look(&self, store: &OpenStore, parts: &[Identity], stem: Stem) -> Kind {
         let core = &store.core;
         let mut kind = if parts.is_empty() { Kind::Absent } else { Kind::Here };
         for part in parts {
@@ -383,7 +385,7 @@ impl Names {
     }
 
     /// Looks a block up, and reports it if it has come or gone.
-    fn judge(&mut self, store: &Inner, group: u32, stem: Stem) {
+    fn judge(&mut self, store: &OpenStore, group: u32, stem: Stem) {
         let Some(known) = self.groups.get(group as usize) else { return };
         let Some(was) = known.kind_of(&stem) else { return };
         let is = self.look(store, &known.parts, stem);
@@ -412,7 +414,7 @@ impl Names {
     }
 
     /// Looks the blocks up that a key may be a part of.
-    fn judge_key(&mut self, store: &Inner, key: &Key) {
+    fn judge_key(&mut self, store: &OpenStore, key: &Key) {
         for group in 0..self.groups.len() {
             for part in 0..self.groups[group].parts.len() {
                 let stem = self.groups[group].parts[part].stem_of(key);

@@ -8,7 +8,7 @@ use crate::index::{Member, MemberId};
 use crate::keeper::Keeper;
 use crate::membership::Keep;
 use crate::sync::lock;
-use crate::writer::{Which, Writer};
+use crate::writer::{Which, Writer, seal};
 use kvferry_sys::poll::EventFd;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -160,7 +160,7 @@ impl Worker {
             goes_on = false;
             let work = || {
                 // What waits for a directory that hangs.
-                self.core.seal_kept();
+                self.core.seal_kept(seal);
                 self.core.settle_late();
                 let which = if is_quiet || self.is_short() { Which::Full } else { Which::Excess };
                 let looks = is_keeper && !tasks.is_pause();

@@ -189,7 +189,7 @@ fn memory_of_a_write_that_was_given_up_is_kept_until_its_device_has_answered() {
     let extent = host.reserve(0, PAGE as u64, false).expect("it is empty");
     let block = Arc::new(host::Block::new(Key([1, 2]), 0, 0, PAGE as u64, extent));
     let write = || {
-        let memory = block.memory().kept_by(&block);
+        let memory = block.memory().kept_by(block.clone());
         core.disk.begin_write(1, (PAGE as u64, &[1; PAGE]), &[(2 * PAGE as u64, memory)])
     };
     // The file is open and locked then.

@@ -15,9 +15,9 @@ pub(crate) use arena::Extent;
 use crate::error::Result;
 use crate::key::Key;
 use crate::log;
-use crate::memory::{BlockMemory, PAGE};
+use crate::memory::{BlockMemory, Owner, PAGE};
+use crate::outcome::NotStored;
 use crate::policy::{Policy, Retention, Slot};
-use crate::store::NotStored;
 use crate::sync::lock;
 use arena::Arena;
 use kvferry::Agent;
@@ -93,6 +93,8 @@ pub(crate) struct Block {
     pub(crate) len: u64,
     extent: Extent,
 }
+
+impl Owner for Block {}
 
 impl Block {
     /// `extent` has the block's bytes.

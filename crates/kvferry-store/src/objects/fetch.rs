@@ -15,10 +15,10 @@ use crate::key::Key;
 use crate::log::Block;
 use crate::log::format::{bytes_of, pages_of};
 use crate::memory::BLOCK_LEN_MAX;
+use crate::outcome::Put;
 use crate::pending::Promise;
 use crate::policy::Retention;
 use crate::stats::Counters;
-use crate::store::Space;
 use crate::sync::lock;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
@@ -47,10 +47,26 @@ const NO_ROOM_AGAIN: Duration = Duration::from_millis(2);
 /// Milliseconds between two log lines about damaged objects.
 const DAMAGED_EVERY_MS: u64 = 10_000;
 
-/// State of one call of [`Space::prefetch`].
+/// The store that a prefetch brings blocks to.
+pub(crate) trait PrefetchTarget: std::fmt::Debug + Send {
+    /// Number of leading `blocks` that are in the store.
+    fn prefix_of(&self, blocks: &[Wanted]) -> usize;
+
+    fn has(&self, key: &Key) -> bool;
+
+    /// Puts blocks on the disk that were fetched, one behind another in a prompt. What is refused may be tried again
+    /// once the keeper has freed space.
+    fn write(&self, fetched: &[&Fetched]) -> crate::Result<Put>;
+
+    /// Brings blocks that are on the disk to host memory, if there is such a tier, and ends the prefetch. `here`:
+    /// how many are here, from the first.
+    fn end(&self, blocks: Vec<Wanted>, here: usize, promise: Promise<usize>);
+}
+
+/// State of one call of [`Space::prefetch`](crate::Space::prefetch).
 #[derive(Debug)]
 pub(crate) struct Prefetch {
-    space: Space,
+    target: Box<dyn PrefetchTarget>,
     blocks: Vec<Wanted>,
     promise: Promise<usize>,
     /// Blocks of the prompt, from its beginning, that are here.
@@ -65,21 +81,25 @@ pub(crate) struct Prefetch {
 }
 
 impl Prefetch {
-    pub(crate) fn new(space: Space, blocks: Vec<Wanted>, promise: Promise<usize>) -> Self {
+    pub(crate) fn new(
+        target: Box<dyn PrefetchTarget>,
+        blocks: Vec<Wanted>,
+        promise: Promise<usize>,
+    ) -> Self {
         let (here, reached, window) = (0, 0, 1);
-        Self { space, blocks, promise, here, reached, window, asked: Vec::new(), open: 0 }
+        Self { target, blocks, promise, here, reached, window, asked: Vec::new(), open: 0 }
     }
 
     fn finish(mut self) {
         // Blocks at the beginning may have left again.
         self.here = 0;
         self.look();
-        self.space.end_prefetch(self.blocks, self.here, self.promise);
+        self.target.end(self.blocks, self.here, self.promise);
     }
 
     /// Looks how much is here.
     fn look(&mut self) {
-        self.here += self.space.prefix_of(&self.blocks[self.here..]);
+        self.here += self.target.prefix_of(&self.blocks[self.here..]);
     }
 
     /// Puts the blocks that have arrived on the disk, up to the first that has not.
@@ -94,7 +114,7 @@ impl Prefetch {
             .collect();
         let is_whole = arrived.len() == self.asked.len();
         // Another prefetch may have written some.
-        let missing = |(at, _): &(usize, &Arc<Fetched>)| !self.space.has(&self.blocks[*at].key);
+        let missing = |(at, _): &(usize, &Arc<Fetched>)| !self.target.has(&self.blocks[*at].key);
         let arrived: Vec<_> = arrived.into_iter().filter(missing).collect();
         let (mut refused, mut failed) = (0, 0);
         for run in arrived.chunk_by(|(one, _), (next, _)| one + 1 == *next) {
@@ -104,13 +124,13 @@ impl Prefetch {
                 continue;
             }
             let fetched: Vec<_> = run.iter().map(|(_, fetched)| fetched.as_ref()).collect();
-            let put = self.space.write_fetched(&fetched)?;
+            let put = self.target.write(&fetched)?;
             refused += put.refused;
             failed += put.failed;
         }
         if refused > 0 && failed == 0 {
             // In a store that is smaller than the prompt, blocks leave for those behind them: that brings nothing.
-            let here = self.here + self.space.prefix_of(&self.blocks[self.here..]);
+            let here = self.here + self.target.prefix_of(&self.blocks[self.here..]);
             let did_grow = here > self.reached;
             self.reached = self.reached.max(here);
             return Ok(Taken::NoRoom { did_grow, refused });
@@ -374,7 +394,7 @@ impl Fetcher {
             if prefetch.asked.len() >= window {
                 return;
             }
-            if prefetch.space.has(&wanted.key) {
+            if prefetch.target.has(&wanted.key) {
                 continue;
             }
             let is_away = lock(&self.shared.gate).look(Direction::Down, now_ms).is_some();

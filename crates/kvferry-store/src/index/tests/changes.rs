@@ -1,7 +1,7 @@
 use super::processes::{joined, killed, spawn};
 use super::threads::churn;
 use super::*;
-use crate::index::stripe::STRIPES;
+use crate::index::layout::STRIPES;
 use crate::index::tests::crash::POINTS;
 use crate::index::{Changes, Polled, RING_KEYS};
 use kvferry_testkit::eventually;

@@ -18,7 +18,7 @@ use std::time::Duration;
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 #[derive(Debug, Default)]
-pub(crate) struct Flights(Mutex<FxHashMap<Key, Vec<Follower>>>);
+pub(crate) struct SingleFlight(Mutex<FxHashMap<Key, Vec<Follower>>>);
 
 #[derive(Debug)]
 struct Follower {
@@ -31,7 +31,7 @@ struct Follower {
 /// for the others, so that no other call writes to this one's memory afterwards.
 #[derive(Debug)]
 pub(crate) struct Joined {
-    flights: Arc<Flights>,
+    flights: Arc<SingleFlight>,
     keys: Vec<Key>,
     roles: Vec<Role>,
 }
@@ -43,7 +43,7 @@ enum Role {
     Ended,
 }
 
-impl Flights {
+impl SingleFlight {
     /// `blocks`: the name of each block, and where this call wants it.
     pub(crate) fn join<'a>(
         self: &Arc<Self>,
@@ -178,7 +178,7 @@ mod tests {
 
     #[test]
     fn a_thousand_loads_of_one_block_at_the_same_time_are_one_read() {
-        let (place, flights) = (Place::new(1000), Arc::<Flights>::default());
+        let (place, flights) = (Place::new(1000), Arc::<SingleFlight>::default());
         let memory: Vec<_> = (0..1000).map(|block| place.memory(block)).collect();
         let join = |memory| flights.join([(KEY, CHECK, memory)].into_iter());
         let mut joined: Vec<_> = memory.iter().map(join).collect();
@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn who_follows_a_load_that_fails_or_is_given_up_or_of_another_name_is_told() {
-        let (place, flights) = (Place::new(2), Arc::<Flights>::default());
+        let (place, flights) = (Place::new(2), Arc::<SingleFlight>::default());
         let [ours, theirs] = [0, 1].map(|block| place.memory(block));
         place.region.write_at(0, &[42; LEN as usize]).expect("inside");
         for how in ["fails", "is given up", "of another name"] {
@@ -215,7 +215,7 @@ mod tests {
 
     #[test]
     fn who_follows_a_load_that_waits_for_a_device_that_hangs_goes_on_and_its_memory_stays() {
-        let (place, flights) = (Place::new(2), Arc::<Flights>::default());
+        let (place, flights) = (Place::new(2), Arc::<SingleFlight>::default());
         let [ours, theirs] = [0, 1].map(|block| place.memory(block));
         place.region.write_at(0, &[42; LEN as usize]).expect("inside");
         let mut leader = flights.join([(KEY, CHECK, &ours)].into_iter());

@@ -8,7 +8,10 @@ use crate::{Namespace, Retain, Store, StoreOptions};
 use kvferry_testkit::Watchdog;
 use kvferry_testkit::hanging::HangingDisk;
 use std::sync::Barrier;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::{
+    AtomicBool,
+    Ordering::{Relaxed, SeqCst},
+};
 
 const LEN: u64 = 60_000;
 const HOUR: Duration = Duration::from_secs(3600);

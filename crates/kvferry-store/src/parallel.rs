@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicUsize, Ordering::AcqRel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// The caller and some threads beside it. A part is computed where its bytes were touched last, so that they
+/// The caller and some threads beside it, which share the parts of a call. A part is computed where its bytes were touched last, so that they
 /// are still in that processor's cache.
 #[derive(Debug)]
-pub(crate) struct Team {
+pub(crate) struct Parallel {
     beside: TaskPool,
     threads: usize,
 }
@@ -27,8 +27,8 @@ struct Results<T> {
     at_work: usize,
 }
 
-impl Team {
-    /// Creates a team of `threads`, including the caller's.
+impl Parallel {
+    /// Creates a group of `threads`, including the caller's.
     /// `patience`: see [`TaskPool::new`].
     pub(crate) fn new(threads: usize, patience: Duration) -> Self {
         let threads = threads.max(1);
@@ -52,7 +52,7 @@ impl Team {
         });
         for _ in 1..self.threads.min(parts) {
             let call = Arc::clone(&call);
-            // If it begins late, it finds nothing to do. A team that is closed is the caller alone.
+            // If it begins late, it finds nothing to do. A group that is closed is the caller alone.
             let _ = self.beside.submit(move || call.run());
         }
         call.run();
@@ -122,11 +122,11 @@ mod tests {
 
     #[test]
     fn each_part_is_computed_once_by_the_caller_or_beside_it() {
-        let team = Team::new(3, HOUR);
+        let parallel = Parallel::new(3, HOUR);
         for parts in [0, 1, 2, 100] {
             let computed = Arc::new(AtomicUsize::new(0));
             let count = Arc::clone(&computed);
-            let results = team.share(parts, move |part| {
+            let results = parallel.share(parts, move |part| {
                 count.fetch_add(1, AcqRel);
                 (part * part, IsLast::No)
             });
@@ -135,15 +135,15 @@ mod tests {
                 results.into_iter().enumerate().all(|(part, result)| result == Some(part * part))
             );
         }
-        team.close_unless(|| false);
-        assert_eq!(team.share(2, |part| (part, IsLast::No)), [Some(0), Some(1)]);
+        parallel.close_unless(|| false);
+        assert_eq!(parallel.share(2, |part| (part, IsLast::No)), [Some(0), Some(1)]);
     }
 
     #[test]
     fn nothing_begins_behind_the_last_part() {
-        let team = Team::new(1, HOUR);
+        let parallel = Parallel::new(1, HOUR);
         let last = |part| (part, if part == 3 { IsLast::Yes } else { IsLast::No });
-        let results = team.share(10, last);
+        let results = parallel.share(10, last);
         assert_eq!(results.iter().flatten().count(), 4);
     }
 }

@@ -1,27 +1,16 @@
-//! Prefetches from the object tier, and the flush of uploads.
+//! Prefetches from the object tier.
 
-use super::{Inner, Put, Refusal, Space, Store};
 use crate::error::Result;
 use crate::key::Key;
 use crate::log::format::bytes_of;
 use crate::log::{self, Disk, Extent};
 use crate::objects::content::Wanted;
-use crate::objects::fetch::{Fetched, Prefetch};
+use crate::objects::fetch::{Fetched, Prefetch, PrefetchTarget};
+use crate::open_store::OpenStore;
+use crate::outcome::{Put, Refusal};
 use crate::pending::{Pending, Promise};
+use crate::space::Space;
 use crate::writer::NotWritten;
-use std::time::Duration;
-
-impl Store {
-    /// Waits until the blocks that this process has put before are uploaded to the object store, or dropped.
-    /// False if `timeout` passed first. True at once without an object store.
-    ///
-    /// # Errors
-    /// `Closed`.
-    pub fn flush_objects(&self, timeout: Duration) -> Result<bool> {
-        self.0.check()?;
-        Ok(self.0.objects.as_ref().is_none_or(|objects| objects.flush(timeout)))
-    }
-}
 
 impl Space {
     /// Brings blocks of a prompt that are missing here from the object store to the disk, one after another, and
@@ -47,16 +36,20 @@ impl Space {
         let (pending, promise) = Pending::new();
         match &self.store.objects {
             Some(objects) if here < blocks.len() => {
-                objects.prefetch(Box::new(Prefetch::new(self.for_task(), blocks, promise)));
+                objects.prefetch(Box::new(Prefetch::new(
+                    Box::new(self.for_task()),
+                    blocks,
+                    promise,
+                )));
             }
-            _ => self.end_prefetch(blocks, here, promise),
+            _ => self.end(blocks, here, promise),
         }
         Ok(pending)
     }
+}
 
-    /// Brings blocks that are on the disk to host memory, if there is such a tier, and ends the prefetch. `here`:
-    /// how many are here, from the first.
-    pub(crate) fn end_prefetch(&self, blocks: Vec<Wanted>, here: usize, promise: Promise<usize>) {
+impl PrefetchTarget for Space {
+    fn end(&self, blocks: Vec<Wanted>, here: usize, promise: Promise<usize>) {
         let keys: Vec<_> = blocks[..here].iter().map(|it| it.key).collect();
         let here = self.readable(&keys, &self.find(&keys));
         if self.store.host.is_none() || here == 0 {
@@ -74,21 +67,18 @@ impl Space {
         let _ = self.store.pool.submit(task);
     }
 
-    /// Number of leading `blocks` that are in the store.
-    pub(crate) fn prefix_of(&self, blocks: &[Wanted]) -> usize {
+    fn prefix_of(&self, blocks: &[Wanted]) -> usize {
         let keys: Vec<_> = blocks.iter().map(|it| it.key).collect();
         self.find(&keys).len()
     }
 
-    pub(crate) fn has(&self, key: &Key) -> bool {
+    fn has(&self, key: &Key) -> bool {
         self.store.core.member.find(key).is_some()
     }
 
-    /// Puts blocks on the disk that were fetched, one behind another in a prompt.
-    /// What is refused may be tried again once the keeper has freed space.
-    pub(crate) fn write_fetched(&self, fetched: &[&Fetched]) -> Result<Put> {
+    fn write(&self, fetched: &[&Fetched]) -> Result<Put> {
         let _call = self.store.enter()?;
-        let Inner { core, worker, .. } = &*self.store;
+        let OpenStore { core, worker, .. } = &*self.store;
         let now_s = core.clock.now_s();
         let blocks: Vec<_> = fetched.iter().map(|it| it.block(now_s)).collect();
         let (mut put, mut done) = (Put::default(), 0);

@@ -1,17 +1,19 @@
 //! Reads blocks: from host memory, from the disk, or together with another call.
 
+use crate::calls::single_flight::Joined;
 use crate::disk::{UnderWay, may_move};
 use crate::error::Result;
-use crate::flights::Joined;
 use crate::host::{self, Extent, Host};
 use crate::index::Entry;
 use crate::key::Key;
 use crate::log::{self, Disk};
 use crate::memory::{BlockMemory, padded};
+use crate::parallel::IsLast;
+use crate::pending::Pending;
 use crate::policy::Retention;
+use crate::space::{CHUNK_BYTES, Space, check_range, chunks};
 use crate::stats::Counters;
-use crate::store::{CHUNK_BYTES, Space, chunks};
-use crate::team::IsLast;
+use crate::sync::lock;
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
@@ -84,6 +86,66 @@ fn is_read(read: io::Result<()>) -> Result<bool> {
 }
 
 impl Space {
+    /// Reads blocks of a prompt into memory: those from the `first` on, one for each memory. Returns how many
+    /// were read, one after another from the first: 0 if a block before is missing. Memory behind these may
+    /// have been written, with anything. Blocks the thread until then.
+    ///
+    /// # Errors
+    /// `Closed`; `InvalidArgument`; `Agent` for memory that is not registered.
+    pub fn get<H: AsRef<[u8]>>(
+        &self,
+        prompt: &[H],
+        first: usize,
+        memory: &[BlockMemory],
+    ) -> Result<usize> {
+        let _call = self.store.enter()?;
+        let wanted = self.wanted(prompt, first, memory)?;
+        let joined = self.store.flights.join(wanted.blocks());
+        self.load(&wanted, joined)
+    }
+
+    /// As [`Space::get`], in the background. The memory belongs to the store until the operation has ended.
+    ///
+    /// # Errors
+    /// `Closed`; `InvalidArgument`. All others are the operation's outcome.
+    pub fn get_async<H: AsRef<[u8]>>(
+        &self,
+        prompt: &[H],
+        first: usize,
+        memory: &[BlockMemory],
+    ) -> Result<Pending<usize>> {
+        let wanted = self.wanted(prompt, first, memory)?;
+        self.store.check()?;
+        let (pending, promise) = Pending::new();
+        let _in_order = lock(&self.store.in_order);
+        let joined = self.store.flights.join(wanted.blocks());
+        let space = self.for_task();
+        let task = move || {
+            let call = space.store.enter();
+            promise.finish(call.and_then(|_call| space.load(&wanted, joined)));
+        };
+        self.store.pool.submit(task)?;
+        Ok(pending)
+    }
+
+    fn wanted<H: AsRef<[u8]>>(
+        &self,
+        prompt: &[H],
+        first: usize,
+        memory: &[BlockMemory],
+    ) -> Result<Wanted> {
+        check_range(prompt.len(), first, memory)?;
+        let end = first + memory.len();
+        let checks = prompt[first..end].iter().map(|hash| self.identity.check(hash.as_ref()));
+        Ok(Wanted {
+            keys: self.keys(&prompt[..end])?,
+            first,
+            checks: checks.collect(),
+            memory: memory.to_vec(),
+            prompt: prompt.len(),
+        })
+    }
+
     /// Loads blocks; returns how many, from the first, are there.
     pub(crate) fn load(&self, wanted: &Wanted, mut joined: Joined) -> Result<usize> {
         let core = &self.store.core;
@@ -179,7 +241,7 @@ impl Space {
             let count = parts.len();
             let (space, parts) = (self.for_task(), Arc::new(parts));
             let read = Arc::clone(&parts);
-            let results = self.store.team.share(count, move |part| {
+            let results = self.store.parallel.share(count, move |part| {
                 let own = &read[part];
                 let right = space.read_part(own);
                 let is_last = !right.as_ref().is_ok_and(|right| *right == own.len());

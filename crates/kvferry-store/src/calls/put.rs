@@ -1,0 +1,347 @@
+//! Stores blocks: to the disk, or to host memory first.
+
+use crate::calls::writing::Writing;
+use crate::error::{Error, Result};
+use crate::host::{self, Host, Taken};
+use crate::index::Entry;
+use crate::key::Key;
+use crate::log;
+use crate::memory::BlockMemory;
+use crate::outcome::{NotStored, Put, Refusal};
+use crate::pending::Pending;
+use crate::policy::{Retention, Then};
+use crate::space::{CHUNK_BYTES, Space, check_range, chunks, own};
+use crate::stats::Counters;
+use crate::task_pool::{Load, Turn, after};
+use crate::waits::Patience;
+use crate::writer::Candidate;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Bounds of the puts that wait for these threads, and those beyond which a put is refused whose `wait` is zero. A put
+/// that waits holds its caller's memory, and the hashes and places of its blocks.
+const PUTS_MAX: Load = Load { bytes: 2 << 30, blocks: 1 << 16 };
+const PUTS_MAX_WITHOUT_WAIT: Load = Load { bytes: 256 << 20, ..PUTS_MAX };
+
+/// A block of a prompt that is not in the store.
+#[derive(Clone, Debug)]
+pub(crate) struct Absent {
+    key: Key,
+    /// The key of the block before it.
+    parent: Option<Key>,
+    /// Check of the block's whole name.
+    check: u64,
+    memory: BlockMemory,
+}
+
+/// Place of a block that is put, if the store has it.
+enum There {
+    OnDisk(Entry),
+    No,
+    /// In host memory, from where it is to be written; with the reason why the last try failed.
+    Waits(Option<NotStored>),
+}
+
+/// Retention of blocks: what TensorRT-LLM's `KvCacheRetentionConfig` says of a range of tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Retain {
+    /// 0 to 100; blocks of a lower priority leave first. 35 by default.
+    pub priority: u8,
+    /// Time after the put at which the retention ends; rounded up to 16 seconds. `None`: never.
+    pub duration: Option<Duration>,
+    /// Treatment of the blocks after the end.
+    pub then: Then,
+}
+
+impl Default for Retain {
+    fn default() -> Self {
+        let Retention { priority, then, .. } = Retention::DEFAULT;
+        Self { priority, duration: None, then }
+    }
+}
+
+impl Retain {
+    fn retention(self, now_ms: u64) -> Retention {
+        let until = |duration: Duration| {
+            let until_ms = u128::from(now_ms) + duration.as_millis();
+            u32::try_from(until_ms.div_ceil(1000)).unwrap_or(u32::MAX)
+        };
+        let (priority, then) = (self.priority, self.then);
+        Retention { priority, until_s: self.duration.map(until), then }
+    }
+}
+
+impl Space {
+    /// Stores blocks of a prompt: those from the `first` on, one for each memory. Blocks that are there are
+    /// not written again. Where no space is free, or a device fails, blocks are not stored. The memory may be
+    /// changed when this returns. Blocks the thread until then.
+    ///
+    /// A block that is stored replaces others by and by, as the store is full: [`Retain`] says which.
+    ///
+    /// # Errors
+    /// `Closed`; `InvalidArgument`; `Agent` for memory that is not registered.
+    pub fn put<H: AsRef<[u8]>>(
+        &self,
+        prompt: &[H],
+        first: usize,
+        memory: &[BlockMemory],
+        retain: Retain,
+    ) -> Result<Put> {
+        self.put_since(prompt, first, memory, retain, Instant::now())
+    }
+
+    /// Like [`Space::put`]; the wait for space counts from `since`.
+    fn put_since<H: AsRef<[u8]>>(
+        &self,
+        prompt: &[H],
+        first: usize,
+        memory: &[BlockMemory],
+        retain: Retain,
+        since: Instant,
+    ) -> Result<Put> {
+        let _call = self.store.enter()?;
+        check_range(prompt.len(), first, memory)?;
+        let core = &self.store.core;
+        let len_max = core.superblock.geometry.max_block_bytes();
+        if let Some(long) = memory.iter().find(|it| it.len() > len_max.into()) {
+            return Err(Error::InvalidArgument(format!(
+                "a block of {} bytes does not fit into a segment of the store, which has room for \
+                 {len_max}",
+                long.len()
+            )));
+        }
+        let retention = retain.retention(core.clock.now_ms());
+        self.store_blocks(prompt, first, memory, retention, since)
+    }
+
+    /// As [`Space::put`], in the background. The memory belongs to the store until the operation has ended.
+    ///
+    /// Four puts are carried out at a time, the others wait for their turn, in the order of the calls. `wait` is for how
+    /// long this one may: if it has not begun by then, it ends, and all its blocks are refused
+    /// ([`Put::refused_waiting`]). Where puts of 2 GiB or 65 536 blocks wait, it is refused at once. With a `wait` of
+    /// zero it is refused at once where 256 MiB wait, and otherwise waits for its turn however long that takes. A put of
+    /// any size may wait alone. [`StoreOptions::put_wait`](crate::StoreOptions::put_wait) counts from the end of `wait`.
+    ///
+    /// [`Pending::cancel`] ends a put that has not begun. Closing the store carries out the puts that wait, each unless
+    /// its `wait` ends first.
+    ///
+    /// # Errors
+    /// `Closed`; `InvalidArgument`. All others are the operation's outcome.
+    pub fn put_async<H: AsRef<[u8]>>(
+        &self,
+        prompt: &[H],
+        first: usize,
+        memory: &[BlockMemory],
+        retain: Retain,
+        wait: Duration,
+    ) -> Result<Pending<Put>> {
+        check_range(prompt.len(), first, memory)?;
+        self.store.check()?;
+        let load = Load { bytes: memory.iter().map(BlockMemory::len).sum(), blocks: memory.len() };
+        // The blocks, and the one before them.
+        let begin = first.saturating_sub(1);
+        let prompt = own(&prompt[begin..first + memory.len()]);
+        let (space, memory, first) = (self.for_task(), memory.to_vec(), first - begin);
+        let called = Instant::now();
+        let until = (!wait.is_zero()).then(|| after(called, wait));
+        let put = move |turn| match turn {
+            Turn::Begun => {
+                space.put_since(&prompt, first, &memory, retain, until.unwrap_or(called))
+            }
+            Turn::GivenUp => {
+                let mut put = Put::default();
+                put.refuse(Refusal::Waiting, memory.len());
+                space.store.core.counters.add_not_stored(&put);
+                Ok(put)
+            }
+        };
+        let (pending, promise) = Pending::new();
+        let may_wait =
+            until.is_some() || !self.store.put_wait.is_zero() || self.store.host.is_some();
+        let pool = if may_wait { &self.store.puts } else { &self.store.pool };
+        let bounds = if until.is_some() { PUTS_MAX } else { PUTS_MAX_WITHOUT_WAIT };
+        let task = Box::new(move |turn| promise.finish(put(turn)));
+        if let Some(ticket) = pool.submit_within(bounds, load, until, task)? {
+            pending.set_ticket(ticket);
+        }
+        Ok(pending)
+    }
+
+    /// `first`: the number of the first block of `memory` in the prompt. `since`: the wait for space counts from then.
+    pub(crate) fn store_blocks<H: AsRef<[u8]>>(
+        &self,
+        prompt: &[H],
+        first: usize,
+        memory: &[BlockMemory],
+        retention: Retention,
+        since: Instant,
+    ) -> Result<Put> {
+        let core = &self.store.core;
+        let keys = self.keys(&prompt[first.saturating_sub(1)..first + memory.len()])?;
+        let offset = first.min(1);
+        let mut put = Put::default();
+        let (mut absent, mut found) = (Vec::new(), Vec::new());
+        for (block, memory) in memory.iter().enumerate() {
+            let at = offset + block;
+            let check = || self.identity.check(prompt[first + block].as_ref());
+            match self.is_there(&keys[at], check) {
+                There::OnDisk(entry) => {
+                    put.present += 1;
+                    found.push(entry);
+                    continue;
+                }
+                There::Waits(left) => {
+                    put.note_waiting(left);
+                    continue;
+                }
+                There::No => {}
+            }
+            let parent = at.checked_sub(1).map(|before| keys[before]);
+            absent.push(Absent { key: keys[at], parent, check: check(), memory: memory.clone() });
+        }
+        self.store.worker.writer.note_present(core, found.iter());
+        let patience = self.store.patience(since);
+        let first_absent = absent.first().map(|it| it.key);
+        let (waiting, outcome) = match &self.store.host {
+            Some(host) => self.put_behind(host, absent, retention, patience, &mut put),
+            None => (0, self.put_now(&absent, retention, patience, &mut put)),
+        };
+        if let Some(first) = first_absent {
+            self.note_found(&keys, &first, &found);
+        }
+        // What waits is counted once it is on the disk.
+        Counters::add(&core.counters.stored, put.stored - waiting);
+        core.counters.add_not_stored(&put);
+        outcome.map(|()| put)
+    }
+
+    /// Tells the keeper of blocks that a put has found behind a missing one, which is there again: they are as good as
+    /// new ones. Without that the keeper, to which they had left with the missing one, would soon free them.
+    fn note_found(&self, keys: &[Key], first_absent: &Key, found: &[Entry]) {
+        let Some(first) = keys.iter().position(|it| it == first_absent) else { return };
+        let (before, behind) = keys.split_at(first);
+        if !found.iter().any(|it| behind.contains(&it.key)) {
+            return;
+        }
+        let member = &self.store.core.member;
+        let there = |key: &Key| member.find(key).map(|it| it.slot);
+        let slots: Vec<_> = behind.iter().map_while(there).collect();
+        self.note_added(before.last().and_then(there), &slots);
+    }
+
+    fn is_there(&self, key: &Key, check: impl Fn() -> u64) -> There {
+        // First: it is on the disk before it waits no more.
+        let waits = self.store.host.as_ref().and_then(|host| host.waits(key));
+        if let Some(entry) = self.store.core.find_whole(key, check) {
+            return There::OnDisk(entry);
+        }
+        match waits {
+            Some(left) => There::Waits(left),
+            // One that is in host memory all the same has left the disk.
+            None => There::No,
+        }
+    }
+
+    /// Copies blocks to host memory, from where they are written. Those for which there is no room are written after
+    /// them, while the caller waits. Returns how many wait.
+    fn put_behind(
+        &self,
+        host: &Host,
+        absent: Vec<Absent>,
+        retention: Retention,
+        patience: Patience,
+        put: &mut Put,
+    ) -> (usize, Result<()>) {
+        let (mut waiting, mut outcome) = (0, Ok(()));
+        let mut rest = absent.as_slice();
+        while let Some((first, others)) = rest.split_first() {
+            match self.take_in(host, first, retention) {
+                Ok(Taken::Now) => waiting += 1,
+                // Another call was faster.
+                Ok(Taken::Before(left)) => put.note_waiting(left),
+                Ok(Taken::No) => break,
+                Err(e) => {
+                    outcome = Err(e);
+                    break;
+                }
+            }
+            rest = others;
+        }
+        put.stored += waiting;
+        if waiting > 0 || !rest.is_empty() {
+            let asked = self.store.behind.ask(self);
+            if !rest.is_empty() && outcome.is_ok() {
+                // The blocks before them are on the disk first, mostly.
+                self.store.behind.wait(host, asked, host.next_number(), patience.until);
+                outcome = self.put_now(rest, retention, patience, put);
+            }
+        }
+        (waiting, outcome)
+    }
+
+    /// Has a block wait in host memory.
+    fn take_in(&self, host: &Host, absent: &Absent, retention: Retention) -> Result<Taken> {
+        let (now, len) = (self.store.core.clock.now_ms(), absent.memory.len());
+        let record = |block: &host::Block| {
+            let len = u32::try_from(block.len).expect("checked when the block was put");
+            self.record(absent, len, block.sum, retention)
+        };
+        // It may be there: it was got, or it has left the disk since.
+        let taken = host.wait(absent.key, absent.check, record);
+        if taken != Taken::No {
+            return Ok(taken);
+        }
+        let Some(extent) = host.reserve(now, len, true) else { return Ok(Taken::No) };
+        let sum = extent.fill_and_sum(&absent.memory)?;
+        let block = Arc::new(host::Block::new(absent.key, absent.check, sum, len, extent));
+        host.add(now, absent.parent, std::slice::from_ref(&block), retention);
+        Ok(host.wait(absent.key, absent.check, record))
+    }
+
+    /// Writes blocks to the disk. While some are written, the sums of the next ones are computed.
+    fn put_now(
+        &self,
+        absent: &[Absent],
+        retention: Retention,
+        patience: Patience,
+        put: &mut Put,
+    ) -> Result<()> {
+        let mut writing = Writing::new(self, patience);
+        let mut outcome = Ok(());
+        for part in
+            chunks(absent, CHUNK_BYTES, |it| u32::try_from(it.memory.len()).unwrap_or(u32::MAX))
+        {
+            let candidate = |absent: &Absent| {
+                let (memory, len) = (absent.memory.clone(), absent.memory.checked_len()?);
+                let block = self.record(absent, len, memory.sum()?, retention);
+                Ok(Candidate { block, memory })
+            };
+            match part.iter().map(candidate).collect::<Result<Vec<_>>>() {
+                Ok(new) => writing.write(&new, put),
+                Err(e) => {
+                    outcome = Err(e);
+                    break;
+                }
+            }
+        }
+        writing.end(put);
+        outcome
+    }
+
+    /// Metadata to write with a block. `sum` is the checksum of its bytes.
+    fn record(&self, absent: &Absent, len: u32, sum: u64, retention: Retention) -> log::Block {
+        log::Block {
+            key: absent.key.0,
+            parent: absent.parent.map(|key| key.0),
+            sum: sum ^ absent.check,
+            check: absent.check,
+            namespace: self.identity.id,
+            len,
+            retention: retention.to_bits(),
+            time: self.store.core.clock.now_s(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
