@@ -1,14 +1,14 @@
 //! State that all parts of an open store share within one process.
 
 use crate::clock::Clock;
-use crate::disk::{Directories, is_of_device};
-use crate::gate::is_hang;
 use crate::index::{Entry, Member, MemberId, Segment, SegmentState};
 use crate::key::Key;
 use crate::log::{self, Appender, Superblock};
 use crate::stats::Counters;
 use crate::sync::lock;
-use crate::task_pool::LOOK_EVERY;
+use crate::threads::task_pool::LOOK_EVERY;
+use crate::tiers::disk::gate::is_hang;
+use crate::tiers::disk::{Directories, is_of_device};
 use rustc_hash::FxHashSet;
 use std::fmt::Display;
 use std::io::{self, ErrorKind};

@@ -22,12 +22,12 @@
 //! # }
 //! ```
 
-use crate::arrange::{self, Arranged, Directory, Whose, arrange};
 use crate::error::{Error, Result};
 use crate::log::recover::{self, Fault, Scanned};
 use crate::log::{self, Disk, PAGE_BYTES, Record, SegmentHeader, Superblock, superblock};
+use crate::opening::directories::{self, Arranged, Directory, Whose, arrange};
+use crate::opening::owner::{self, FileUser};
 use crate::options::StoreOptions;
-use crate::own::{self, FileUser};
 use crate::sync::lock;
 use kvferry_sys::private;
 use std::collections::BTreeMap;
@@ -103,13 +103,14 @@ impl Files {
             return Err(Error::InvalidArgument("no directory was given".into()));
         };
         let whose = if is_writable { Whose::Own } else { Whose::Any };
-        let Arranged { superblock, format, directories, .. } = arrange(directories, whose)?;
+        let Arranged { superblock, format, directories: arranged, .. } =
+            arrange(directories, whose)?;
         let mut paths = Vec::new();
-        for Directory { path, state, .. } in directories {
+        for Directory { path, state, .. } in arranged {
             match state {
-                arrange::State::Lost(source) => return Err(Error::Directory { path, source }),
-                arrange::State::Empty => {
-                    return Err(Error::Directory { path, source: arrange::is_empty() });
+                directories::State::Lost(source) => return Err(Error::Directory { path, source }),
+                directories::State::Empty => {
+                    return Err(Error::Directory { path, source: directories::is_empty() });
                 }
                 _ => paths.push(path),
             }
@@ -275,7 +276,7 @@ impl FileDisk {
         let files = lock(&self.files);
         let path = files.get(&segment).ok_or(io::ErrorKind::NotFound)?;
         let file = Arc::new(match self.is_writable {
-            true => own::open(path, true, &FileUser::default())?,
+            true => owner::open(path, true, &FileUser::default())?,
             false => private::open(path, false)?,
         });
         *last = Some((segment, Arc::clone(&file)));

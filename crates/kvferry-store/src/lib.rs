@@ -25,60 +25,49 @@
 
 #![forbid(unsafe_code)]
 
-pub mod adopt;
 pub mod archive;
-mod arrange;
-mod behind;
 #[cfg(test)]
 mod bench;
 mod calls;
-pub mod clean;
 mod clock;
 mod core;
-mod disk;
-mod elect;
 mod error;
 mod events;
-mod gate;
-mod helpers;
-mod host;
+mod fault_points;
+mod gc;
 pub mod index;
 pub mod inspect;
-mod keeper;
 mod key;
 pub mod log;
 mod membership;
 mod memory;
-pub mod objects;
 mod open_store;
 mod opening;
 mod options;
 mod outcome;
-mod own;
-mod parallel;
 mod pending;
 pub mod policy;
 #[cfg(test)]
 mod power;
-mod recover;
 pub mod replay;
 mod space;
 mod stats;
-mod steps;
 mod store;
 mod sync;
-mod task_pool;
+mod threads;
+mod tiers;
 mod waits;
 mod watch;
-mod worker;
 mod writer;
 
 pub use calls::pin::Pin;
 pub use calls::put::Retain;
 pub use error::{Error, Result};
 pub use events::{Event, Events, Polled};
+pub use gc::clean;
 pub use key::{HASH_LEN_MAX, HASH_LEN_MIN, Key, Namespace};
 pub use memory::{BLOCK_LEN_MAX, BlockMemory};
+pub use opening::adopt;
 pub use options::StoreOptions;
 pub use outcome::Put;
 pub use pending::Pending;
@@ -86,4 +75,5 @@ pub use policy::Then;
 pub use space::Space;
 pub use stats::Stats;
 pub use store::Store;
+pub use tiers::objects;
 pub use watch::{Report, Watch};

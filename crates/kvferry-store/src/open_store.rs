@@ -1,16 +1,16 @@
 //! State of a store that this process has open. All calls and background threads share it.
 
-use crate::behind::Behind;
 use crate::calls::single_flight::SingleFlight;
 use crate::core::Core;
 use crate::error::{Error, Result};
-use crate::host::Host;
+use crate::gc::worker::Worker;
 use crate::membership::Membership;
-use crate::objects::Tier;
-use crate::parallel::Parallel;
-use crate::task_pool::TaskPool;
+use crate::threads::parallel::Parallel;
+use crate::threads::task_pool::TaskPool;
+use crate::tiers::host::Host;
+use crate::tiers::host::write_behind::Behind;
+use crate::tiers::objects::Tier;
 use crate::waits::{NO_SPACE_MAX, Patience, Waits};
-use crate::worker::Worker;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLockReadGuard};
 use std::time::{Duration, Instant};

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::index::{MAX_SEGMENTS, MAX_SLOTS};
-use crate::objects::ObjectTier;
+use crate::tiers::objects::ObjectTier;
 use kvferry::DirectIo;
 use std::path::PathBuf;
 use std::time::Duration;

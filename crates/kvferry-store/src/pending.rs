@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::sync::lock;
-use crate::task_pool::Ticket;
+use crate::threads::task_pool::Ticket;
 use kvferry_sys::poll::EventFd;
 use std::future::Future;
 use std::io;

@@ -6,15 +6,15 @@
 
 use crate::core::Core;
 use crate::error::{Error, Result};
+use crate::gc::keeper::{Keeper, Replayed};
 use crate::index::{Inserted, New};
-use crate::keeper::{Keeper, Replayed};
 use crate::key::Key;
 use crate::log::Block;
 use crate::memory::BlockMemory;
 use crate::opening::Opening;
+use crate::opening::recover;
 use crate::options::StoreOptions;
 use crate::policy;
-use crate::recover;
 use crate::writer::{Candidate, NotWritten, Which, Writer};
 use kvferry::{Access, Agent};
 use std::path::Path;
@@ -27,7 +27,7 @@ const MIB: u64 = 1 << 20;
 /// Calls of the keeper until a put gives up.
 const TRIES: usize = 64;
 
-pub use crate::keeper::Press;
+pub use crate::gc::keeper::Press;
 
 /// A store without threads.
 #[derive(Debug)]

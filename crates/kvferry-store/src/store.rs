@@ -1,26 +1,26 @@
 //! [`Store`]: blocks of KV on local disks, shared by the processes of a host.
 
-use crate::behind::Behind;
 use crate::core::Core;
 use crate::error::{Error, Result};
-use crate::gate::is_hang;
-use crate::host::{HOST_BYTES_MIN, Host};
+use crate::gc::worker::Worker;
 use crate::key::{Key, Namespace};
 use crate::log;
 use crate::membership::{Membership, join};
-use crate::objects::Tier;
 use crate::open_store::OpenStore;
 use crate::opening::Opening;
+use crate::opening::recover;
 use crate::options::StoreOptions;
 use crate::outcome::Put;
-use crate::parallel::Parallel;
-use crate::recover;
 use crate::space::{KeepsOpen, Space};
 use crate::stats::{Counters, Stats};
 use crate::sync::lock;
-use crate::task_pool::TaskPool;
+use crate::threads::parallel::Parallel;
+use crate::threads::task_pool::TaskPool;
+use crate::tiers::disk::gate::is_hang;
+use crate::tiers::host::write_behind::Behind;
+use crate::tiers::host::{HOST_BYTES_MIN, Host};
+use crate::tiers::objects::Tier;
 use crate::waits::Waits;
-use crate::worker::Worker;
 use crate::writer::Candidate;
 use kvferry::Agent;
 use std::io;
@@ -295,7 +295,7 @@ impl Store {
     }
 
     /// Carries out what waits in the background, uploads blocks for a bounded time
-    /// ([`ObjectTier::close_timeout`](crate::objects::ObjectTier::close_timeout)), seals what this process has
+    /// ([`ObjectTier::close_timeout`](crate::tiers::objects::ObjectTier::close_timeout)), seals what this process has
     /// written, and syncs what its puts have found. Later calls fail with `Closed`. Idempotent: every call returns when
     /// the store is closed. The last clone that is dropped closes the store, too.
     ///

@@ -2,7 +2,7 @@
 
 use crate::index::Member;
 use crate::sync::lock;
-use crate::task_pool::after;
+use crate::threads::task_pool::after;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};

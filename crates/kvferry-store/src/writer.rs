@@ -1,12 +1,12 @@
 //! Puts blocks into this process's segment.
 
 use crate::core::Core;
-use crate::disk::{UnderWay, is_of_device, may_move};
-use crate::gate::is_hang;
 use crate::index::{Entry, SegmentState};
 use crate::log::{self, Appender, Disk, Extent, SegmentHeader};
 use crate::memory::BlockMemory;
 use crate::sync::lock;
+use crate::tiers::disk::gate::is_hang;
+use crate::tiers::disk::{UnderWay, is_of_device, may_move};
 use rustc_hash::FxHashMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};

@@ -1,19 +1,19 @@
 //! Reads blocks: from host memory, from the disk, or together with another call.
 
 use crate::calls::single_flight::Joined;
-use crate::disk::{UnderWay, may_move};
 use crate::error::Result;
-use crate::host::{self, Extent, Host};
 use crate::index::Entry;
 use crate::key::Key;
 use crate::log::{self, Disk};
 use crate::memory::{BlockMemory, padded};
-use crate::parallel::IsLast;
 use crate::pending::Pending;
 use crate::policy::Retention;
 use crate::space::{CHUNK_BYTES, Space, check_range, chunks};
 use crate::stats::Counters;
 use crate::sync::lock;
+use crate::threads::parallel::IsLast;
+use crate::tiers::disk::{UnderWay, may_move};
+use crate::tiers::host::{self, Extent, Host};
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;

@@ -4,12 +4,12 @@ use crate::error::Result;
 use crate::key::Key;
 use crate::log::format::bytes_of;
 use crate::log::{self, Disk, Extent};
-use crate::objects::content::Wanted;
-use crate::objects::fetch::{Fetched, Prefetch, PrefetchTarget};
 use crate::open_store::OpenStore;
 use crate::outcome::{Put, Refusal};
 use crate::pending::{Pending, Promise};
 use crate::space::Space;
+use crate::tiers::objects::content::Wanted;
+use crate::tiers::objects::fetch::{Fetched, Prefetch, PrefetchTarget};
 use crate::writer::NotWritten;
 
 impl Space {

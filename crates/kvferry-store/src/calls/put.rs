@@ -2,7 +2,6 @@
 
 use crate::calls::writing::Writing;
 use crate::error::{Error, Result};
-use crate::host::{self, Host, Taken};
 use crate::index::Entry;
 use crate::key::Key;
 use crate::log;
@@ -12,7 +11,8 @@ use crate::pending::Pending;
 use crate::policy::{Retention, Then};
 use crate::space::{CHUNK_BYTES, Space, check_range, chunks, own};
 use crate::stats::Counters;
-use crate::task_pool::{Load, Turn, after};
+use crate::threads::task_pool::{Load, Turn, after};
+use crate::tiers::host::{self, Host, Taken};
 use crate::waits::Patience;
 use crate::writer::Candidate;
 use std::sync::Arc;

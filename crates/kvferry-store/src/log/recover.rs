@@ -7,7 +7,7 @@
 use super::appender::write_footer;
 use super::format::{PAGE_BYTES, Record, SegmentHeader, Trailer, bytes_of, footer_pages, pages_of};
 use super::{Disk, Error, Geometry, OnSegment, Result, Superblock};
-use crate::gate::is_hang;
+use crate::tiers::disk::gate::is_hang;
 use crc_fast::{CrcAlgorithm, Digest};
 use std::io;
 use std::sync::Arc;

@@ -5,9 +5,9 @@
 
 use super::format::{Geometry, VERSION, array_at, u32_at, u64_at};
 use super::{Error, Result};
-use crate::gate::GivenUp;
-use crate::own::{self, FileUser};
-use crate::steps::{Op, step, sync_directory};
+use crate::fault_points::{Op, step, sync_directory};
+use crate::opening::owner::{self, FileUser};
+use crate::tiers::disk::gate::GivenUp;
 use kvferry_sys::private;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -63,7 +63,7 @@ impl Superblock {
 
     /// Like [`Superblock::read`], but `Refused` if the file is not this user's alone.
     pub(crate) fn read_own(directory: &Path, user: &FileUser) -> Result<Option<(Self, u32)>> {
-        read(own::open(&directory.join(FILE), false, user))
+        read(owner::open(&directory.join(FILE), false, user))
     }
 
     /// Makes `directory`, which exists, a store's. The superblock that it may have is replaced.
@@ -209,7 +209,7 @@ fn read(opened: io::Result<File>) -> Result<Option<(Superblock, u32)>> {
     match bytes {
         Ok(bytes) => decode(&bytes, UPGRADES).map(Some),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) if own::is_refused(&error) => Err(Error::Refused(error.to_string())),
+        Err(error) if owner::is_refused(&error) => Err(Error::Refused(error.to_string())),
         Err(source) => Err(Error::Directory { doing: "read kvferry.store", source }),
     }
 }

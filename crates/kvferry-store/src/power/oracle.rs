@@ -2,8 +2,8 @@
 
 use super::recorder::{Event, Note};
 use super::{content, hash};
+use crate::fault_points::Op;
 use crate::log::PAGE_BYTES;
-use crate::steps::Op;
 use crate::{Key, Namespace};
 use rustc_hash::FxHashMap;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,6 @@
 //! Records the steps of the stores below a folder, and lets some fail.
 
-use crate::steps::Op;
+use crate::fault_points::Op;
 use crate::sync::lock;
 use std::io;
 use std::path::{Path, PathBuf};

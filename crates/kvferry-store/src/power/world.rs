@@ -6,7 +6,7 @@
 //! a sync that failed, later ones do not cover what it should have covered.
 
 use super::recorder::Event;
-use crate::steps::Op;
+use crate::fault_points::Op;
 use fastrand::Rng;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

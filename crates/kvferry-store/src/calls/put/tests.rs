@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::bench::Bench;
+use crate::fault_points::Op;
 use crate::power::recorder::{Event, Recording};
-use crate::steps::Op;
 use crate::{Namespace, Retain, Store, StoreOptions};
 use kvferry_testkit::Watchdog;
 use kvferry_testkit::hanging::HangingDisk;

@@ -4,17 +4,18 @@
 //! footers, and what the collector copies, by plain reads and writes.
 
 mod device;
+pub(crate) mod gate;
 
-use crate::arrange::{Directory, State};
 use crate::error::Result;
-use crate::gate::{Entered, Gate, Pace, Waiter, is_hang};
-use crate::helpers::Helpers;
+use crate::fault_points::{Op, Step, step};
 use crate::index::Index;
 use crate::log::{self, Superblock};
 use crate::memory::{BlockMemory, PAGE, PAGE_OF_ZEROS, padding};
-use crate::own::{self, FileUser};
-use crate::steps::{Op, Step, step};
+use crate::opening::directories::{Directory, State};
+use crate::opening::owner::{self, FileUser};
 use crate::sync::lock;
+use crate::threads::helpers::Helpers;
+use crate::tiers::disk::gate::{Entered, Gate, Pace, Waiter, is_hang};
 use device::{Device, Segment};
 use kvferry::{Access, Agent, Batch, DirectIo, Options, Region, Transfer, TransferStats};
 use std::fmt;
@@ -672,7 +673,7 @@ pub(crate) fn is_of_device(error: &io::Error) -> bool {
         None => {
             is_hang(error)
                 || is_written_late(error)
-                || own::is_refused(error)
+                || owner::is_refused(error)
                 || matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
         }
     }

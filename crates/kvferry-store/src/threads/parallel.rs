@@ -1,7 +1,7 @@
 //! Threads that share the parts of a call.
 
 use crate::sync::lock;
-use crate::task_pool::TaskPool;
+use crate::threads::task_pool::TaskPool;
 use std::sync::atomic::{AtomicUsize, Ordering::AcqRel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;

@@ -12,13 +12,13 @@
 //! other open file has a lock of it ([`WrittenLate`]). File systems without such locks do without.
 
 use super::{EIO, WrittenLate, is_gone, is_of_device, is_read_only, is_written_late, system_error};
-use crate::gate::{Entered, Gate, Pace, is_hang};
-use crate::helpers::Helpers;
+use crate::fault_points::{Op, step, sync_directory};
 use crate::index::Index;
 use crate::log::{self, Superblock};
-use crate::own::{self, FileUser};
-use crate::steps::{Op, step, sync_directory};
+use crate::opening::owner::{self, FileUser};
 use crate::sync::lock;
+use crate::threads::helpers::Helpers;
+use crate::tiers::disk::gate::{Entered, Gate, Pace, is_hang};
 use kvferry::{Agent, DirectIo, ErrorKind, FileOptions, FileRegion};
 use kvferry_sys::fd::Tracked;
 use kvferry_sys::private;
@@ -392,7 +392,7 @@ impl Device {
     fn open_segment(&self, segment: u32, is_writable: bool) -> io::Result<Arc<Segment>> {
         let path = self.path_of(segment);
         step(|| Op::Open { path: path.clone(), to_write: is_writable }, || Ok(()))?;
-        let file = own::open(&path, is_writable, &self.user)?;
+        let file = owner::open(&path, is_writable, &self.user)?;
         // Behind it: a device that is mounted over the directory hides the file, and what is found is the device's.
         self.check()?;
         let options =

@@ -6,11 +6,11 @@
 //! Only whole segments are removed. The files do not say which blocks were evicted, so no block is.
 
 use crate::core::free_wanted;
-use crate::elect::{self, Taken};
 use crate::error::{Error, Result};
 use crate::inspect::{Files, Segment, State, sync_directory};
 use crate::log::recover::{self, Fault, Scanned};
 use crate::log::{Disk, Record, Superblock, superblock};
+use crate::membership::elect::{self, Taken};
 use crate::membership::{self, Locks};
 use crate::options::StoreOptions;
 use kvferry_sys::unix::Channel;

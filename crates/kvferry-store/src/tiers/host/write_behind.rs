@@ -1,6 +1,6 @@
 //! Writes blocks that wait in host memory to the disk.
 //!
-//! A block waits in the tier in host memory ([`crate::host`]), which owns its bytes, until it is on the disk. One
+//! A block waits in the tier in host memory ([`crate::tiers::host`]), which owns its bytes, until it is on the disk. One
 //! thread writes what waits, in the order in which it was put, in *passes*: from the oldest block to the newest one
 //! there was at the beginning. Where no segment is free, a pass waits as long as segments are freed; after
 //! [`NO_SPACE_MAX`](crate::waits::NO_SPACE_MAX) in which none was, or at an error of a device, it ends, and all that waits is *left*: it says why
@@ -21,9 +21,9 @@
 
 mod passes;
 
-use crate::host::Host;
 use crate::index::Member;
 use crate::sync::lock;
+use crate::tiers::host::Host;
 #[cfg(test)]
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Condvar, Mutex, PoisonError};

@@ -6,9 +6,10 @@
 //!
 //! What is put is copied here, and its caller goes on. It is *waiting* until it is on the disk, and does not
 //! leave before: the tier owns its bytes, and no other copy is ever written in their place. At most half of the tier
-//! waits: what is put beyond that goes to the disk directly. [`crate::behind`] writes what waits.
+//! waits: what is put beyond that goes to the disk directly. [`crate::tiers::host::write_behind`] writes what waits.
 
 mod arena;
+pub(crate) mod write_behind;
 
 pub(crate) use arena::Extent;
 

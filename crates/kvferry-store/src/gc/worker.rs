@@ -4,8 +4,8 @@
 //! segments: what was put last is not what is freed next.
 
 use crate::core::Core;
+use crate::gc::keeper::Keeper;
 use crate::index::{Member, MemberId};
-use crate::keeper::Keeper;
 use crate::membership::Keep;
 use crate::sync::lock;
 use crate::writer::{Which, Writer, seal};

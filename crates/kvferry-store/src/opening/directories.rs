@@ -14,10 +14,10 @@
 //! caller asks for it to be adopted: a device may not be mounted, and its folder be on the system's disk.
 
 use crate::error::{Error, Result};
-use crate::gate::{Bounds, ask_all, is_hang};
 use crate::log::format::VERSION;
 use crate::log::{self, PAGE_BYTES, SegmentHeader, Superblock, superblock};
-use crate::own::FileUser;
+use crate::opening::owner::FileUser;
+use crate::tiers::disk::gate::{Bounds, ask_all, is_hang};
 use kvferry_sys::private;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

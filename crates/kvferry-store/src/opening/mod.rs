@@ -1,16 +1,20 @@
 //! How a process opens the directories of a store: it finds out what they are, and the first process marks them.
 
-use crate::arrange::{Arranged, Directory, State, arrange_within};
+pub mod adopt;
+pub(crate) mod directories;
+pub(crate) mod owner;
+pub(crate) mod recover;
+
 use crate::clock::Clock;
-use crate::disk::Directories;
 use crate::error::{Error, Result};
-use crate::gate::{GivenUp, ask_all, is_hang};
+use crate::fault_points::{Op, step, sync_directory};
 use crate::log::{self, Superblock};
 use crate::membership::{JOIN_TIMEOUT, wait_until};
+use crate::opening::directories::{Arranged, Directory, State, arrange_within};
 use crate::options::StoreOptions;
-use crate::own;
-use crate::steps::{Op, step, sync_directory};
 use crate::sync::lock;
+use crate::tiers::disk::Directories;
+use crate::tiers::disk::gate::{GivenUp, ask_all, is_hang};
 use kvferry::Agent;
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, TryLockError};
@@ -140,7 +144,7 @@ impl<'a> Opening<'a> {
             }
             let there = arranged.directories.iter().filter(|it| !is_lost(it));
             let there: Vec<_> = there.map(|it| it.path.clone()).collect();
-            let ways = ask_all(&there, self.options.hang_after, |it| Ok(own::way_in(it)));
+            let ways = ask_all(&there, self.options.hang_after, |it| Ok(owner::way_in(it)));
             for (path, way) in there.iter().zip(ways) {
                 if let Ok(Some(way)) = way {
                     let path = path.display();

@@ -23,14 +23,14 @@ mod condemned;
 mod copies;
 
 use crate::core::{Core, FREE_PER_PROCESS, FREE_SHARE};
-use crate::disk::{is_of_device, is_written_late};
-use crate::gate::is_hang;
 use crate::index::{Entry, Event, MemberId, Segment, SegmentState, SlotId};
 use crate::key::Key;
 use crate::log::format::{EXTENT_RECORDS, bytes_of, pages_of};
 use crate::log::{self, Appender, Disk, Record};
 use crate::policy::{Kept, Policy, Retention, Then};
 use crate::stats::Counters;
+use crate::tiers::disk::gate::is_hang;
+use crate::tiers::disk::{is_of_device, is_written_late};
 use crate::writer::{begin_segment, note_failed_sync, seal};
 use crc_fast::CrcAlgorithm;
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -1388,8 +1388,8 @@ mod tests {
     use crate::log::Block;
     use crate::memory::BlockMemory;
     use crate::opening::Opening;
+    use crate::opening::recover;
     use crate::options::StoreOptions;
-    use crate::recover;
     use crate::writer::{Candidate, Which, Writer};
     use kvferry::{Access, Agent, Region};
     use kvferry_testkit::PATIENCE;
@@ -1561,7 +1561,7 @@ mod tests {
         for (segments, is_short) in [(3, false), (20, true)] {
             let (core, agent, _folder) = core(&format!("pause-{segments}"));
             let pool = agent.allocate(900_000, Access::NONE).expect("memory");
-            let worker = crate::worker::Worker::start(Arc::clone(&core)).expect("a thread");
+            let worker = crate::gc::worker::Worker::start(Arc::clone(&core)).expect("a thread");
             fill(&core, &worker.writer, &pool, segments);
             worker.wake();
             let began = Instant::now();

@@ -8,10 +8,10 @@
 //! [`Index::has_copies`]: crate::index::Index::has_copies
 
 use super::{Keeper, RETRY_EVERY, seal_own};
-use crate::disk::{EIO, is_of_device};
-use crate::gate::is_hang;
 use crate::index::{Index, Segment, SegmentState};
 use crate::log::Disk;
+use crate::tiers::disk::gate::is_hang;
+use crate::tiers::disk::{EIO, is_of_device};
 use crate::writer::note_failed_sync;
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::io;

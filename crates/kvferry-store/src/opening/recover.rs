@@ -1,14 +1,14 @@
 //! Fills the index from the disk.
 
 use crate::clock::Clock;
-use crate::disk::{Directories, is_of_device};
 use crate::error::{Error, Result};
-use crate::gate::is_hang;
 use crate::index::{self, Entry, Index, Inserted, Member, New};
 use crate::key::Key;
 use crate::log::recover::{Scanned, verify};
 use crate::log::{self, Disk, Superblock};
 use crate::options::Geometry;
+use crate::tiers::disk::gate::is_hang;
+use crate::tiers::disk::{Directories, is_of_device};
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error as _;
 use std::sync::Arc;

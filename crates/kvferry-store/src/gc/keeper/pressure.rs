@@ -1,15 +1,15 @@
 //! Tests of the keeper's other work while puts take each segment that it frees.
 
 use super::*;
+use crate::fault_points::Op;
+use crate::gc::worker::Worker;
 use crate::index::{Inserted, New};
 use crate::log::Block;
 use crate::memory::BlockMemory;
 use crate::opening::Opening;
+use crate::opening::recover;
 use crate::options::StoreOptions;
 use crate::power::recorder::{Event as Recorded, Recording};
-use crate::recover;
-use crate::steps::Op;
-use crate::worker::Worker;
 use crate::writer::{Candidate, NotWritten, Which, Writer, unsealed_max};
 use kvferry::{Access, Agent};
 use kvferry_testkit::{PATIENCE, Watchdog};

@@ -13,8 +13,8 @@
 //! it shows a process that can read none of the keeper's directories that the store is open. Any user can compute and
 //! take it, so a beacon counts only if a process of the same user listens there.
 
-use crate::gate::ask_all;
 use crate::index::Index;
+use crate::tiers::disk::gate::ask_all;
 use kvferry_sys::file::open_regular;
 use kvferry_sys::unix::{Channel, user};
 use std::collections::BTreeSet;

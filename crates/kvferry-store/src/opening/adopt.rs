@@ -3,10 +3,10 @@
 //! An [`Adoption`] holds the store's locks: processes that open the store wait until it is dropped. What it would do, it
 //! says before it does it ([`Adoption::empty`]).
 
-use crate::arrange::{Arranged, Directory, State, Whose, arrange};
-use crate::clean::{Alone, alone};
 use crate::error::{Error, Result};
+use crate::gc::clean::{Alone, alone};
 use crate::log::{Superblock, superblock};
+use crate::opening::directories::{Arranged, Directory, State, Whose, arrange};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 

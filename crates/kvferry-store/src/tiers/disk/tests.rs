@@ -2,13 +2,13 @@
 
 use super::*;
 use crate::core::Core;
-use crate::host::{self, Host};
 use crate::index::{Inserted, New, SegmentState};
 use crate::key::Key;
 use crate::log::Disk;
 use crate::opening::Opening;
+use crate::opening::recover;
 use crate::options::StoreOptions;
-use crate::recover;
+use crate::tiers::host::{self, Host};
 use crate::writer::{begin_segment, seal};
 use kvferry_testkit::hanging::HangingDisk;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};

@@ -2,14 +2,14 @@
 
 use super::*;
 use crate::bench::Bench;
+use crate::fault_points::Op;
 use crate::index::New;
 use crate::log::Block;
 use crate::memory::BlockMemory;
 use crate::opening::Opening;
+use crate::opening::recover;
 use crate::options::StoreOptions;
 use crate::power::recorder::{Event as Recorded, Fault, Killed, Recording};
-use crate::recover;
-use crate::steps::Op;
 use crate::writer::{Candidate, NotWritten, Which, Writer};
 use kvferry_testkit::hanging::HangingDisk;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};

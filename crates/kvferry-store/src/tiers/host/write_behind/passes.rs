@@ -2,13 +2,13 @@
 
 use super::Behind;
 use crate::calls::writing::WRITE_BEHIND;
-use crate::host::{Host, Waiting};
 use crate::open_store::OpenStore;
 use crate::outcome::{NotStored, Put, Refusal};
 use crate::space::{CHUNK_BYTES, Space};
 use crate::stats::Counters;
 use crate::sync::lock;
-use crate::task_pool::join_unless;
+use crate::threads::task_pool::join_unless;
+use crate::tiers::host::{Host, Waiting};
 use crate::waits::{Patience, RETRY_EVERY};
 use crate::writer::Candidate;
 use std::panic::{AssertUnwindSafe, catch_unwind};

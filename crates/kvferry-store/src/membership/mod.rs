@@ -13,13 +13,15 @@
 //!
 //! Wake-up: the thread of this module sleeps in `poll` until a process comes, leaves, or asks for space.
 
-use crate::elect::{self, Beacon, Secret, Taken, check_user};
+pub(crate) mod elect;
+
 use crate::error::{Error, Result};
-use crate::gate::{ask_all, is_hang};
 use crate::index::{Index, Member, MemberId};
 use crate::log::Superblock;
 use crate::sync::lock;
-use crate::task_pool::join_unless;
+use crate::threads::task_pool::join_unless;
+use crate::tiers::disk::gate::{ask_all, is_hang};
+use elect::{Beacon, Secret, Taken, check_user};
 use kvferry_sys::fd::Fd;
 use kvferry_sys::lock::LockFile;
 use kvferry_sys::poll::{EventFd, Interest, Ready, wait_any};
