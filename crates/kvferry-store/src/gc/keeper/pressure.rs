@@ -1,188 +1,102 @@
-//! Tests of the keeper's other work while puts take each segment that it frees.
+//! Pressure of puts on the keeper, and the pace at which segments are put and freed.
 
-use super::*;
-use crate::fault_points::Op;
-use crate::gc::worker::Worker;
-use crate::index::{Inserted, New};
-use crate::log::Block;
-use crate::memory::BlockMemory;
-use crate::opening::Opening;
-use crate::opening::recover;
-use crate::options::StoreOptions;
-use crate::power::recorder::{Event as Recorded, Recording};
-use crate::writer::{Candidate, NotWritten, Which, Writer, unsealed_max};
-use kvferry::{Access, Agent};
-use kvferry_testkit::{PATIENCE, Watchdog};
-use std::path::PathBuf;
+use crate::core::Core;
+use std::time::{Duration, Instant};
 
-const LEN: u32 = 60_000;
-const SEGMENTS: u64 = 40;
+/// The part of a segment's pages that may live when it is collected. The more, the more is kept, and the more
+/// is copied for each new block: at most four times as much.
+pub(super) const LIVE_SHARE: f64 = 0.8;
+/// What is copied of a segment, at most, while puts find no free segment: the factor by which it falls with each
+/// segment, what it is at least, and by how much it rises each time when enough segments are free. With the least,
+/// some 0.4 bytes are copied for each byte that is put (`kvferry bench store --trace`).
+const PRESSURE_FALL: f64 = 0.85;
+pub(super) const PRESSURE_LEAST: f64 = 0.35;
+const PRESSURE_RISE: f64 = 0.02;
+/// A put that found no free segment counts for so long: it may be tried again.
+const PRESSURE_FOR: Duration = Duration::from_secs(1);
+/// Longest wait of puts before they count as pressure.
+const PRESSURE_AFTER: Duration = Duration::from_millis(50);
+/// Period over which the rate of puts is measured, and the weight of the last measurement in the rate.
+const RATE_EVERY: Duration = Duration::from_millis(250);
+const RATE_NEW: f64 = 0.25;
+/// Segments that are kept free, beside those for each process, in segments that are put while one is freed.
+const FREE_AHEAD: f64 = 2.0;
 
-/// A store without threads, and blocks of the same bytes for it.
-struct Bench {
-    folder: PathBuf,
-    agent: Agent,
-    memory: BlockMemory,
-    sum: u64,
+/// Part of a segment that is copied while puts find no free segment.
+#[derive(Debug)]
+pub(super) struct Pressure {
+    /// [`crate::index::Index::no_space`] when it was last read.
+    seen: u32,
+    /// Times since which puts find no free segment, and at which one last found none.
+    since: Option<(Instant, Instant)>,
+    share: f64,
 }
 
-impl Drop for Bench {
-    fn drop(&mut self) {
-        self.agent.shutdown();
-        let _ = std::fs::remove_dir_all(&self.folder);
-    }
-}
-
-impl Bench {
-    /// Opens the store in so many processes.
-    fn new<const N: usize>(name: &str) -> (Self, [Arc<Core>; N]) {
-        let name = format!("kvferry-pressure-{name}-{}", std::process::id());
-        let folder = std::env::temp_dir().join(name);
-        let _ = std::fs::remove_dir_all(&folder);
-        let agent = Agent::builder().start().expect("an agent");
-        let pool = agent.allocate(LEN as usize, Access::NONE).expect("memory");
-        let memory = BlockMemory::new(&pool, 0, LEN.into());
-        let sum = memory.sum().expect("registered");
-        let bench = Self { folder, agent, memory, sum };
-        let options = StoreOptions::new(&bench.folder, SEGMENTS << 20).segment_bytes(1 << 20);
-        let opening = Opening::new(&bench.agent, &options).expect("directories");
-        let superblock = opening.open_superblock().expect("a superblock");
-        let disk = || opening.disk(&superblock, true).expect("files");
-        let geometry = options.geometry(None).expect("in bounds");
-        let index = recover::fill(&disk(), &superblock, geometry).expect("an index");
-        let core = || Core::new(disk(), superblock, index.join().expect("a member"));
-        let cores = [(); N].map(|()| Arc::new(core()));
-        (bench, cores)
+impl Pressure {
+    pub(super) fn new(core: &Core) -> Self {
+        Self { seen: core.member.no_space(), since: None, share: LIVE_SHARE }
     }
 
-    /// Puts a block. False if no segment is free.
-    fn put(&self, core: &Core, writer: &Writer, key: u64, retention: Retention) -> bool {
-        let (sum, retention) = (self.sum, retention.to_bits());
-        let (parent, check, namespace, time) = (None, 0, 7, 0);
-        let block =
-            Block { key: [key, key], parent, sum, check, namespace, len: LEN, retention, time };
-        let writing = match writer.begin(core, &[Candidate { block, memory: self.memory.clone() }])
-        {
-            Ok(writing) => writing,
-            Err(NotWritten::Full) => return false,
-            Err(e) => panic!("{e:?}"),
-        };
-        let written = writing.end(core, |segment, records| {
-            let page = core.superblock.geometry.place(segment, records[0].page);
-            let new = New { sum, parent: None, page, len: LEN, retention, now: 0 };
-            let Inserted::New(slot) = core.member.insert(Key([key, key]), new) else {
-                panic!("it is new")
-            };
-            core.member.note_added(core.clock.now_ms(), None, &[slot]);
-        });
-        written.expect("no device fails");
-        true
-    }
-
-    /// Fills the store, whose keeper `worker` then is. Returns the next key.
-    fn fill(&self, core: &Core, worker: &Worker) -> u64 {
-        let first = (0..).find(|key| !self.put(core, &worker.writer, *key, Retention::DEFAULT));
-        worker.writer.seal(core, Which::All);
-        crate::membership::Keep::became_keeper(worker);
-        first.expect("the store is full")
-    }
-
-    /// Puts a block, once a segment is free for it.
-    fn put_pressing(&self, core: &Core, worker: &Worker, key: u64) {
-        loop {
-            let freed = core.member.freed();
-            if self.put(core, &worker.writer, key, Retention::DEFAULT) {
-                return;
-            }
-            core.member.note_no_space();
-            worker.wake();
-            core.member.wait_freed(freed, Duration::from_millis(20), || false);
+    /// The part of a segment's pages that is copied at most. `None`: there is no pressure.
+    pub(super) fn copied(&mut self, core: &Core) -> Option<f64> {
+        let (seen, now) = (core.member.no_space(), Instant::now());
+        if seen != self.seen {
+            self.seen = seen;
+            let since = self.since.filter(|(_, last)| now - *last < PRESSURE_FOR);
+            self.since = Some((since.map_or(now, |(since, _)| since), now));
         }
+        let (since, last) = self.since?;
+        let is_pressed = now - last < PRESSURE_FOR && now - since >= PRESSURE_AFTER;
+        is_pressed.then_some(self.share)
+    }
+
+    /// A segment was freed, and it is not enough.
+    pub(super) fn fall(&mut self) {
+        self.share = (self.share * PRESSURE_FALL).max(PRESSURE_LEAST);
+    }
+
+    /// Enough segments are free.
+    pub(super) fn relax(&mut self) {
+        self.share = (self.share + PRESSURE_RISE).min(LIVE_SHARE);
     }
 }
 
-#[test]
-fn while_puts_press_durations_end_and_what_a_dead_process_held_comes_back() {
-    let (bench, [core, other, dying]) = Bench::new("look");
-    let (writer, its) = (Writer::default(), Writer::default());
-    // It is no block that leaves before.
-    let priority = Retention::PRIORITY_MAX;
-    let ends = Retention { priority, until_s: Some(3600), then: Then::Leave };
-    assert!(bench.put(&core, &writer, 0, ends));
-    assert!(bench.put(&dying, &its, 1, Retention::DEFAULT));
-    assert!((2..).any(|key| !bench.put(&core, &writer, key, Retention::DEFAULT)));
-    writer.seal(&core, Which::All);
-    let mut keeper = Keeper::new(Arc::clone(&core));
-    let (press, is_stopping) = (Press::Always, AtomicBool::new(false));
-    keeper.replay(Replayed { now_ms: 0, press });
-    assert!(core.free_segments() + 2 < core.wanted_segments());
-    keeper.look(&is_stopping);
-    assert!(keeper.goes_on());
-    let member = dying.member.id();
-    assert!(core.member.members().any(|it| it == member));
-    dying.die();
-    keeper.replay(Replayed { now_ms: 3600 * 1000, press });
-    let due = core.member.find(&Key([0, 0]));
-    assert!(due.is_some());
-    keeper.look(&is_stopping);
-    assert!(keeper.goes_on() && core.free_segments() < core.wanted_segments());
-    assert_eq!(core.member.find(&Key([0, 0])), None);
-    assert!(core.member.members().all(|it| it != member));
-    // What the dead process held.
-    keeper.look_at_all();
-    let is_left = |(number, it): (u32, Segment)| {
-        it.state == SegmentState::Sealed && core.member.is_open(number)
-    };
-    assert!(!core.member.segments().any(is_left));
-    keeper.stop();
-    drop(other);
+/// Rate at which segments are put, and the time that it takes to free one.
+#[derive(Debug)]
+pub(super) struct Pace {
+    /// Time of the last measurement, and the incarnations and own segments that were begun until then.
+    at: Instant,
+    incarnations: u64,
+    begun: u64,
+    /// Segments in a second.
+    rate: f64,
+    seconds_to_free: f64,
 }
 
-#[test]
-fn while_puts_press_full_segments_are_sealed() {
-    let (bench, [core]) = Bench::new("sealed");
-    let _watchdog = Watchdog::new(PATIENCE);
-    let worker = Worker::start(Arc::clone(&core)).expect("a thread");
-    let first = bench.fill(&core, &worker);
-    let segments = core.member.geometry().segments;
-    // The segments that are free when the thread begins to seal, and when it goes on to free one, and the one.
-    let most = unsealed_max(&core) + 2 * (1 + (segments / FREE_SHARE) as usize);
-    assert!(most < segments as usize / 2);
-    let turnovers = 2 * u64::from(segments);
-    let begun = || core.member.next_incarnation();
-    for key in first.. {
-        bench.put_pressing(&core, &worker, key);
-        let full = worker.writer.full();
-        assert!(full <= most, "{full} segments wait for their seal");
-        if begun() > turnovers {
-            break;
-        }
+impl Pace {
+    pub(super) fn new(core: &Core) -> Self {
+        let (at, incarnations) = (Instant::now(), core.member.next_incarnation());
+        Self { at, incarnations, begun: 0, rate: 0.0, seconds_to_free: 0.0 }
     }
-    worker.stop();
-}
 
-#[test]
-fn while_puts_press_segments_are_sealed_beside_the_freeing_of_others() {
-    let (bench, [core]) = Bench::new("beside");
-    let _watchdog = Watchdog::new(PATIENCE);
-    let worker = Worker::start(Arc::clone(&core)).expect("a thread");
-    let first = bench.fill(&core, &worker);
-    let recording = Recording::start(&bench.folder);
-    let mut syncs = FxHashSet::default();
-    // One thread alone would begin a sync only when the one before has ended.
-    let mut is_beside = |event| match event {
-        Recorded::Begin(step, Op::SyncSegment(_)) => syncs.insert(step) && syncs.len() > 1,
-        Recorded::End(step, _) => {
-            syncs.remove(&step);
-            false
-        }
-        _ => false,
-    };
-    for key in first.. {
-        bench.put_pressing(&core, &worker, key);
-        if recording.take().into_iter().any(&mut is_beside) {
-            break;
-        }
+    pub(super) fn freed_one(&mut self, took: Duration) {
+        self.seconds_to_free += (took.as_secs_f64() - self.seconds_to_free) * RATE_NEW;
     }
-    worker.stop();
+
+    /// Segments that are to be free for what is put while others are freed. `begun`: segments of the keeper's own that
+    /// were begun.
+    pub(super) fn ahead(&mut self, core: &Core, begun: u64) -> usize {
+        let passed = self.at.elapsed();
+        if passed >= RATE_EVERY {
+            let incarnations = core.member.next_incarnation();
+            let all = incarnations.saturating_sub(self.incarnations) as f64;
+            let put = (all - begun.saturating_sub(self.begun) as f64).max(0.0);
+            let (rate, passed) = (put / passed.as_secs_f64(), passed.as_secs_f64());
+            // What was measured over a long time counts for more.
+            let part = 1.0 - (1.0 - RATE_NEW).powf(passed / RATE_EVERY.as_secs_f64());
+            self.rate += (rate - self.rate) * part;
+            (self.at, self.incarnations, self.begun) = (Instant::now(), incarnations, begun);
+        }
+        (self.rate * self.seconds_to_free * FREE_AHEAD).ceil() as usize
+    }
 }

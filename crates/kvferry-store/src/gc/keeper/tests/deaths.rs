@@ -3,16 +3,18 @@
 use super::*;
 use crate::bench::Bench;
 use crate::fault_points::Op;
-use crate::index::New;
-use crate::log::Block;
+use crate::index::{Entry, New};
+use crate::log::{self, Block};
 use crate::memory::BlockMemory;
 use crate::opening::Opening;
 use crate::opening::recover;
 use crate::options::StoreOptions;
 use crate::power::recorder::{Event as Recorded, Fault, Killed, Recording};
-use crate::writer::{Candidate, NotWritten, Which, Writer};
+use crate::tiers::disk::is_of_device;
+use crate::writer::{Candidate, NotWritten, Which, Writer, begin_segment};
 use kvferry_testkit::hanging::HangingDisk;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
+use rustc_hash::FxHashSet;
 use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

@@ -8,53 +8,15 @@
 //! [`Index::has_copies`]: crate::index::Index::has_copies
 
 use super::{Keeper, RETRY_EVERY, seal_own};
-use crate::index::{Index, Segment, SegmentState};
+use crate::index::{Segment, SegmentState};
 use crate::log::Disk;
 use crate::tiers::disk::gate::is_hang;
-use crate::tiers::disk::{EIO, is_of_device};
+use crate::tiers::disk::{EIO, is_of_device, is_written_late};
 use crate::writer::note_failed_sync;
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashSet;
 use std::io;
 use std::sync::Arc;
 use std::time::Instant;
-
-/// Segments that blocks were copied from, for each segment that this keeper has begun: until it is synced, the blocks
-/// may be on the disk in the former alone. Any other segment may have copies from all.
-#[derive(Debug, Default)]
-pub(super) struct Sources(FxHashMap<u32, FxHashSet<u32>>);
-
-impl Sources {
-    /// A segment to copy to is begun.
-    pub(super) fn begin(&mut self, segment: u32) {
-        self.0.insert(segment, FxHashSet::default());
-    }
-
-    /// Blocks are copied.
-    pub(super) fn note_copied(&mut self, index: &Index, from: u32, to: u32) {
-        let Some(known) = self.0.get_mut(&to) else { return };
-        known.insert(from);
-        if !index.has_copies(from) {
-            return;
-        }
-        // They may still be on the disk in the place before the last one alone.
-        match self.0.get(&from).cloned() {
-            Some(before) => self.0.entry(to).or_default().extend(before),
-            None => _ = self.0.remove(&to),
-        }
-    }
-
-    /// Forgets the sources of a segment that was synced: its copies are on the disk.
-    fn synced(&mut self, segment: u32) {
-        if let Some(known) = self.0.get_mut(&segment) {
-            known.clear();
-        }
-    }
-
-    /// Whether blocks may have been copied.
-    fn may_be(&self, from: u32, to: u32) -> bool {
-        from != to && self.0.get(&to).is_none_or(|known| known.contains(&from))
-    }
-}
 
 /// A segment with copies that could not be synced.
 #[derive(Clone, Copy, Debug)]
@@ -64,6 +26,44 @@ pub(super) struct Holding {
 }
 
 impl Keeper {
+    /// Tries whether withheld segments can be used again, one after another in each directory until one fails. A lock
+    /// keeps back its own segment alone.
+    pub(super) fn retry_withheld(&mut self) {
+        if self.retried_at.is_some_and(|at| at.elapsed() < RETRY_EVERY) {
+            return;
+        }
+        self.retried_at = Some(Instant::now());
+        let core = Arc::clone(&self.core);
+        let mine = SegmentState::Collecting(core.member.id());
+        let (mut failing, holding) = (Vec::new(), self.holding());
+        for (number, segment) in core.member.segments() {
+            let directory = core.disk.number_of(number);
+            if segment.state != SegmentState::Withheld
+                || failing.contains(&directory)
+                || self.is_held(number, &segment, &holding)
+                || !core.member.set_segment(number, SegmentState::Withheld, mine)
+            {
+                continue;
+            }
+            let ensured = core.disk.ensure(number);
+            let is_locked = ensured.as_ref().is_err_and(is_written_late);
+            let to = match ensured {
+                Ok(()) => self.free(number, None),
+                Err(_) => SegmentState::Withheld,
+            };
+            let to = match to {
+                SegmentState::Free => to,
+                _ => {
+                    if !is_locked {
+                        failing.push(directory);
+                    }
+                    SegmentState::Withheld
+                }
+            };
+            core.settle(number, mine, to);
+        }
+    }
+
     /// Frees a segment in which no block lives. All segments are freed here. Returns the state that it is to have.
     /// `living`: the segments in which blocks live, where their counters may be wrong.
     pub(super) fn free(&mut self, number: u32, living: Option<&FxHashSet<u32>>) -> SegmentState {
