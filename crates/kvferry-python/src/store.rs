@@ -7,7 +7,7 @@ use crate::files::parse_direct;
 use crate::store_blocks::{Hashes, memory_of};
 use crate::store_pending::{Pending, Put, Value};
 use crate::store_watch::{Groups, Watch};
-use kvferry_store::{Namespace, Retain, Stats, StoreOptions, Then};
+use kvferry_store::{Namespace, OnExpiry, Retain, Stats, StoreOptions};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyFloat, PyInt, PyMapping, PyString};
@@ -288,7 +288,7 @@ fn retain(py: Python<'_>, priority: u8, duration: Option<f64>, leave: bool) -> P
         return Err(error::invalid(py, "leave needs a duration"));
     }
     let duration = duration.map(|duration| seconds(py, duration)).transpose()?;
-    Ok(Retain { priority, duration, then: if leave { Then::Leave } else { Then::Default } })
+    Ok(Retain { priority, duration, then: if leave { OnExpiry::Leave } else { OnExpiry::Default } })
 }
 
 impl Space {

@@ -3,7 +3,7 @@
 use crate::directory::Directory;
 use crate::fault::{fault, is_no_bucket};
 use bytes::Bytes;
-use kvferry_store::objects::{Done, Fault, Got, IfExists, Objects};
+use kvferry_store::objects::{Done, Fault, GetResult, IfExists, Objects};
 use kvferry_store::{Error, Result};
 use object_store::path::Path;
 use object_store::{GetOptions, ObjectStore, PutMode, PutOptions, PutPayload};
@@ -139,7 +139,7 @@ pub(crate) fn runtime() -> io::Result<Runtime> {
 }
 
 impl Objects for Bucket {
-    fn get(&self, name: &str, len_max: u64, done: Done<Got>) {
+    fn get(&self, name: &str, len_max: u64, done: Done<GetResult>) {
         let (requests, name) = (Arc::clone(&self.requests), name.to_owned());
         self.spawn(async move {
             let outcome = requests.within(requests.get(&name, len_max)).await;
@@ -177,7 +177,7 @@ impl Requests {
         }
     }
 
-    async fn get(&self, name: &str, len_max: u64) -> object_store::Result<Got> {
+    async fn get(&self, name: &str, len_max: u64) -> object_store::Result<GetResult> {
         match &self.place {
             Place::Remote(remote) => remote.get(name, len_max).await,
             Place::Directory(directory) => {
@@ -244,20 +244,20 @@ impl Remote {
         *self.asked.lock().unwrap_or_else(PoisonError::into_inner) = now;
     }
 
-    async fn get(&self, name: &str, len_max: u64) -> object_store::Result<Got> {
+    async fn get(&self, name: &str, len_max: u64) -> object_store::Result<GetResult> {
         use object_store::Error::{NotFound, PermissionDenied};
         let found = match self.store.get_opts(&self.path(name), GetOptions::default()).await {
             Ok(found) => found,
-            Err(e @ NotFound { .. }) if !is_no_bucket(&e) => return Ok(Got::Absent),
+            Err(e @ NotFound { .. }) if !is_no_bucket(&e) => return Ok(GetResult::Absent),
             // S3 says that of an object that does not exist to a user who may not list objects.
-            Err(PermissionDenied { .. }) if self.may_read().await => return Ok(Got::Absent),
+            Err(PermissionDenied { .. }) if self.may_read().await => return Ok(GetResult::Absent),
             Err(e) => return Err(e),
         };
         self.found_out(MayRead::Yes);
         if found.meta.size > len_max {
-            return Ok(Got::TooLong);
+            return Ok(GetResult::TooLong);
         }
-        Ok(Got::Found(found.bytes().await?.into()))
+        Ok(GetResult::Found(found.bytes().await?.into()))
     }
 
     /// Whether objects that exist may be read.
@@ -399,7 +399,7 @@ mod tests {
             requests.within(requests.put("x", vec![1, 2].into(), IfExists::Keep)).await?;
             requests.within(requests.get("x", 2)).await
         });
-        assert_eq!(got, Ok(Got::Found(vec![1, 2])));
+        assert_eq!(got, Ok(GetResult::Found(vec![1, 2])));
     }
 
     #[test]
@@ -407,15 +407,15 @@ mod tests {
         let store = Faulty::new(|_| None);
         let requests = requests(&store);
         let got = block_on(async {
-            assert_eq!(requests.get("x", 9).await?, Got::Absent);
+            assert_eq!(requests.get("x", 9).await?, GetResult::Absent);
             requests.put("x", vec![1].into(), IfExists::Keep).await?;
             requests.put("x", vec![2].into(), IfExists::Keep).await?;
-            assert_eq!(requests.get("x", 9).await?, Got::Found(vec![1]));
+            assert_eq!(requests.get("x", 9).await?, GetResult::Found(vec![1]));
             requests.put("x", vec![3; 9].into(), IfExists::Replace).await?;
-            assert_eq!(requests.get("x", 9).await?, Got::Found(vec![3; 9]));
+            assert_eq!(requests.get("x", 9).await?, GetResult::Found(vec![3; 9]));
             requests.get("x", 8).await
         });
-        assert_eq!(got.expect("an answer"), Got::TooLong);
+        assert_eq!(got.expect("an answer"), GetResult::TooLong);
         assert_eq!(store.requests.load(SeqCst), 7);
     }
 
@@ -425,7 +425,8 @@ mod tests {
         // Without anything that can be read, it is a refusal.
         store.set(|_| Some(faulty::Fault::Refused));
         let host = requests(&store);
-        let refused = |got: std::result::Result<Got, Fault>| matches!(got, Err(Fault::Refused(_)));
+        let refused =
+            |got: std::result::Result<GetResult, Fault>| matches!(got, Err(Fault::Refused(_)));
         assert!(refused(block_on(host.within(host.get("x", 9)))));
         // A host that uploads leaves what can be read.
         store.set(|_| None);
@@ -437,8 +438,8 @@ mod tests {
             tokio::time::sleep(UNREADABLE_FOR).await;
             host.within(host.get("x", 9)).await
         });
-        assert_eq!(got, Ok(Got::Absent));
-        assert_eq!(block_on(host.within(host.get("y", 9))), Ok(Got::Found(vec![1])));
+        assert_eq!(got, Ok(GetResult::Absent));
+        assert_eq!(block_on(host.within(host.get("y", 9))), Ok(GetResult::Found(vec![1])));
         // Credentials that end are noticed.
         store.set(|_| Some(faulty::Fault::Refused));
         let later = block_on(async {
@@ -473,7 +474,7 @@ mod tests {
             let (hello, options) = (PutPayload::from_static(b"kvferry"), PutOptions::default());
             store.inner.put_opts(&Path::from(HELLO), hello, options).await.expect("a put");
             tokio::time::sleep(UNREADABLE_FOR).await;
-            assert_eq!(remote.get("v1/0011/abcdef", 9).await.expect("absent"), Got::Absent);
+            assert_eq!(remote.get("v1/0011/abcdef", 9).await.expect("absent"), GetResult::Absent);
         });
     }
 }

@@ -5,7 +5,7 @@
 //! written under another name, synced, and renamed: after a loss of power an object is whole or is not there. Only the
 //! user may read what is made here.
 
-use kvferry_store::objects::{Got, IfExists};
+use kvferry_store::objects::{GetResult, IfExists};
 use kvferry_sys::file::open_regular;
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind, Read, Write};
@@ -29,24 +29,24 @@ impl Directory {
         Ok(Self { root: root.to_path_buf() })
     }
 
-    pub(crate) fn get(&self, name: &str, len_max: u64) -> io::Result<Got> {
+    pub(crate) fn get(&self, name: &str, len_max: u64) -> io::Result<GetResult> {
         let [now, earlier] = self.paths(name);
         // Others may write to the directory: what they put there must not be followed or waited for.
         let file = match open_regular(&now)? {
             Some(file) => file,
             None => match open_regular(&earlier)? {
                 Some(file) => file,
-                None => return Ok(Got::Absent),
+                None => return Ok(GetResult::Absent),
             },
         };
         if file.metadata()?.len() > len_max {
-            return Ok(Got::TooLong);
+            return Ok(GetResult::TooLong);
         }
         let mut content = Vec::new();
         file.take(len_max + 1).read_to_end(&mut content)?;
         match content.len() as u64 > len_max {
-            true => Ok(Got::TooLong),
-            false => Ok(Got::Found(content)),
+            true => Ok(GetResult::TooLong),
+            false => Ok(GetResult::Found(content)),
         }
     }
 
@@ -160,13 +160,13 @@ mod tests {
     fn objects_are_in_folders_of_two_letters_and_only_their_user_may_read_them() {
         let folder = Folder::new("modes");
         let directory = Directory::open(&folder.0).expect("a directory");
-        assert_eq!(directory.get(NAME, 9).expect("a read"), Got::Absent);
+        assert_eq!(directory.get(NAME, 9).expect("a read"), GetResult::Absent);
         directory.put(NAME, b"one", IfExists::Keep).expect("a put");
         directory.put(NAME, b"two", IfExists::Keep).expect("a put");
-        assert_eq!(directory.get(NAME, 9).expect("a read"), Got::Found(b"one".to_vec()));
+        assert_eq!(directory.get(NAME, 9).expect("a read"), GetResult::Found(b"one".to_vec()));
         directory.put(NAME, b"three", IfExists::Replace).expect("a put");
-        assert_eq!(directory.get(NAME, 9).expect("a read"), Got::Found(b"three".to_vec()));
-        assert_eq!(directory.get(NAME, 4).expect("a read"), Got::TooLong);
+        assert_eq!(directory.get(NAME, 9).expect("a read"), GetResult::Found(b"three".to_vec()));
+        assert_eq!(directory.get(NAME, 4).expect("a read"), GetResult::TooLong);
         let path = folder.0.join("v1/0011/ab/abcdef");
         let mode = |path: &Path| path.metadata().expect("it exists").mode() & 0o777;
         assert_eq!(mode(&path), 0o600);
@@ -189,16 +189,16 @@ mod tests {
         let reader = directory.clone();
         std::thread::spawn(move || tell.send(reader.get(NAME, 9).expect("a read")));
         let got = told.recv_timeout(std::time::Duration::from_secs(60));
-        assert_eq!(got.expect("it does not wait for a writer"), Got::Absent);
+        assert_eq!(got.expect("it does not wait for a writer"), GetResult::Absent);
         fs::remove_file(&path).expect("the pipe");
         std::os::unix::fs::symlink(&target, &path).expect("a link");
-        assert_eq!(directory.get(NAME, 9).expect("a read"), Got::Absent);
+        assert_eq!(directory.get(NAME, 9).expect("a read"), GetResult::Absent);
         fs::remove_file(&path).expect("the link");
         fs::create_dir(&path).expect("a folder");
-        assert_eq!(directory.get(NAME, 9).expect("a read"), Got::Absent);
+        assert_eq!(directory.get(NAME, 9).expect("a read"), GetResult::Absent);
         fs::remove_dir(&path).expect("the folder");
         let _socket = std::os::unix::net::UnixListener::bind(&path).expect("a socket");
-        assert_eq!(directory.get(NAME, 9).expect("a read"), Got::Absent);
+        assert_eq!(directory.get(NAME, 9).expect("a read"), GetResult::Absent);
     }
 
     #[test]
@@ -208,11 +208,11 @@ mod tests {
         let earlier = folder.0.join(NAME);
         fs::create_dir_all(earlier.parent().expect("above")).expect("folders");
         fs::write(&earlier, b"old").expect("a file");
-        assert_eq!(directory.get(NAME, 9).expect("a read"), Got::Found(b"old".to_vec()));
+        assert_eq!(directory.get(NAME, 9).expect("a read"), GetResult::Found(b"old".to_vec()));
         directory.put(NAME, b"new", IfExists::Keep).expect("a put");
-        assert_eq!(directory.get(NAME, 9).expect("a read"), Got::Found(b"old".to_vec()));
+        assert_eq!(directory.get(NAME, 9).expect("a read"), GetResult::Found(b"old".to_vec()));
         directory.put(NAME, b"new", IfExists::Replace).expect("a put");
-        assert_eq!(directory.get(NAME, 9).expect("a read"), Got::Found(b"new".to_vec()));
+        assert_eq!(directory.get(NAME, 9).expect("a read"), GetResult::Found(b"new".to_vec()));
         assert!(!earlier.exists());
     }
 }

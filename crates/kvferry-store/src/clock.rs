@@ -66,7 +66,7 @@ fn boot_ms() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::{Policy, Retention, Then};
+    use crate::policy::{OnExpiry, Policy, Retention};
     use fastrand::Rng;
 
     const HOUR: u64 = 3_600_000;
@@ -156,7 +156,8 @@ mod tests {
             let mut host = Host::new();
             host.real_ms = 10 * DAY;
             let until_s = u32::try_from((host.now_ms() + 2 * DAY) / 1000).expect("short");
-            let retention = Retention { until_s: Some(until_s), then: Then::Leave, priority: 50 };
+            let retention =
+                Retention { until_s: Some(until_s), then: OnExpiry::Leave, priority: 50 };
             let mut policy = Policy::new(8);
             policy.added(host.now_ms(), None, &[(1, 7)], retention);
             host.newest_ms = host.now_ms();

@@ -25,7 +25,7 @@
 use crate::error::{Error, Result};
 use crate::log::recover::{self, Fault, Scanned};
 use crate::log::{self, Disk, PAGE_BYTES, Record, SegmentHeader, Superblock, superblock};
-use crate::opening::directories::{self, Arranged, Directory, Whose, arrange};
+use crate::opening::directories::{self, ArrangedDirectories, Directory, FileOwners, arrange};
 use crate::opening::owner::{self, FileUser};
 use crate::options::StoreOptions;
 use crate::sync::lock;
@@ -102,8 +102,8 @@ impl Files {
         let Some(first) = directories.first() else {
             return Err(Error::InvalidArgument("no directory was given".into()));
         };
-        let whose = if is_writable { Whose::Own } else { Whose::Any };
-        let Arranged { superblock, format, directories: arranged, .. } =
+        let whose = if is_writable { FileOwners::Own } else { FileOwners::Any };
+        let ArrangedDirectories { superblock, format, directories: arranged, .. } =
             arrange(directories, whose)?;
         let mut paths = Vec::new();
         for Directory { path, state, .. } in arranged {

@@ -71,7 +71,7 @@ pub use opening::adopt;
 pub use options::StoreOptions;
 pub use outcome::Put;
 pub use pending::Pending;
-pub use policy::Then;
+pub use policy::OnExpiry;
 pub use space::Space;
 pub use stats::Stats;
 pub use store::Store;

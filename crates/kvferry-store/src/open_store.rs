@@ -7,10 +7,10 @@ use crate::gc::worker::Worker;
 use crate::membership::Membership;
 use crate::threads::parallel::Parallel;
 use crate::threads::task_pool::TaskPool;
-use crate::tiers::host::Host;
-use crate::tiers::host::write_behind::Behind;
+use crate::tiers::host::HostTier;
+use crate::tiers::host::write_behind::WriteBehind;
 use crate::tiers::objects::Tier;
-use crate::waits::{NO_SPACE_MAX, Patience, Waits};
+use crate::waits::{NO_SPACE_MAX, Patience, SpaceWaits};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLockReadGuard};
 use std::time::{Duration, Instant};
@@ -25,10 +25,10 @@ pub(crate) struct OpenStore {
     pub(crate) pool: TaskPool,
     /// Tasks of the pool join the loads that are under way in the order in which they wait for it.
     pub(crate) in_order: Mutex<()>,
-    pub(crate) host: Option<Arc<Host>>,
+    pub(crate) host: Option<Arc<HostTier>>,
     /// Writes what is in host memory.
-    pub(crate) behind: Behind,
-    pub(crate) waits: Waits,
+    pub(crate) behind: WriteBehind,
+    pub(crate) waits: SpaceWaits,
     pub(crate) put_wait: Duration,
     /// Puts in the background that may wait for their turn or for space, and would keep loads from the threads of `pool`.
     pub(crate) puts: TaskPool,

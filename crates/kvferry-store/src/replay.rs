@@ -15,7 +15,7 @@ use crate::opening::Opening;
 use crate::opening::recover;
 use crate::options::StoreOptions;
 use crate::policy;
-use crate::writer::{Candidate, NotWritten, Which, Writer};
+use crate::writer::{Candidate, NotWritten, SealScope, Writer};
 use kvferry::{Access, Agent};
 use std::path::Path;
 use std::sync::Arc;
@@ -127,7 +127,7 @@ impl Replay {
             match self.writer.begin(&self.core, blocks) {
                 Ok(begun) => return Some(begun),
                 Err(NotWritten::Full) => {
-                    self.writer.seal(&self.core, Which::Full);
+                    self.writer.seal(&self.core, SealScope::Full);
                     self.keeper.look_at_all();
                 }
                 Err(NotWritten::Failed | NotWritten::Hangs) => return None,
@@ -165,7 +165,7 @@ impl Replay {
 impl Drop for Replay {
     fn drop(&mut self) {
         self.keeper.stop();
-        self.writer.seal(&self.core, Which::All);
+        self.writer.seal(&self.core, SealScope::All);
         self.agent.shutdown();
     }
 }

@@ -17,10 +17,10 @@ use crate::sync::lock;
 use crate::threads::parallel::Parallel;
 use crate::threads::task_pool::TaskPool;
 use crate::tiers::disk::gate::is_hang;
-use crate::tiers::host::write_behind::Behind;
-use crate::tiers::host::{HOST_BYTES_MIN, Host};
+use crate::tiers::host::write_behind::WriteBehind;
+use crate::tiers::host::{HOST_BYTES_MIN, HostTier};
 use crate::tiers::objects::Tier;
-use crate::waits::Waits;
+use crate::waits::SpaceWaits;
 use crate::writer::Candidate;
 use kvferry::Agent;
 use std::io;
@@ -153,7 +153,7 @@ impl Store {
         let _ = disk.count_files();
         let host = match options.host_bytes {
             0 => None,
-            bytes => Some(Arc::new(Host::new(agent, bytes)?)),
+            bytes => Some(Arc::new(HostTier::new(agent, bytes)?)),
         };
         let member = joined.index.join().map_err(failed)?;
         let core = Arc::new(Core::new(disk, superblock, member));
@@ -177,8 +177,8 @@ impl Store {
             pool: TaskPool::new(IO_THREADS, options.hang_after),
             in_order: Mutex::default(),
             host,
-            behind: Behind::default(),
-            waits: Waits::default(),
+            behind: WriteBehind::default(),
+            waits: SpaceWaits::default(),
             put_wait: options.put_wait,
             puts: TaskPool::new(IO_THREADS, options.hang_after),
             parallel: Parallel::new(cores.min(IO_THREADS), options.hang_after),
@@ -213,7 +213,7 @@ impl Store {
     pub fn sync(&self) -> Result<()> {
         let _call = self.0.enter()?;
         let core = &self.0.core;
-        let drain = |host: &Arc<Host>| self.0.behind.drain(&Space::of_task(&self.0), host);
+        let drain = |host: &Arc<HostTier>| self.0.behind.drain(&Space::of_task(&self.0), host);
         let unwritten = self.0.host.as_ref().map_or(0, drain);
         if unwritten > 0 {
             let mut what = format!("{unwritten} blocks in host memory could not be written");
@@ -230,7 +230,7 @@ impl Store {
         self.0.worker.writer.sync(core).map_err(failed)
     }
 
-    /// Waits until the blocks that this process has put before are uploaded to the object store, or dropped.
+    /// SpaceWaits until the blocks that this process has put before are uploaded to the object store, or dropped.
     /// False if `timeout` passed first. True at once without an object store.
     ///
     /// # Errors
@@ -269,7 +269,7 @@ impl Store {
         (self.0.core.superblock.created_ms, self.0.core.clock.now_s())
     }
 
-    /// What this process has done, and what the store holds. All zero in a forked child. Waits for no device.
+    /// What this process has done, and what the store holds. All zero in a forked child. SpaceWaits for no device.
     pub fn stats(&self) -> Stats {
         if self.0.is_forked() {
             // A thread of the parent may have held one of the locks at the fork.

@@ -1,4 +1,4 @@
-//! Waits for a free segment.
+//! SpaceWaits for a free segment.
 
 use crate::index::Member;
 use crate::sync::lock;
@@ -64,8 +64,8 @@ impl Patience {
 
 /// State that the threads of this process share while they wait for space.
 #[derive(Debug, Default)]
-pub(crate) struct Waits {
-    dry: Mutex<Option<Dry>>,
+pub(crate) struct SpaceWaits {
+    dry: Mutex<Option<DrySpell>>,
     /// The store is being closed: no call waits for space any more.
     is_closing: AtomicBool,
     #[cfg(test)]
@@ -74,7 +74,7 @@ pub(crate) struct Waits {
 
 /// No segment was free, and none was freed.
 #[derive(Clone, Copy, Debug)]
-struct Dry {
+struct DrySpell {
     /// [`crate::index::Index::freed`], all the time.
     freed: u32,
     since: Instant,
@@ -82,7 +82,7 @@ struct Dry {
     last: Instant,
 }
 
-impl Waits {
+impl SpaceWaits {
     /// Number of times that a thread has waited.
     #[cfg(test)]
     pub(crate) fn count(&self) -> usize {
@@ -103,9 +103,9 @@ impl Waits {
     /// asked for.
     fn dry_since(&self, freed: u32) -> Instant {
         let (mut dry, now) = (lock(&self.dry), Instant::now());
-        let goes_on = |it: &Dry| it.freed == freed && now.duration_since(it.last) < DRY_FOR;
+        let goes_on = |it: &DrySpell| it.freed == freed && now.duration_since(it.last) < DRY_FOR;
         let since = dry.filter(goes_on).map_or(now, |it| it.since);
-        *dry = Some(Dry { freed, since, last: now });
+        *dry = Some(DrySpell { freed, since, last: now });
         since
     }
 

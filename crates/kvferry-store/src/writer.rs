@@ -28,7 +28,7 @@ pub(crate) struct Candidate {
 pub(crate) struct Writer {
     state: Mutex<State>,
     /// Held while a segment is begun; before `state` where both are.
-    beginning: Mutex<Beginning>,
+    beginning: Mutex<SegmentStart>,
     begun: AtomicU64,
     /// Whether the thread that seals waits for a write: for the first after a segment was full, or for the last into
     /// one.
@@ -37,7 +37,7 @@ pub(crate) struct Writer {
 
 /// Segments that are to be sealed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Which {
+pub(crate) enum SealScope {
     /// Full segments, except for the last ones while puts go on: a sync beside them halves their throughput.
     Excess,
     /// Full segments.
@@ -58,7 +58,7 @@ pub(crate) fn unsealed_max(core: &Core) -> usize {
 }
 
 #[derive(Debug, Default)]
-struct Beginning {
+struct SegmentStart {
     /// No segment is begun before.
     paused_until: Option<Instant>,
 }
@@ -69,7 +69,7 @@ struct State {
     full: Vec<Arc<Mutex<Appender>>>,
     /// Segments, with their incarnations, that this process does not write to and that may not be on the disk: those
     /// where a put of this process found blocks, and those that it could not seal.
-    present: FxHashMap<u32, Present>,
+    present: FxHashMap<u32, PresentSegment>,
     /// Counts what was noted there.
     noted: u64,
 }
@@ -77,12 +77,12 @@ struct State {
 impl State {
     fn note_present(&mut self, segment: u32, incarnation: u64) {
         self.noted += 1;
-        self.present.insert(segment, Present { incarnation, noted: self.noted });
+        self.present.insert(segment, PresentSegment { incarnation, noted: self.noted });
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Present {
+struct PresentSegment {
     incarnation: u64,
     /// [`State::noted`] when a block was last found there. A sync that began before does not cover it.
     noted: u64,
@@ -283,16 +283,16 @@ impl Writer {
     }
 
     /// Seals segments. Slow: it waits for the disk. Returns whether one was sealed.
-    pub(crate) fn seal(&self, core: &Core, which: Which) -> bool {
+    pub(crate) fn seal(&self, core: &Core, which: SealScope) -> bool {
         let full = {
             let mut state = lock(&self.state);
-            if which == Which::All {
+            if which == SealScope::All {
                 let active = state.active.take();
                 state.full.extend(active);
             }
             let answers = |it: &&Arc<Mutex<Appender>>| !core.disk.hangs(lock(it).segment());
             let mut full: Vec<_> = state.full.iter().filter(answers).cloned().collect();
-            if which == Which::Excess {
+            if which == SealScope::Excess {
                 full.truncate(full.len().saturating_sub(unsealed_max(core)));
             }
             full
@@ -372,7 +372,7 @@ impl Writer {
         // Waits while one is sealed, and holds up no put meanwhile.
         let own = appenders.iter().map(|it| lock(it).segment());
         // A segment that was sealed or used again since then was synced: what lived in it, or its copy.
-        let is_there = |(segment, it): &&(u32, Present)| {
+        let is_there = |(segment, it): &&(u32, PresentSegment)| {
             core.member.segment(*segment).incarnation == it.incarnation
                 && core.member.needs_sync(*segment)
         };

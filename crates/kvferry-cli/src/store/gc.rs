@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use kvferry_bench::failure::Failure;
 use kvferry_bench::units::{self, parse_bytes};
-use kvferry_store::clean::{Cleaner, Plan, Step, Why, Wishes};
+use kvferry_store::clean::{CleanOptions, Cleaner, Plan, Step, Why};
 use serde::{Serialize, Serializer};
 
 use super::{counted, failure, parse_namespace};
@@ -87,7 +87,7 @@ enum What {
 
 pub(super) fn run(args: &GcArgs) -> Result<(), Failure> {
     let cleaner = Cleaner::open(&args.directories).map_err(failure)?;
-    let wishes = Wishes { capacity: args.capacity, namespace: args.namespace };
+    let wishes = CleanOptions { capacity: args.capacity, namespace: args.namespace };
     let plan = cleaner.plan(wishes).map_err(failure)?;
     let mut report = Report::new(&plan, args.dry_run);
     let mut finished = Ok(());

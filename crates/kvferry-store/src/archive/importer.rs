@@ -5,7 +5,7 @@ use super::reader::{Found, Reader};
 use crate::error::{Error, Result};
 use crate::log::Block;
 use crate::memory::BlockMemory;
-use crate::policy::{Retention, Then};
+use crate::policy::{OnExpiry, Retention};
 use crate::store::Store;
 use crate::writer::Candidate;
 use kvferry::{Access, Agent, Region};
@@ -194,8 +194,8 @@ pub(super) fn rebased(record: &Record, created_ms: u64, now_s: u32) -> Option<Bl
         let until_s = rebase(until_s);
         retention = match retention.then {
             _ if until_s > now_s => Retention { until_s: Some(until_s), ..retention },
-            Then::Leave => return None,
-            Then::Default => Retention::DEFAULT,
+            OnExpiry::Leave => return None,
+            OnExpiry::Default => Retention::DEFAULT,
         };
     }
     let time = rebase(record.block.time).min(now_s);

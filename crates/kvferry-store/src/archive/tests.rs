@@ -4,7 +4,7 @@ use super::format::{END_BYTES, End, HEADER_BYTES, Header, RECORD_BYTES, Record};
 use super::importer::rebased;
 use super::reader::{Found, Reader};
 use crate::log::{Block, format::sum};
-use crate::policy::{Retention, Then};
+use crate::policy::{OnExpiry, Retention};
 use fastrand::Rng;
 
 const EXPORT: [u8; 16] = *b"an export's id..";
@@ -153,15 +153,15 @@ fn times_are_kept_on_the_clock_of_another_store() {
         rebased(&record, 6_000_000, 320)
     };
     let until = |until_s, then| Retention { priority: 60, until_s, then };
-    let forever = of(until(None, Then::Default), 100).expect("it stays");
-    assert_eq!(Retention::from_bits(forever.retention), until(None, Then::Default));
+    let forever = of(until(None, OnExpiry::Default), 100).expect("it stays");
+    assert_eq!(Retention::from_bits(forever.retention), until(None, OnExpiry::Default));
     assert_eq!(forever.time, 0, "before the store was made");
-    let later = of(until(Some(1600), Then::Leave), 1200).expect("it stays");
+    let later = of(until(Some(1600), OnExpiry::Leave), 1200).expect("it stays");
     // 600 s, in units of 16 s.
-    assert_eq!(Retention::from_bits(later.retention), until(Some(608), Then::Leave));
+    assert_eq!(Retention::from_bits(later.retention), until(Some(608), OnExpiry::Leave));
     assert_eq!(later.time, 200);
-    assert_eq!(of(until(Some(1312), Then::Leave), 1), None, "it has left");
-    let over = of(until(Some(1312), Then::Default), 5000).expect("it stays");
+    assert_eq!(of(until(Some(1312), OnExpiry::Leave), 1), None, "it has left");
+    let over = of(until(Some(1312), OnExpiry::Default), 5000).expect("it stays");
     assert_eq!(Retention::from_bits(over.retention), Retention::DEFAULT);
     assert_eq!(over.time, 320, "not after now");
 }

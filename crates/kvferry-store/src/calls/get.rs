@@ -1,6 +1,6 @@
 //! Reads blocks: from host memory, from the disk, or together with another call.
 
-use crate::calls::single_flight::Joined;
+use crate::calls::single_flight::JoinedLoads;
 use crate::error::Result;
 use crate::index::Entry;
 use crate::key::Key;
@@ -13,7 +13,7 @@ use crate::stats::Counters;
 use crate::sync::lock;
 use crate::threads::parallel::IsLast;
 use crate::tiers::disk::{UnderWay, may_move};
-use crate::tiers::host::{self, Extent, Host};
+use crate::tiers::host::{self, Extent, HostTier};
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ const CACHED_BYTES: u64 = 1 << 20;
 
 /// Blocks that a call wants.
 #[derive(Debug)]
-pub(crate) struct Wanted {
+pub(crate) struct WantedBlocks {
     /// Keys of the prompt, from its beginning to the last block that is wanted.
     pub(crate) keys: Vec<Key>,
     /// The first block that is wanted.
@@ -39,7 +39,7 @@ pub(crate) struct Wanted {
     pub(crate) prompt: usize,
 }
 
-impl Wanted {
+impl WantedBlocks {
     fn count(&self) -> usize {
         self.memory.len()
     }
@@ -59,7 +59,7 @@ impl Wanted {
 
 /// A block that this call reads.
 #[derive(Clone)]
-struct Own {
+struct OwnRead {
     block: usize,
     entry: Entry,
     memory: BlockMemory,
@@ -67,7 +67,7 @@ struct Own {
 }
 
 /// Result of reading a block.
-enum Read {
+enum ReadOutcome {
     Right,
     /// The block was moved: it may be right at its new place.
     Moved(Entry),
@@ -133,11 +133,11 @@ impl Space {
         prompt: &[H],
         first: usize,
         memory: &[BlockMemory],
-    ) -> Result<Wanted> {
+    ) -> Result<WantedBlocks> {
         check_range(prompt.len(), first, memory)?;
         let end = first + memory.len();
         let checks = prompt[first..end].iter().map(|hash| self.identity.check(hash.as_ref()));
-        Ok(Wanted {
+        Ok(WantedBlocks {
             keys: self.keys(&prompt[..end])?,
             first,
             checks: checks.collect(),
@@ -147,7 +147,7 @@ impl Space {
     }
 
     /// Loads blocks; returns how many, from the first, are there.
-    pub(crate) fn load(&self, wanted: &Wanted, mut joined: Joined) -> Result<usize> {
+    pub(crate) fn load(&self, wanted: &WantedBlocks, mut joined: JoinedLoads) -> Result<usize> {
         let core = &self.store.core;
         let found = self.find(&wanted.keys);
         self.note_use(&wanted.keys, &found, wanted.prompt - found.len());
@@ -160,7 +160,7 @@ impl Space {
             let fits = u64::from(own.entry.len) == own.memory.len();
             (fits && joined.leads(block)).then_some(own)
         };
-        let own: Vec<Own> = places.iter().enumerate().filter_map(own).collect();
+        let own: Vec<OwnRead> = places.iter().enumerate().filter_map(own).collect();
         let read = self.read_own(&own, &mut joined, &mut is_there);
         // The calls that wait for blocks which this one could not load go on by themselves.
         (0..wanted.count()).for_each(|block| joined.land(block, None));
@@ -194,16 +194,16 @@ impl Space {
         Ok(right)
     }
 
-    fn own(&self, wanted: &Wanted, block: usize, entry: &Entry) -> Own {
+    fn own(&self, wanted: &WantedBlocks, block: usize, entry: &Entry) -> OwnRead {
         let memory = wanted.memory[block].clone();
-        Own { block, entry: *entry, memory, check: wanted.checks[block] }
+        OwnRead { block, entry: *entry, memory, check: wanted.checks[block] }
     }
 
     fn copy_from_host(
         &self,
-        wanted: &Wanted,
+        wanted: &WantedBlocks,
         places: &[Option<Entry>],
-        joined: &mut Joined,
+        joined: &mut JoinedLoads,
         is_there: &mut [bool],
     ) {
         let Some(host) = &self.store.host else { return };
@@ -220,12 +220,17 @@ impl Space {
 
     /// Reads blocks that this call leads, and ends their loads. Stops at the first one that is wrong. While some
     /// are compared with their sums, the next ones are read.
-    fn read_own(&self, own: &[Own], joined: &mut Joined, is_there: &mut [bool]) -> Result<()> {
+    fn read_own(
+        &self,
+        own: &[OwnRead],
+        joined: &mut JoinedLoads,
+        is_there: &mut [bool],
+    ) -> Result<()> {
         let disk = &self.store.core.disk;
         let is_cached = !disk.is_direct();
         let part_bytes = if is_cached { CACHED_BYTES } else { READ_BYTES };
         let mut parts = chunks(own, part_bytes, |own| own.entry.len);
-        let mut end = |part: &[Own], right: usize| {
+        let mut end = |part: &[OwnRead], right: usize| {
             for own in &part[..right] {
                 is_there[own.block] = true;
                 joined.land(own.block, Some((&own.memory, own.check)));
@@ -236,8 +241,8 @@ impl Space {
         let mut parts = second.into_iter().chain(parts);
         if is_cached && second.is_some() {
             // Copied by the processors: each compares what it has copied.
-            let parts: Vec<Vec<Own>> =
-                std::iter::once(first).chain(parts).map(<[Own]>::to_vec).collect();
+            let parts: Vec<Vec<OwnRead>> =
+                std::iter::once(first).chain(parts).map(<[OwnRead]>::to_vec).collect();
             let count = parts.len();
             let (space, parts) = (self.for_task(), Arc::new(parts));
             let read = Arc::clone(&parts);
@@ -252,7 +257,7 @@ impl Space {
             }
             return Ok(());
         }
-        let mut ahead: VecDeque<(&[Own], UnderWay)> = VecDeque::with_capacity(READ_AHEAD);
+        let mut ahead: VecDeque<(&[OwnRead], UnderWay)> = VecDeque::with_capacity(READ_AHEAD);
         let begin = |part| (part, disk.begin_read(&self.places(part)));
         ahead.extend(parts.by_ref().take(READ_AHEAD).map(begin));
         // By this thread, which has nothing else to do.
@@ -269,7 +274,7 @@ impl Space {
     }
 
     /// Reads blocks by this thread. Returns how many are right, from the first.
-    fn read_part(&self, part: &[Own]) -> Result<usize> {
+    fn read_part(&self, part: &[OwnRead]) -> Result<usize> {
         let disk = &self.store.core.disk;
         let [own] = part else {
             return self.judge_all(part, is_read(disk.read_blocks(&self.places(part)))?);
@@ -292,7 +297,7 @@ impl Space {
     }
 
     /// Number of leading blocks that are right, in a part that was read.
-    fn judge_all(&self, part: &[Own], is_read: bool) -> Result<usize> {
+    fn judge_all(&self, part: &[OwnRead], is_read: bool) -> Result<usize> {
         for (at, own) in part.iter().enumerate() {
             // One by one where the part can't be read, to find what can.
             let read = if is_read { self.judge(own)? } else { self.read_one(own)? };
@@ -304,12 +309,12 @@ impl Space {
     }
 
     /// Whether a block is right, where it was read or, if it was moved, where it is now.
-    fn is_right(&self, own: &Own, read: Read) -> Result<bool> {
+    fn is_right(&self, own: &OwnRead, read: ReadOutcome) -> Result<bool> {
         let read = match read {
-            Read::Moved(moved) => self.read_one(&Own { entry: moved, ..own.clone() })?,
+            ReadOutcome::Moved(moved) => self.read_one(&OwnRead { entry: moved, ..own.clone() })?,
             read => read,
         };
-        Ok(matches!(read, Read::Right))
+        Ok(matches!(read, ReadOutcome::Right))
     }
 
     /// Brings blocks of a prompt, from its beginning, from the disk to host memory. This is no use of them. Stops
@@ -329,7 +334,7 @@ impl Space {
                 let len = u64::from(entry.len);
                 let Some(extent) = host.reserve(now, len, false) else { break };
                 let (memory, check) = (extent.memory(len), checks[*block]);
-                own.push(Own { block: *block, entry: *entry, memory, check });
+                own.push(OwnRead { block: *block, entry: *entry, memory, check });
                 extents.push(extent);
             }
             let read = is_read(self.store.core.disk.read_blocks(&self.places(&own)));
@@ -352,7 +357,7 @@ impl Space {
     }
 
     /// Keeps blocks that were read, from the first, in host memory.
-    fn keep_in_host(&self, wanted: &Wanted, own: &[Own], is_there: &[bool]) {
+    fn keep_in_host(&self, wanted: &WantedBlocks, own: &[OwnRead], is_there: &[bool]) {
         let Some(host) = &self.store.host else { return };
         let now = self.store.core.clock.now_ms();
         for own in own.iter().take_while(|own| own.block < is_there.len()) {
@@ -368,7 +373,7 @@ impl Space {
         }
     }
 
-    fn places(&self, part: &[Own]) -> Vec<(u32, u64, BlockMemory)> {
+    fn places(&self, part: &[OwnRead]) -> Vec<(u32, u64, BlockMemory)> {
         Counters::add(&self.store.core.counters.disk_reads, part.len());
         part.iter().map(|own| self.place(&own.entry, &own.memory)).collect()
     }
@@ -378,7 +383,7 @@ impl Space {
         (segment, log::format::bytes_of(page), memory.clone())
     }
 
-    fn read_one(&self, own: &Own) -> Result<Read> {
+    fn read_one(&self, own: &OwnRead) -> Result<ReadOutcome> {
         let core = &self.store.core;
         let place = self.place(&own.entry, &own.memory);
         let (segment, at, _) = place;
@@ -395,26 +400,26 @@ impl Space {
                 if core.disk.is_lost(segment, at, own.entry.len) && core.member.remove(&own.entry) {
                     core.member.note_removed(own.entry.slot);
                 }
-                Ok(Read::Wrong)
+                Ok(ReadOutcome::Wrong)
             }
         }
     }
 
     /// Compares what was read with the sum.
-    fn judge(&self, own: &Own) -> Result<Read> {
+    fn judge(&self, own: &OwnRead) -> Result<ReadOutcome> {
         self.judge_sum(own, own.memory.sum()?)
     }
 
     /// A block that is damaged leaves the store. `sum`: of what was read.
-    fn judge_sum(&self, own: &Own, sum: u64) -> Result<Read> {
+    fn judge_sum(&self, own: &OwnRead, sum: u64) -> Result<ReadOutcome> {
         let core = &self.store.core;
         let entry = &own.entry;
         if sum ^ own.check == entry.sum {
-            return Ok(Read::Right);
+            return Ok(ReadOutcome::Right);
         }
         match core.member.find(&entry.key) {
             Some(now) if now != *entry && now.page != entry.page && now.len == entry.len => {
-                Ok(Read::Moved(now))
+                Ok(ReadOutcome::Moved(now))
             }
             Some(now) if now.page == entry.page && now.slot == entry.slot => {
                 let (segment, _) = core.superblock.geometry.locate(entry.page);
@@ -423,15 +428,15 @@ impl Space {
                     Counters::add(&core.counters.corrupt, 1);
                     core.member.note_removed(entry.slot);
                 }
-                Ok(Read::Wrong)
+                Ok(ReadOutcome::Wrong)
             }
-            _ => Ok(Read::Wrong),
+            _ => Ok(ReadOutcome::Wrong),
         }
     }
 }
 
 /// Adds a block whose bytes are in `extent`. `before`: the blocks of its prompt before it.
-fn add_to_host(host: &Host, now_ms: u64, own: &Own, extent: Extent, before: &[Key]) {
+fn add_to_host(host: &HostTier, now_ms: u64, own: &OwnRead, extent: Extent, before: &[Key]) {
     let sum = own.entry.sum ^ own.check;
     let new = host::Block::new(own.entry.key, own.check, sum, own.memory.len(), extent);
     let retention = Retention::from_bits(own.entry.retention);

@@ -8,11 +8,11 @@ use crate::log;
 use crate::memory::BlockMemory;
 use crate::outcome::{NotStored, Put, Refusal};
 use crate::pending::Pending;
-use crate::policy::{Retention, Then};
+use crate::policy::{OnExpiry, Retention};
 use crate::space::{CHUNK_BYTES, Space, check_range, chunks, own};
 use crate::stats::Counters;
 use crate::threads::task_pool::{Load, Turn, after};
-use crate::tiers::host::{self, Host, Taken};
+use crate::tiers::host::{self, HostTier, TakenIn};
 use crate::waits::Patience;
 use crate::writer::Candidate;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ const PUTS_MAX_WITHOUT_WAIT: Load = Load { bytes: 256 << 20, ..PUTS_MAX };
 
 /// A block of a prompt that is not in the store.
 #[derive(Clone, Debug)]
-pub(crate) struct Absent {
+pub(crate) struct AbsentBlock {
     key: Key,
     /// The key of the block before it.
     parent: Option<Key>,
@@ -35,7 +35,7 @@ pub(crate) struct Absent {
 }
 
 /// Place of a block that is put, if the store has it.
-enum There {
+enum BlockPlace {
     OnDisk(Entry),
     No,
     /// In host memory, from where it is to be written; with the reason why the last try failed.
@@ -50,7 +50,7 @@ pub struct Retain {
     /// Time after the put at which the retention ends; rounded up to 16 seconds. `None`: never.
     pub duration: Option<Duration>,
     /// Treatment of the blocks after the end.
-    pub then: Then,
+    pub then: OnExpiry,
 }
 
 impl Default for Retain {
@@ -185,19 +185,24 @@ impl Space {
             let at = offset + block;
             let check = || self.identity.check(prompt[first + block].as_ref());
             match self.is_there(&keys[at], check) {
-                There::OnDisk(entry) => {
+                BlockPlace::OnDisk(entry) => {
                     put.present += 1;
                     found.push(entry);
                     continue;
                 }
-                There::Waits(left) => {
+                BlockPlace::Waits(left) => {
                     put.note_waiting(left);
                     continue;
                 }
-                There::No => {}
+                BlockPlace::No => {}
             }
             let parent = at.checked_sub(1).map(|before| keys[before]);
-            absent.push(Absent { key: keys[at], parent, check: check(), memory: memory.clone() });
+            absent.push(AbsentBlock {
+                key: keys[at],
+                parent,
+                check: check(),
+                memory: memory.clone(),
+            });
         }
         self.store.worker.writer.note_present(core, found.iter());
         let patience = self.store.patience(since);
@@ -229,16 +234,16 @@ impl Space {
         self.note_added(before.last().and_then(there), &slots);
     }
 
-    fn is_there(&self, key: &Key, check: impl Fn() -> u64) -> There {
+    fn is_there(&self, key: &Key, check: impl Fn() -> u64) -> BlockPlace {
         // First: it is on the disk before it waits no more.
         let waits = self.store.host.as_ref().and_then(|host| host.waits(key));
         if let Some(entry) = self.store.core.find_whole(key, check) {
-            return There::OnDisk(entry);
+            return BlockPlace::OnDisk(entry);
         }
         match waits {
-            Some(left) => There::Waits(left),
+            Some(left) => BlockPlace::Waits(left),
             // One that is in host memory all the same has left the disk.
-            None => There::No,
+            None => BlockPlace::No,
         }
     }
 
@@ -246,8 +251,8 @@ impl Space {
     /// them, while the caller waits. Returns how many wait.
     fn put_behind(
         &self,
-        host: &Host,
-        absent: Vec<Absent>,
+        host: &HostTier,
+        absent: Vec<AbsentBlock>,
         retention: Retention,
         patience: Patience,
         put: &mut Put,
@@ -256,10 +261,10 @@ impl Space {
         let mut rest = absent.as_slice();
         while let Some((first, others)) = rest.split_first() {
             match self.take_in(host, first, retention) {
-                Ok(Taken::Now) => waiting += 1,
+                Ok(TakenIn::Now) => waiting += 1,
                 // Another call was faster.
-                Ok(Taken::Before(left)) => put.note_waiting(left),
-                Ok(Taken::No) => break,
+                Ok(TakenIn::Before(left)) => put.note_waiting(left),
+                Ok(TakenIn::No) => break,
                 Err(e) => {
                     outcome = Err(e);
                     break;
@@ -280,7 +285,12 @@ impl Space {
     }
 
     /// Has a block wait in host memory.
-    fn take_in(&self, host: &Host, absent: &Absent, retention: Retention) -> Result<Taken> {
+    fn take_in(
+        &self,
+        host: &HostTier,
+        absent: &AbsentBlock,
+        retention: Retention,
+    ) -> Result<TakenIn> {
         let (now, len) = (self.store.core.clock.now_ms(), absent.memory.len());
         let record = |block: &host::Block| {
             let len = u32::try_from(block.len).expect("checked when the block was put");
@@ -288,10 +298,10 @@ impl Space {
         };
         // It may be there: it was got, or it has left the disk since.
         let taken = host.wait(absent.key, absent.check, record);
-        if taken != Taken::No {
+        if taken != TakenIn::No {
             return Ok(taken);
         }
-        let Some(extent) = host.reserve(now, len, true) else { return Ok(Taken::No) };
+        let Some(extent) = host.reserve(now, len, true) else { return Ok(TakenIn::No) };
         let sum = extent.fill_and_sum(&absent.memory)?;
         let block = Arc::new(host::Block::new(absent.key, absent.check, sum, len, extent));
         host.add(now, absent.parent, std::slice::from_ref(&block), retention);
@@ -301,7 +311,7 @@ impl Space {
     /// Writes blocks to the disk. While some are written, the sums of the next ones are computed.
     fn put_now(
         &self,
-        absent: &[Absent],
+        absent: &[AbsentBlock],
         retention: Retention,
         patience: Patience,
         put: &mut Put,
@@ -311,7 +321,7 @@ impl Space {
         for part in
             chunks(absent, CHUNK_BYTES, |it| u32::try_from(it.memory.len()).unwrap_or(u32::MAX))
         {
-            let candidate = |absent: &Absent| {
+            let candidate = |absent: &AbsentBlock| {
                 let (memory, len) = (absent.memory.clone(), absent.memory.checked_len()?);
                 let block = self.record(absent, len, memory.sum()?, retention);
                 Ok(Candidate { block, memory })
@@ -329,7 +339,7 @@ impl Space {
     }
 
     /// Metadata to write with a block. `sum` is the checksum of its bytes.
-    fn record(&self, absent: &Absent, len: u32, sum: u64, retention: Retention) -> log::Block {
+    fn record(&self, absent: &AbsentBlock, len: u32, sum: u64, retention: Retention) -> log::Block {
         log::Block {
             key: absent.key.0,
             parent: absent.parent.map(|key| key.0),

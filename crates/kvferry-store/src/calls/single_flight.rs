@@ -30,14 +30,14 @@ struct Follower {
 /// The loads that one call leads, and those that it follows. Dropping it ends the first without a block, and waits
 /// for the others, so that no other call writes to this one's memory afterwards.
 #[derive(Debug)]
-pub(crate) struct Joined {
+pub(crate) struct JoinedLoads {
     flights: Arc<SingleFlight>,
     keys: Vec<Key>,
-    roles: Vec<Role>,
+    roles: Vec<LoadRole>,
 }
 
 #[derive(Debug)]
-enum Role {
+enum LoadRole {
     Lead,
     Follow(Pending<bool>),
     Ended,
@@ -48,25 +48,25 @@ impl SingleFlight {
     pub(crate) fn join<'a>(
         self: &Arc<Self>,
         blocks: impl Iterator<Item = (Key, u64, &'a BlockMemory)>,
-    ) -> Joined {
+    ) -> JoinedLoads {
         let mut flights = lock(&self.0);
         let (keys, roles) = blocks
             .map(|(key, check, memory)| {
                 let role = match flights.entry(key) {
                     Entry::Vacant(none) => {
                         none.insert(Vec::new());
-                        Role::Lead
+                        LoadRole::Lead
                     }
                     Entry::Occupied(mut led) => {
                         let (pending, promise) = Pending::new();
                         led.get_mut().push(Follower { memory: memory.clone(), check, promise });
-                        Role::Follow(pending)
+                        LoadRole::Follow(pending)
                     }
                 };
                 (key, role)
             })
             .unzip();
-        Joined { flights: Arc::clone(self), keys, roles }
+        JoinedLoads { flights: Arc::clone(self), keys, roles }
     }
 
     /// Has a call that leads a block not copy it to one of those that follow. That call's wait ends without a block,
@@ -86,9 +86,9 @@ impl SingleFlight {
     }
 }
 
-impl Joined {
+impl JoinedLoads {
     pub(crate) fn leads(&self, block: usize) -> bool {
-        matches!(self.roles[block], Role::Lead)
+        matches!(self.roles[block], LoadRole::Lead)
     }
 
     /// Ends the load of a block that this call leads. `landed`: where its bytes are now, and the check of its
@@ -97,7 +97,7 @@ impl Joined {
         if !self.leads(block) {
             return;
         }
-        self.roles[block] = Role::Ended;
+        self.roles[block] = LoadRole::Ended;
         let followers = lock(&self.flights.0).remove(&self.keys[block]).unwrap_or_default();
         for follower in followers {
             let is_there = landed.is_some_and(|(memory, check)| {
@@ -111,8 +111,8 @@ impl Joined {
     /// Waits for a block that another call leads, or until `gives_up`, as that call may wait for a device that hangs.
     /// True if it is there. False for others.
     pub(crate) fn wait(&mut self, block: usize, gives_up: impl Fn() -> bool) -> bool {
-        match std::mem::replace(&mut self.roles[block], Role::Ended) {
-            Role::Follow(pending) => {
+        match std::mem::replace(&mut self.roles[block], LoadRole::Ended) {
+            LoadRole::Follow(pending) => {
                 loop {
                     // First: a call that follows many blocks waits for none of them then.
                     if gives_up() {
@@ -131,7 +131,7 @@ impl Joined {
     }
 }
 
-impl Drop for Joined {
+impl Drop for JoinedLoads {
     fn drop(&mut self) {
         (0..self.roles.len()).for_each(|block| self.land(block, None));
         for block in 0..self.roles.len() {

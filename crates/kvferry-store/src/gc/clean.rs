@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::inspect::{Files, Segment, State, sync_directory};
 use crate::log::recover::{self, Fault, Scanned};
 use crate::log::{Disk, Record, Superblock, superblock};
-use crate::membership::elect::{self, Taken};
+use crate::membership::elect::{self, TakenAddress};
 use crate::membership::{self, Locks};
 use crate::options::StoreOptions;
 use kvferry_sys::unix::Channel;
@@ -57,16 +57,16 @@ pub(crate) fn alone(directories: &[PathBuf], superblock: &Superblock) -> Result<
     // A process may have opened the store while none of these directories could be read.
     let taken = elect::take(&elect::beacon(superblock.store));
     let _beacon = match taken.map_err(|_| in_use())? {
-        Taken::Now(beacon) => Some(beacon),
-        Taken::ByOwnUser => return Err(in_use()),
-        Taken::ByOther => None,
+        TakenAddress::Now(beacon) => Some(beacon),
+        TakenAddress::ByOwnUser => return Err(in_use()),
+        TakenAddress::ByOther => None,
     };
     Ok(Alone { _locks, _beacon })
 }
 
 /// Removals beside those of files that the store does not need.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Wishes {
+pub struct CleanOptions {
     /// The oldest segments, until a process can open the store with this capacity and lose nothing.
     pub capacity: Option<u64>,
     /// The segments that have only blocks of this namespace: its [`id`](crate::Namespace::id).
@@ -163,7 +163,7 @@ impl Cleaner {
     ///
     /// # Errors
     /// `InvalidArgument` for a capacity that no process could open the store with.
-    pub fn plan(&self, wishes: Wishes) -> Result<Plan> {
+    pub fn plan(&self, wishes: CleanOptions) -> Result<Plan> {
         let mut plan = Plan::default();
         for directory in self.files.directories() {
             let temporary = directory.join(superblock::NEW_FILE);

@@ -8,7 +8,7 @@ use crate::gc::keeper::Keeper;
 use crate::index::{Member, MemberId};
 use crate::membership::Keep;
 use crate::sync::lock;
-use crate::writer::{Which, Writer, seal};
+use crate::writer::{SealScope, Writer, seal};
 use kvferry_sys::poll::EventFd;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -162,7 +162,8 @@ impl Worker {
                 // What waits for a directory that hangs.
                 self.core.seal_kept(seal);
                 self.core.settle_late();
-                let which = if is_quiet || self.is_short() { Which::Full } else { Which::Excess };
+                let which =
+                    if is_quiet || self.is_short() { SealScope::Full } else { SealScope::Excess };
                 let looks = is_keeper && !tasks.is_pause();
                 let seals_beside = looks && keeper.as_mut().is_some_and(Keeper::is_pressed);
                 if !seals_beside {
@@ -171,7 +172,7 @@ impl Worker {
                 }
                 if tasks.seal && is_quiet {
                     // This process holds a segment and puts nothing, and others need space.
-                    self.writer.seal(&self.core, Which::All);
+                    self.writer.seal(&self.core, SealScope::All);
                 }
                 if looks {
                     let new = || Keeper::new(Arc::clone(&self.core));
@@ -192,7 +193,7 @@ impl Worker {
                     if keeper.is_stuck() {
                         retries.is_told |= retries.is_stuck_for_long(now) && self.core.stuck();
                         if is_quiet {
-                            self.writer.seal(&self.core, Which::All);
+                            self.writer.seal(&self.core, SealScope::All);
                         }
                         self.asks_to_seal.signal();
                     }
@@ -211,11 +212,11 @@ impl Worker {
         if let Some(keeper) = &mut keeper {
             keeper.stop();
         }
-        self.writer.seal(&self.core, Which::All);
+        self.writer.seal(&self.core, SealScope::All);
     }
 
     /// Seals segments on another thread, while this one does something else. Returns whether one was sealed.
-    fn seal_beside(&self, which: Which, work: impl FnOnce()) -> bool {
+    fn seal_beside(&self, which: SealScope, work: impl FnOnce()) -> bool {
         let is_sealed = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let seal = || {

@@ -146,7 +146,7 @@ pub(crate) fn check_user(channel: &Channel) -> io::Result<()> {
 
 /// Result of taking the beacon, for a process that has met no other one in the store's directories.
 #[derive(Debug)]
-pub(crate) enum Taken {
+pub(crate) enum TakenAddress {
     /// The beacon is this process's.
     Now(Channel),
     /// A process of this user listens there: it has the store open, and none of these directories.
@@ -159,14 +159,14 @@ pub(crate) enum Taken {
 ///
 /// # Errors
 /// The kernel's error, but for a name that is taken.
-pub(crate) fn take(beacon: &[u8]) -> io::Result<Taken> {
+pub(crate) fn take(beacon: &[u8]) -> io::Result<TakenAddress> {
     match Channel::listen(beacon) {
-        Ok(channel) => return Ok(Taken::Now(channel)),
+        Ok(channel) => return Ok(TakenAddress::Now(channel)),
         Err(e) if e.kind() != io::ErrorKind::AddrInUse => return Err(e),
         Err(_) => {}
     }
     let is_own = Channel::connect(beacon).is_ok_and(|it| check_user(&it).is_ok());
-    Ok(if is_own { Taken::ByOwnUser } else { Taken::ByOther })
+    Ok(if is_own { TakenAddress::ByOwnUser } else { TakenAddress::ByOther })
 }
 
 /// The keeper's beacon, which another program may have at first.
@@ -284,8 +284,8 @@ mod tests {
     fn a_beacon_counts_if_a_process_of_this_user_listens_there() {
         let name = format!("kvferry-beacon-{}", std::process::id()).into_bytes();
         let first = take(&name).expect("no fault");
-        assert!(matches!(first, Taken::Now(_)));
-        assert!(matches!(take(&name).expect("no fault"), Taken::ByOwnUser));
+        assert!(matches!(first, TakenAddress::Now(_)));
+        assert!(matches!(take(&name).expect("no fault"), TakenAddress::ByOwnUser));
         let mut second = Beacon::new(name.clone(), None);
         assert!(second.keep().is_some() && second.channel().is_none());
         drop(first);

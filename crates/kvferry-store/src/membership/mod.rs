@@ -21,7 +21,7 @@ use crate::log::Superblock;
 use crate::sync::lock;
 use crate::threads::task_pool::join_unless;
 use crate::tiers::disk::gate::{ask_all, is_hang};
-use elect::{Beacon, Secret, Taken, check_user};
+use elect::{Beacon, Secret, TakenAddress, check_user};
 use kvferry_sys::fd::Fd;
 use kvferry_sys::lock::LockFile;
 use kvferry_sys::poll::{EventFd, Interest, Ready, wait_any};
@@ -87,9 +87,9 @@ pub(crate) trait Keep: Send + Sync {
 
 /// The index, and this process's place among those that share it.
 #[derive(Debug)]
-pub(crate) struct Joined {
+pub(crate) struct JoinedIndex {
     pub(crate) index: Arc<Index>,
-    place: Place,
+    place: RoleInStore,
     /// Locked, shared, as long as the store is open.
     members: Locks,
     names: Names,
@@ -105,7 +105,7 @@ struct Names {
 }
 
 #[derive(Debug)]
-enum Place {
+enum RoleInStore {
     Keeper { listener: Channel, beacon: Beacon, followers: Vec<Follower> },
     Follower(Arc<Channel>),
 }
@@ -206,7 +206,7 @@ pub(crate) fn join(
     limit: Duration,
     open: impl FnOnce() -> Result<Superblock>,
     fill: impl FnOnce(&Superblock) -> Result<Arc<Index>>,
-) -> Result<(Superblock, Joined)> {
+) -> Result<(Superblock, JoinedIndex)> {
     let failed = |path: &Path| {
         let path = path.to_path_buf();
         move |source| Error::Directory { path, source }
@@ -234,24 +234,24 @@ pub(crate) fn join(
         }
     });
     let (index, place) = match found.flatten().ok_or(last)? {
-        Found::NoProcess { secret, listener, beacon } => {
+        FoundKeeper::NoProcess { secret, listener, beacon } => {
             let index = fill(&superblock)?;
             index.set_secret(secret);
             elect::announce(directories, &index);
             let beacon = Beacon::new(names.beacon.clone(), beacon);
-            (index, Place::Keeper { listener, beacon, followers: Vec::new() })
+            (index, RoleInStore::Keeper { listener, beacon, followers: Vec::new() })
         }
-        Found::Keeper(index, channel) => (index, Place::Follower(Arc::new(channel))),
+        FoundKeeper::Keeper(index, channel) => (index, RoleInStore::Follower(Arc::new(channel))),
     };
     // No process can take the lock alone meanwhile: it would have to hold `join`.
     for lock in members.iter() {
         lock.try_shared().map_err(failed(&directory.join(MEMBERS)))?;
     }
-    Ok((superblock, Joined { index, place, members, names }))
+    Ok((superblock, JoinedIndex { index, place, members, names }))
 }
 
 /// Result of looking for processes that have the store open.
-enum Found {
+enum FoundKeeper {
     /// No other process. This one listens at the name, and has the beacon unless another program has it.
     NoProcess {
         secret: Secret,
@@ -262,23 +262,23 @@ enum Found {
 }
 
 /// Looks for the processes that have a store open. Fails while they leave, or choose a keeper.
-fn place(members: &[LockFile], names: &Names, began: Instant) -> io::Result<Found> {
+fn place(members: &[LockFile], names: &Names, began: Instant) -> io::Result<FoundKeeper> {
     if try_exclusive(members)? {
         let beacon = match elect::take(&names.beacon)? {
-            Taken::Now(beacon) => Some(beacon),
-            Taken::ByOwnUser => {
+            TakenAddress::Now(beacon) => Some(beacon),
+            TakenAddress::ByOwnUser => {
                 let why = "a process that has none of these directories has it open";
                 return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
             }
-            Taken::ByOther if began.elapsed() < BEACON_TIMEOUT => {
+            TakenAddress::ByOther if began.elapsed() < BEACON_TIMEOUT => {
                 return Err(io::ErrorKind::AddrInUse.into());
             }
-            Taken::ByOther => None,
+            TakenAddress::ByOther => None,
         };
         let (secret, listener) = elect::listen()?;
-        return Ok(Found::NoProcess { secret, listener, beacon });
+        return Ok(FoundKeeper::NoProcess { secret, listener, beacon });
     }
-    let found = |(index, channel)| Found::Keeper(index, channel);
+    let found = |(index, channel)| FoundKeeper::Keeper(index, channel);
     // Why a process that listens at an announced name is not asked.
     let mut refused = None;
     for name in elect::announced(&names.directories, names.limit) {
@@ -380,9 +380,9 @@ impl Membership {
     ///
     /// # Errors
     /// If no thread can be started.
-    pub(crate) fn start(joined: Joined, keep: Arc<impl Keep + 'static>) -> io::Result<Self> {
-        let Joined { index, place, members, names } = joined;
-        let is_keeper = matches!(place, Place::Keeper { .. });
+    pub(crate) fn start(joined: JoinedIndex, keep: Arc<impl Keep + 'static>) -> io::Result<Self> {
+        let JoinedIndex { index, place, members, names } = joined;
+        let is_keeper = matches!(place, RoleInStore::Keeper { .. });
         if is_keeper && !keep.member().stand() {
             return Err(io::Error::other("another process is the keeper of a new index"));
         }
@@ -390,8 +390,8 @@ impl Membership {
             stop: EventFd::new()?,
             is_stopped: AtomicBool::new(false),
             keeper: Mutex::new(match &place {
-                Place::Keeper { .. } => None,
-                Place::Follower(keeper) => Some(Arc::clone(keeper)),
+                RoleInStore::Keeper { .. } => None,
+                RoleInStore::Follower(keeper) => Some(Arc::clone(keeper)),
             }),
             is_keeper: AtomicBool::new(is_keeper),
         });
@@ -440,7 +440,7 @@ impl Membership {
 /// State of the membership thread.
 struct Run<K> {
     shared: Arc<Shared>,
-    place: Place,
+    place: RoleInStore,
     /// The member that this process is connected to, once it has said so.
     keeper: Option<MemberId>,
     names: Names,
@@ -452,12 +452,12 @@ struct Run<K> {
 impl<K: Keep> Run<K> {
     fn serve(&mut self) {
         match self.place {
-            Place::Keeper { .. } => self.keep.became_keeper(),
-            Place::Follower(_) => self.introduce(),
+            RoleInStore::Keeper { .. } => self.keep.became_keeper(),
+            RoleInStore::Follower(_) => self.introduce(),
         }
         while !self.shared.is_stopped.load(Ordering::Acquire) {
             match &mut self.place {
-                Place::Keeper { listener, beacon, followers } => {
+                RoleInStore::Keeper { listener, beacon, followers } => {
                     let at_most = beacon.keep();
                     let listeners: Vec<_> =
                         [&*listener].into_iter().chain(beacon.channel()).collect();
@@ -492,7 +492,7 @@ impl<K: Keep> Run<K> {
                         !is_ready || follower.answer(&self.memory, &*self.keep)
                     });
                 }
-                Place::Follower(keeper) => {
+                RoleInStore::Follower(keeper) => {
                     let keeper = Arc::clone(keeper);
                     let fds = [
                         (self.shared.stop.as_fd(), Interest::Read),
@@ -531,7 +531,7 @@ impl<K: Keep> Run<K> {
                 .and_then(|channel| check_user(&channel).map(|()| channel));
             if let Ok(channel) = found {
                 let channel = Arc::new(channel);
-                self.place = Place::Follower(Arc::clone(&channel));
+                self.place = RoleInStore::Follower(Arc::clone(&channel));
                 *lock(&self.shared.keeper) = Some(channel);
                 self.introduce();
                 return;
@@ -549,7 +549,7 @@ impl<K: Keep> Run<K> {
     }
 
     /// Becomes the keeper, if there is none and this process can listen.
-    fn stand(&self) -> Option<Place> {
+    fn stand(&self) -> Option<RoleInStore> {
         let member = self.keep.member();
         if !member.stand() {
             return None;
@@ -559,7 +559,7 @@ impl<K: Keep> Run<K> {
                 member.set_secret(secret);
                 elect::announce(&self.names.directories, member.index());
                 let beacon = Beacon::new(self.names.beacon.clone(), None);
-                Some(Place::Keeper { listener, beacon, followers: Vec::new() })
+                Some(RoleInStore::Keeper { listener, beacon, followers: Vec::new() })
             }
             // Such as: no descriptor is free. Another process may have one.
             Err(_) => {
@@ -570,7 +570,7 @@ impl<K: Keep> Run<K> {
     }
 
     fn introduce(&self) {
-        if let Place::Follower(keeper) = &self.place {
+        if let RoleInStore::Follower(keeper) = &self.place {
             // If it fails, the keeper is gone, and the next election says it again.
             let _ = keeper.send(&naming(MEMBER, self.keep.member().id()), &[]);
         }
@@ -765,7 +765,7 @@ mod tests {
         let memory = || Fd::new(index.memory().as_fd().try_clone_to_owned().expect("open"));
         let mut run = Run {
             shared: Arc::clone(&shared),
-            place: Place::Follower(Arc::new(channel)),
+            place: RoleInStore::Follower(Arc::new(channel)),
             keeper: None,
             names: Names { directories: Vec::new(), limit: Duration::MAX, beacon: Vec::new() },
             memory: memory(),

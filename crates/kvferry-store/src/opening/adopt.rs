@@ -6,14 +6,14 @@
 use crate::error::{Error, Result};
 use crate::gc::clean::{Alone, alone};
 use crate::log::{Superblock, superblock};
-use crate::opening::directories::{Arranged, Directory, State, Whose, arrange};
+use crate::opening::directories::{ArrangedDirectories, Directory, FileOwners, State, arrange};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// A store that no process has open, and the directories that it can take.
 #[derive(Debug)]
 pub struct Adoption {
-    arranged: Arranged,
+    arranged: ArrangedDirectories,
     superblock: Superblock,
     empty: Vec<Empty>,
     _alone: Alone,
@@ -91,8 +91,8 @@ impl Adoption {
 }
 
 /// The directories of the store, all of which can be read.
-fn look(directories: &[PathBuf]) -> Result<Arranged> {
-    let mut arranged = arrange(directories, Whose::Own)?;
+fn look(directories: &[PathBuf]) -> Result<ArrangedDirectories> {
+    let mut arranged = arrange(directories, FileOwners::Own)?;
     let lost = arranged.directories.iter().position(|it| matches!(it.state, State::Lost(_)));
     if let Some(lost) = lost
         && let Directory { path, state: State::Lost(source), .. } =

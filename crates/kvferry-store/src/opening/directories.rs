@@ -2,7 +2,7 @@
 //!
 //! Each directory says which store it belongs to, which number it has there, and how many directories there are: its
 //! superblock. So the caller may give the directories in any order. [`arrange`] reads the superblocks and changes
-//! nothing; what does not fit is refused. [`Arranged::mark`] writes the superblocks that are missing.
+//! nothing; what does not fit is refused. [`ArrangedDirectories::mark`] writes the superblocks that are missing.
 //!
 //! Directories may lack a superblock:
 //! - all of them, if there is no store yet;
@@ -33,7 +33,7 @@ const COUNTS: usize = 16;
 
 /// The directories of a store.
 #[derive(Debug)]
-pub(crate) struct Arranged {
+pub(crate) struct ArrangedDirectories {
     /// The superblock of the directory with the lowest number, among those that have one. `None`: there is no store
     /// yet.
     pub(crate) superblock: Option<Superblock>,
@@ -72,7 +72,7 @@ pub(crate) enum State {
 }
 
 /// Contents of a directory.
-enum Found {
+enum FoundStore {
     Store(Superblock, u32),
     /// No superblock.
     Segments(Segments),
@@ -88,7 +88,7 @@ struct Segments {
 
 /// Owners whose stores are accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Whose {
+pub(crate) enum FileOwners {
     /// Only this process's user: another user's store is refused.
     Own,
     Any,
@@ -99,7 +99,7 @@ pub(crate) enum Whose {
 /// # Errors
 /// `Format`, with the directory that is not as it must be; `Directory` if there is no store and one of
 /// the directories can't be read.
-pub(crate) fn arrange(paths: &[PathBuf], whose: Whose) -> Result<Arranged> {
+pub(crate) fn arrange(paths: &[PathBuf], whose: FileOwners) -> Result<ArrangedDirectories> {
     arrange_found(paths, paths.iter().map(|path| look(path, whose)).collect())
 }
 
@@ -109,27 +109,27 @@ pub(crate) fn arrange_within(
     paths: &[PathBuf],
     limit: Duration,
     mut hanging: BTreeMap<PathBuf, io::Error>,
-) -> Result<Arranged> {
+) -> Result<ArrangedDirectories> {
     let known: BTreeSet<PathBuf> = hanging.keys().cloned().collect();
     let ask = move |path: &Path| match known.contains(path) {
         true => Err(io::ErrorKind::TimedOut.into()),
-        false => Ok(look(path, Whose::Own)),
+        false => Ok(look(path, FileOwners::Own)),
     };
-    let mut lost = |(answer, path): (io::Result<Look>, &PathBuf)| {
+    let mut lost = |(answer, path): (io::Result<LookedAt>, &PathBuf)| {
         answer.unwrap_or_else(|error| {
             let error = hanging.remove(path).unwrap_or(error);
-            Look { directory: None, found: Ok(Found::Lost(error)) }
+            LookedAt { directory: None, found: Ok(FoundStore::Lost(error)) }
         })
     };
     let looked = ask_all(paths, limit, ask);
     arrange_found(paths, looked.into_iter().zip(paths).map(&mut lost).collect())
 }
 
-fn arrange_found(paths: &[PathBuf], looked: Vec<Look>) -> Result<Arranged> {
+fn arrange_found(paths: &[PathBuf], looked: Vec<LookedAt>) -> Result<ArrangedDirectories> {
     refuse_repeated(paths.iter().zip(&looked))?;
     let found = looked.into_iter().map(|it| it.found).collect::<Result<Vec<_>>>()?;
     let stores = paths.iter().zip(&found).filter_map(|(path, found)| match found {
-        Found::Store(superblock, version) => Some((path, *superblock, *version)),
+        FoundStore::Store(superblock, version) => Some((path, *superblock, *version)),
         _ => None,
     });
     let stores: Vec<_> = stores.collect();
@@ -146,14 +146,14 @@ fn arrange_found(paths: &[PathBuf], looked: Vec<Look>) -> Result<Arranged> {
         .zip(found)
         .zip(numbers)
         .map(|((path, found), number)| {
-            let id = if let Found::Store(it, _) = &found { it.id } else { 0 };
+            let id = if let FoundStore::Store(it, _) = &found { it.id } else { 0 };
             let state = match found {
-                Found::Store(_, VERSION) if id != 0 => State::Marked,
-                Found::Store(_, 1) => State::Unmarked,
-                Found::Store(..) => State::Old,
-                Found::Segments(it) if it.numbers.is_empty() && !has_unmarked => State::Empty,
-                Found::Segments(_) => State::Unmarked,
-                Found::Lost(error) => State::Lost(error),
+                FoundStore::Store(_, VERSION) if id != 0 => State::Marked,
+                FoundStore::Store(_, 1) => State::Unmarked,
+                FoundStore::Store(..) => State::Old,
+                FoundStore::Segments(it) if it.numbers.is_empty() && !has_unmarked => State::Empty,
+                FoundStore::Segments(_) => State::Unmarked,
+                FoundStore::Lost(error) => State::Lost(error),
             };
             (number, Directory { path: path.clone(), state, id })
         })
@@ -162,10 +162,10 @@ fn arrange_found(paths: &[PathBuf], looked: Vec<Look>) -> Result<Arranged> {
     let directories = directories.into_iter().map(|(_, it)| it).collect();
     let superblock = Some(superblock);
     let (adopts, limit) = (false, Duration::MAX);
-    Ok(Arranged { superblock, format, directories, is_being_made, adopts, limit })
+    Ok(ArrangedDirectories { superblock, format, directories, is_being_made, adopts, limit })
 }
 
-impl Arranged {
+impl ArrangedDirectories {
     /// The directories whose files the processes lock: those that are not lost; the first one if all are.
     pub(crate) fn readable(&self) -> Vec<PathBuf> {
         let is_there = |it: &&Directory| match it.state {
@@ -311,30 +311,30 @@ fn is_empty_beside_lost() -> io::Error {
 }
 
 /// The state of a directory, and its numbers in the system.
-struct Look {
+struct LookedAt {
     /// The numbers of its file system, and in it; `None` if it can't be read.
     directory: Option<(u64, u64)>,
-    found: Result<Found>,
+    found: Result<FoundStore>,
 }
 
 /// Reads what a directory is.
-fn look(path: &Path, whose: Whose) -> Look {
+fn look(path: &Path, whose: FileOwners) -> LookedAt {
     let directory = fs::metadata(path).ok().map(|it| (it.dev(), it.ino()));
-    Look { directory, found: find(path, whose) }
+    LookedAt { directory, found: find(path, whose) }
 }
 
-fn find(path: &Path, whose: Whose) -> Result<Found> {
+fn find(path: &Path, whose: FileOwners) -> Result<FoundStore> {
     let read = match whose {
-        Whose::Own => Superblock::read_own(path, &FileUser::default()),
-        Whose::Any => Superblock::read(path),
+        FileOwners::Own => Superblock::read_own(path, &FileUser::default()),
+        FileOwners::Any => Superblock::read(path),
     };
     match read {
         Ok(Some((superblock, version))) => Ok(match list(path) {
-            Ok(()) => Found::Store(superblock, version),
-            Err(error) => Found::Lost(error),
+            Ok(()) => FoundStore::Store(superblock, version),
+            Err(error) => FoundStore::Lost(error),
         }),
-        Ok(None) => Ok(look_at_segments(path).map_or_else(Found::Lost, Found::Segments)),
-        Err(log::Error::Directory { source, .. }) => Ok(Found::Lost(source)),
+        Ok(None) => Ok(look_at_segments(path).map_or_else(FoundStore::Lost, FoundStore::Segments)),
+        Err(log::Error::Directory { source, .. }) => Ok(FoundStore::Lost(source)),
         Err(error) => Err(log_error(path, error)),
     }
 }
@@ -359,7 +359,7 @@ fn look_at_segments(path: &Path) -> io::Result<Segments> {
     Ok(segments)
 }
 
-fn refuse_repeated<'a>(looked: impl Iterator<Item = (&'a PathBuf, &'a Look)>) -> Result<()> {
+fn refuse_repeated<'a>(looked: impl Iterator<Item = (&'a PathBuf, &'a LookedAt)>) -> Result<()> {
     let mut seen = BTreeSet::new();
     for (path, look) in looked {
         // The same directory under two names, such as by a link or a bind mount, has the same number.
@@ -412,14 +412,14 @@ fn refuse_mixed<'a>(
 }
 
 /// The directories of a store that does not exist yet, in the order in which they were given.
-fn none_yet(paths: &[PathBuf], found: Vec<Found>) -> Result<Arranged> {
+fn none_yet(paths: &[PathBuf], found: Vec<FoundStore>) -> Result<ArrangedDirectories> {
     let mut directories = Vec::new();
     for (path, found) in paths.iter().zip(found) {
         match found {
-            Found::Lost(source) if source.kind() != io::ErrorKind::NotFound => {
+            FoundStore::Lost(source) if source.kind() != io::ErrorKind::NotFound => {
                 return Err(Error::Directory { path: path.clone(), source });
             }
-            Found::Segments(segments) if !segments.stores.is_empty() => {
+            FoundStore::Segments(segments) if !segments.stores.is_empty() => {
                 let what = "it has segments of a store whose kvferry.store is not in the \
                             directories that were given: give all directories of the store, or \
                             remove the segments";
@@ -429,13 +429,20 @@ fn none_yet(paths: &[PathBuf], found: Vec<Found>) -> Result<Arranged> {
         }
     }
     let (superblock, is_being_made, adopts, limit) = (None, true, false, Duration::MAX);
-    Ok(Arranged { superblock, format: VERSION, directories, is_being_made, adopts, limit })
+    Ok(ArrangedDirectories {
+        superblock,
+        format: VERSION,
+        directories,
+        is_being_made,
+        adopts,
+        limit,
+    })
 }
 
 /// The number of each directory.
 fn number_all(
     paths: &[PathBuf],
-    found: &[Found],
+    found: &[FoundStore],
     reference: &Path,
     known: &Superblock,
 ) -> Result<Vec<usize>> {
@@ -454,12 +461,12 @@ fn number_all(
     };
     for (at, found) in found.iter().enumerate() {
         match found {
-            Found::Store(superblock, _) => take(at, superblock.directory as usize)?,
-            Found::Segments(segments) if !segments.numbers.is_empty() => {
+            FoundStore::Store(superblock, _) => take(at, superblock.directory as usize)?,
+            FoundStore::Segments(segments) if !segments.numbers.is_empty() => {
                 let number = number_by_segments(&paths[at], segments, count, reference, known)?;
                 take(at, number)?;
             }
-            Found::Segments(_) | Found::Lost(_) => {}
+            FoundStore::Segments(_) | FoundStore::Lost(_) => {}
         }
     }
     // What says nothing has its own place, or one that is left.
@@ -631,7 +638,7 @@ mod tests {
         for steps in 0.. {
             folder.downgrade();
             let mut arranged =
-                arrange(&folder.directories(), Whose::Own).expect("a store of format 1");
+                arrange(&folder.directories(), FileOwners::Own).expect("a store of format 1");
             assert_eq!(arranged.format, 1);
             cut::after(Some(steps));
             arranged.mark();
@@ -644,7 +651,7 @@ mod tests {
             }
             let is_whole = arranged.directories.iter().all(|it| matches!(it.state, State::Marked));
             assert_eq!(folder.with_store(false), BLOCKS as usize, "after {steps} steps");
-            let again = arrange(&folder.directories(), Whose::Own).expect("a store");
+            let again = arrange(&folder.directories(), FileOwners::Own).expect("a store");
             assert_eq!(again.format, VERSION);
             assert!(again.directories.iter().all(|it| matches!(it.state, State::Marked)));
             if is_whole {
@@ -665,14 +672,15 @@ mod tests {
         }) {
             let folder = Folder::new("make-twice");
             folder.directories().iter().for_each(|it| fs::create_dir_all(it).expect("a folder"));
-            let mut arranged = arrange(&folder.directories(), Whose::Own).expect("no store yet");
+            let mut arranged =
+                arrange(&folder.directories(), FileOwners::Own).expect("no store yet");
             cut::after(Some(first));
             assert!(arranged.make(new).is_err());
             cut::after(Some(second));
-            let mut arranged = arrange(&folder.directories(), Whose::Own).expect("a store");
+            let mut arranged = arrange(&folder.directories(), FileOwners::Own).expect("a store");
             arranged.mark();
             cut::after(None);
-            let mut arranged = arrange(&folder.directories(), Whose::Own).expect("a store");
+            let mut arranged = arrange(&folder.directories(), FileOwners::Own).expect("a store");
             let is_empty = |it: &Directory| matches!(it.state, State::Empty);
             assert!(!arranged.directories.iter().any(is_empty), "{first}, {second}");
             arranged.mark();
@@ -691,14 +699,14 @@ mod tests {
                 fs::write(directory.join(FILE), superblock::downgrade_to_2(&bytes))
                     .expect("written");
             }
-            let mut arranged = arrange(&folder.directories(), Whose::Own).expect("a store");
+            let mut arranged = arrange(&folder.directories(), FileOwners::Own).expect("a store");
             assert_eq!(arranged.format, 2);
             assert!(arranged.directories.iter().all(|it| matches!(it.state, State::Old)));
             cut::after(Some(steps));
             arranged.mark();
             cut::after(None);
             assert_eq!(folder.with_store(false), BLOCKS as usize, "after {steps} steps");
-            let again = arrange(&folder.directories(), Whose::Own).expect("a store");
+            let again = arrange(&folder.directories(), FileOwners::Own).expect("a store");
             assert!(again.directories.iter().all(|it| matches!(it.state, State::Marked)));
             let ids: BTreeSet<_> = again.directories.iter().map(|it| it.id).collect();
             assert_eq!(ids.len(), 3, "each directory has an id of its own");
@@ -710,7 +718,8 @@ mod tests {
         for steps in 0..=30 {
             let folder = Folder::new("make");
             folder.directories().iter().for_each(|it| fs::create_dir_all(it).expect("a folder"));
-            let mut arranged = arrange(&folder.directories(), Whose::Own).expect("no store yet");
+            let mut arranged =
+                arrange(&folder.directories(), FileOwners::Own).expect("no store yet");
             let geometry = log::Geometry::new(1 << 20).expect("in bounds");
             let (directory, directories) = (0, 1);
             let store = [7; 16];

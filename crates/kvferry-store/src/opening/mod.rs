@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::fault_points::{Op, step, sync_directory};
 use crate::log::{self, Superblock};
 use crate::membership::{JOIN_TIMEOUT, wait_until};
-use crate::opening::directories::{Arranged, Directory, State, arrange_within};
+use crate::opening::directories::{ArrangedDirectories, Directory, State, arrange_within};
 use crate::options::StoreOptions;
 use crate::sync::lock;
 use crate::tiers::disk::Directories;
@@ -29,7 +29,7 @@ use std::time::Duration;
 pub(crate) struct Opening<'a> {
     agent: &'a Agent,
     options: &'a StoreOptions,
-    arranged: Mutex<Arranged>,
+    arranged: Mutex<ArrangedDirectories>,
     /// The directories that can be read have changed since they were locked.
     is_overtaken: AtomicBool,
 }
@@ -165,9 +165,12 @@ fn may_make(options: &StoreOptions) -> Result<()> {
 }
 
 /// `hanging`: the directories that are known to hang.
-fn look(options: &StoreOptions, hanging: BTreeMap<PathBuf, io::Error>) -> Result<Arranged> {
+fn look(
+    options: &StoreOptions,
+    hanging: BTreeMap<PathBuf, io::Error>,
+) -> Result<ArrangedDirectories> {
     let arranged = arrange_within(&options.directories, options.hang_after, hanging)?;
-    Ok(Arranged { adopts: options.adopt_empty, limit: options.hang_after, ..arranged })
+    Ok(ArrangedDirectories { adopts: options.adopt_empty, limit: options.hang_after, ..arranged })
 }
 
 /// Makes a directory unless it exists. It survives a loss of power then: a store whose files were synced is gone if

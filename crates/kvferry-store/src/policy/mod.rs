@@ -50,7 +50,7 @@ mod tests;
 pub use keyed::Keyed;
 pub use names::{Key, Slot};
 pub use rebuild::Kept;
-pub use retention::{Retention, Then};
+pub use retention::{OnExpiry, Retention};
 
 use blocks::{Blocks, Link, PENDING};
 use fastrand::Rng;
@@ -73,7 +73,7 @@ const SEED: u64 = 20_251_123;
 
 /// Earlier uses of a block, as known when it is used again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Known {
+struct KnownUses {
     /// Number of uses. Zero: the block is not known.
     uses: u32,
     used_at: u64,
@@ -104,9 +104,9 @@ impl Standing {
 
 /// Consecutive blocks of a request of which the same is known.
 #[derive(Clone, Copy, Debug)]
-struct Part {
+struct RequestPart {
     len: usize,
-    known: Known,
+    known: KnownUses,
     retention: Retention,
 }
 
@@ -335,9 +335,9 @@ impl Policy {
         self.blocks.bytes() + self.runs.bytes() + self.ghosts.bytes() + self.reuse.bytes()
     }
 
-    fn known(&self, slot: Slot) -> Option<Known> {
+    fn known(&self, slot: Slot) -> Option<KnownUses> {
         let run = self.runs.get(self.blocks.run(slot)?);
-        Some(Known { uses: run.uses, used_at: run.used_at })
+        Some(KnownUses { uses: run.uses, used_at: run.used_at })
     }
 
     /// Returns the number of leading blocks of a chain that are known. Moves those that are known elsewhere.
@@ -361,8 +361,8 @@ impl Policy {
 
     /// Takes blocks out of their runs, which they are the first of. Says what was known of them. Ends the
     /// intervals of runs that are used to their end.
-    fn leave_runs(&mut self, chain: &[Slot]) -> Vec<Part> {
-        let mut parts: Vec<Part> = Vec::new();
+    fn leave_runs(&mut self, chain: &[Slot]) -> Vec<RequestPart> {
+        let mut parts: Vec<RequestPart> = Vec::new();
         let mut rest = chain;
         while let Some(id) = rest.first().and_then(|first| self.blocks.run(*first)) {
             let len = rest.iter().take_while(|slot| self.blocks.run(**slot) == Some(id)).count();
@@ -371,8 +371,8 @@ impl Policy {
             if rest[len - 1] == run.last && !run.is_remembered {
                 self.reuse.used(run.interval, self.now);
             }
-            let known = Known { uses: run.uses, used_at: run.used_at };
-            parts.push(Part { len, known, retention: run.retention() });
+            let known = KnownUses { uses: run.uses, used_at: run.used_at };
+            parts.push(RequestPart { len, known, retention: run.retention() });
             self.runs.shrink(id, u32::try_from(len).expect("at most the run"));
             rest = &rest[len..];
         }
@@ -397,7 +397,8 @@ impl Policy {
         }
         request.missing = request.missing.saturating_sub(blocks.len());
         let alike = known.chunk_by(|a, b| a == b);
-        let part = |known: &[Known]| Part { len: known.len(), known: known[0], retention };
+        let part =
+            |known: &[KnownUses]| RequestPart { len: known.len(), known: known[0], retention };
         let parts = alike.map(part).collect();
         let slots: Vec<Slot> = blocks.iter().map(|(slot, _)| *slot).collect();
         self.form_runs(&slots, parts, request, request.missing == 0);
@@ -426,7 +427,7 @@ impl Policy {
         &mut self,
         last: Option<Slot>,
         len: usize,
-        known: Known,
+        known: KnownUses,
         request: &mut Request,
     ) {
         let Some((last, mut id)) = last.and_then(|last| Some((last, self.blocks.run(last)?)))
@@ -458,8 +459,8 @@ impl Policy {
     }
 
     /// Earlier uses of blocks that have left, and the number of blocks before them that share those of the first.
-    fn remembered(&mut self, blocks: &[(Slot, Key)]) -> (Vec<Known>, usize) {
-        let mut known = vec![Known::default(); blocks.len()];
+    fn remembered(&mut self, blocks: &[(Slot, Key)]) -> (Vec<KnownUses>, usize) {
+        let mut known = vec![KnownUses::default(); blocks.len()];
         let mut of_run_before = 0;
         for (i, (_, key)) in blocks.iter().enumerate() {
             let Some(ghost) = self.ghosts.take(*key) else { continue };
@@ -470,7 +471,7 @@ impl Policy {
             // The ghost stands for its whole run.
             for j in (0..=i).rev().take(ghost.len as usize) {
                 if known[j].uses == 0 {
-                    known[j] = Known { uses: ghost.uses, used_at: ghost.used_at };
+                    known[j] = KnownUses { uses: ghost.uses, used_at: ghost.used_at };
                 } else if j < i {
                     of_run_before = 0;
                     break;
@@ -485,16 +486,16 @@ impl Policy {
     fn form_runs(
         &mut self,
         slots: &[Slot],
-        mut parts: Vec<Part>,
+        mut parts: Vec<RequestPart>,
         request: &Request,
         is_whole: bool,
     ) {
         if let Some(last) = parts.last_mut().filter(|_| is_whole) {
             last.len -= 1;
-            let end = Part { len: 1, ..*last };
+            let end = RequestPart { len: 1, ..*last };
             parts.push(end);
         }
-        let mut formed: Vec<(ClassId, Part)> = Vec::with_capacity(parts.len());
+        let mut formed: Vec<(ClassId, RequestPart)> = Vec::with_capacity(parts.len());
         for (i, part) in parts.iter().enumerate().filter(|(_, part)| part.len > 0) {
             let class = self.reuse.class(Traits {
                 uses: part.known.uses.saturating_add(1),
@@ -503,7 +504,7 @@ impl Policy {
                 turns: request.turns,
                 gap: request.at.saturating_sub(part.known.used_at),
             });
-            let is_like = |(of, before): &&mut (ClassId, Part)| {
+            let is_like = |(of, before): &&mut (ClassId, RequestPart)| {
                 *of == class
                     && before.known.uses == part.known.uses
                     && before.retention == part.retention
@@ -522,7 +523,7 @@ impl Policy {
     }
 
     /// Forms one run, or lengthens the one before it if that is alike and of the same time.
-    fn form_run(&mut self, slots: &[Slot], class: ClassId, part: &Part, at: u64) {
+    fn form_run(&mut self, slots: &[Slot], class: ClassId, part: &RequestPart, at: u64) {
         let (Some(first), Some(last)) = (slots.first(), slots.last()) else { return };
         let mut new = New {
             last: *last,

@@ -15,12 +15,12 @@ pub struct Retention {
     /// End of the retention, in seconds on the policy's clock.
     pub until_s: Option<u32>,
     /// Treatment of the block after the end.
-    pub then: Then,
+    pub then: OnExpiry,
 }
 
 /// Treatment of a block after the end of its retention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Then {
+pub enum OnExpiry {
     /// The block gets the default priority.
     Default,
     /// The block leaves at the next occasion.
@@ -31,13 +31,13 @@ impl Retention {
     /// The highest priority.
     pub const PRIORITY_MAX: u8 = 100;
     /// The default priority, without an end.
-    pub const DEFAULT: Self = Self { priority: 35, until_s: None, then: Then::Default };
+    pub const DEFAULT: Self = Self { priority: 35, until_s: None, then: OnExpiry::Default };
 
     /// Encodes the retention for the index. The end is rounded up to 16 s; the largest that can be
     /// stored is after eight years.
     pub fn to_bits(self) -> u32 {
         let units = |until_s: u32| until_s.div_ceil(UNIT_S).clamp(1, UNTIL_MAX);
-        let then = u32::from(self.then == Then::Leave && self.until_s.is_some());
+        let then = u32::from(self.then == OnExpiry::Leave && self.until_s.is_some());
         u32::from(self.priority.min(Self::PRIORITY_MAX)) << PRIORITY_SHIFT
             | then << THEN_SHIFT
             | self.until_s.map_or(0, units)
@@ -51,7 +51,7 @@ impl Retention {
             units => Some(units * UNIT_S),
         };
         let leaves = bits >> THEN_SHIFT & 1 == 1 && until_s.is_some();
-        let then = if leaves { Then::Leave } else { Then::Default };
+        let then = if leaves { OnExpiry::Leave } else { OnExpiry::Default };
         Self { priority: priority.min(Self::PRIORITY_MAX), until_s, then }
     }
 
@@ -59,8 +59,8 @@ impl Retention {
     pub(crate) fn at(self, now_ms: u64) -> Option<Self> {
         match (self.until_s, self.then) {
             (Some(until_s), then) if u64::from(until_s) * 1000 <= now_ms => match then {
-                Then::Default => Some(Self::DEFAULT),
-                Then::Leave => None,
+                OnExpiry::Default => Some(Self::DEFAULT),
+                OnExpiry::Leave => None,
             },
             _ => Some(self),
         }
@@ -81,7 +81,7 @@ mod tests {
     fn bits_mean_what_was_stored_with_the_end_rounded_up() {
         for priority in 0..=100 {
             for (until_s, stored) in [(None, None), (Some(0), Some(16)), (Some(16), Some(16))] {
-                for then in [Then::Default, Then::Leave] {
+                for then in [OnExpiry::Default, OnExpiry::Leave] {
                     let retention = Retention { priority, until_s, then };
                     let read = Retention::from_bits(retention.to_bits());
                     assert_eq!((read.priority, read.until_s), (priority, stored));

@@ -166,7 +166,7 @@ impl World {
             .rng
             .bool()
             .then(|| u32::try_from(self.now / 1000).expect("small") + self.rng.u32(..100));
-        let then = if self.rng.bool() { Then::Leave } else { Then::Default };
+        let then = if self.rng.bool() { OnExpiry::Leave } else { OnExpiry::Default };
         match self.rng.u8(..4) {
             0 => Retention { priority: self.rng.u8(..=100), until_s, then },
             _ => Retention::DEFAULT,
@@ -408,10 +408,10 @@ fn a_priority_ends_with_its_time() {
     let ends = |priority, then| Retention { priority, until_s: Some(32), then };
     let policy = |now| {
         let mut policy = Policy::new(20);
-        policy.add(1, None, &[0], ends(100, Then::Default));
+        policy.add(1, None, &[0], ends(100, OnExpiry::Default));
         policy.add(2, None, &[1], Retention::DEFAULT);
-        policy.add(3, None, &[2], ends(1, Then::Default));
-        policy.add(4, None, &[3], ends(100, Then::Leave));
+        policy.add(3, None, &[2], ends(1, OnExpiry::Default));
+        policy.add(4, None, &[3], ends(100, OnExpiry::Leave));
         let due: Vec<_> = std::iter::from_fn(|| policy.evict_due(now, Key::from)).collect();
         policy.check();
         (due, policy.evict_all(now))
@@ -423,7 +423,7 @@ fn a_priority_ends_with_its_time() {
 #[test]
 fn what_is_due_stays_behind_until_nothing_is_behind_it_and_stays_due_when_used() {
     let mut policy = Policy::new(20);
-    let ends = Retention { priority: 50, until_s: Some(16), then: Then::Leave };
+    let ends = Retention { priority: 50, until_s: Some(16), then: OnExpiry::Leave };
     policy.add(1, None, &[0, 1], ends);
     policy.add(2, Some(1), &[2], Retention::DEFAULT);
     policy.used(20_000, &[0, 1, 2], 0);

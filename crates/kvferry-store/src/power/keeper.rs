@@ -14,7 +14,7 @@ use crate::log;
 use crate::opening::Opening;
 use crate::opening::recover;
 use crate::policy::Retention;
-use crate::writer::{Candidate, Which, Writer};
+use crate::writer::{Candidate, SealScope, Writer};
 use fastrand::Rng;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -101,7 +101,7 @@ fn record(
         recording.note(Note::Stored { process: 0, block, began });
     }
     began = began.max(recording.now());
-    writer.seal(&two.other, Which::Full);
+    writer.seal(&two.other, SealScope::Full);
     writer.sync(&two.other).expect("no device fails");
     recording.note(Note::Synced { process: 0, began });
     // What was not sealed is what a process leaves that was killed.

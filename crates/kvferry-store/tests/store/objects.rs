@@ -3,7 +3,7 @@
 use crate::{Engine, Folder, MIB, POOL, options, prompt};
 use kvferry_store::inspect::{Files, State};
 use kvferry_store::log::Record;
-use kvferry_store::objects::{Done, Fault, Got, IfExists, ObjectTier, Objects};
+use kvferry_store::objects::{Done, Fault, GetResult, IfExists, ObjectTier, Objects};
 use kvferry_store::policy::Retention;
 use kvferry_store::{Error, Namespace, Retain, Stats, StoreOptions};
 use std::collections::BTreeMap;
@@ -114,13 +114,13 @@ impl Memory {
 struct Remote(Arc<Memory>);
 
 impl Objects for Remote {
-    fn get(&self, name: &str, len_max: u64, done: Done<Got>) {
+    fn get(&self, name: &str, len_max: u64, done: Done<GetResult>) {
         let name = name.to_owned();
         self.0.set(|state| state.gets.push(name.clone()));
         self.0.request(done, move |state| match state.objects.get(&name) {
-            Some(object) if object.len() as u64 > len_max => Got::TooLong,
-            Some(object) => Got::Found(object.clone()),
-            None => Got::Absent,
+            Some(object) if object.len() as u64 > len_max => GetResult::TooLong,
+            Some(object) => GetResult::Found(object.clone()),
+            None => GetResult::Absent,
         });
     }
 

@@ -6,7 +6,7 @@ use crate::core::Core;
 use crate::index::{Entry, SlotId};
 use crate::log::Record;
 use crate::log::format::pages_of;
-use crate::policy::{Retention, Then};
+use crate::policy::{OnExpiry, Retention};
 use crate::stats::Counters;
 use rustc_hash::FxHashSet;
 use std::sync::Arc;
@@ -30,9 +30,9 @@ impl Keeper {
         let slot = self.give_up()?;
         let Some(entry) = self.core.member.entry(slot) else { return Some(0) };
         match Retention::from_bits(entry.retention).then {
-            Then::Default => self.condemned.add(&entry),
+            OnExpiry::Default => self.condemned.add(&entry),
             // Nothing would see to it that it is not found later.
-            Then::Leave => remove(&self.core, slot),
+            OnExpiry::Leave => remove(&self.core, slot),
         }
         Some(pages_of(entry.len))
     }

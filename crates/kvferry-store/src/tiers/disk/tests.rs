@@ -8,7 +8,7 @@ use crate::log::Disk;
 use crate::opening::Opening;
 use crate::opening::recover;
 use crate::options::StoreOptions;
-use crate::tiers::host::{self, Host};
+use crate::tiers::host::{self, HostTier};
 use crate::writer::{begin_segment, seal};
 use kvferry_testkit::hanging::HangingDisk;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
@@ -185,7 +185,7 @@ fn memory_of_a_write_that_was_given_up_is_kept_until_its_device_has_answered() {
     let Some(device) = HangingDisk::mount(&path) else { return };
     let core = bench.open();
     core.disk.ensure(1).expect("no device fails");
-    let host = Host::new(&bench.agent, 1 << 20).expect("memory");
+    let host = HostTier::new(&bench.agent, 1 << 20).expect("memory");
     let extent = host.reserve(0, PAGE as u64, false).expect("it is empty");
     let block = Arc::new(host::Block::new(Key([1, 2]), 0, 0, PAGE as u64, extent));
     let write = || {

@@ -40,7 +40,7 @@ const AGAIN_MIN: Duration = Duration::from_secs(1);
 const AGAIN_MAX: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
-pub(crate) struct Host {
+pub(crate) struct HostTier {
     arena: Arc<Arena>,
     bytes: u64,
     state: Mutex<State>,
@@ -74,7 +74,7 @@ pub(crate) struct Waiting {
 
 /// Result of asking that a block wait for its write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Taken {
+pub(crate) enum TakenIn {
     /// The block did not wait before; it waits from here on.
     Now,
     /// The block waited before. The reason is that of its last failed write.
@@ -116,7 +116,7 @@ pub(crate) struct Held {
     pub(crate) waiting: u64,
 }
 
-impl Host {
+impl HostTier {
     pub(crate) fn new(agent: &Agent, bytes: u64) -> Result<Self> {
         let blocks = (bytes / PAGE as u64).clamp(1, BLOCKS_MAX);
         let blocks = usize::try_from(blocks).expect("at most 2^24");
@@ -216,17 +216,17 @@ impl Host {
         key: Key,
         check: u64,
         record: impl FnOnce(&Block) -> log::Block,
-    ) -> Taken {
+    ) -> TakenIn {
         let mut state = lock(&self.state);
         let state = &mut *state;
         if let Some(number) = state.numbers.get(&key) {
-            return Taken::Before(state.waiting[number].left);
+            return TakenIn::Before(state.waiting[number].left);
         }
-        let Some(slot) = state.slots.get(&key).copied() else { return Taken::No };
+        let Some(slot) = state.slots.get(&key).copied() else { return TakenIn::No };
         let block = state.blocks[slot as usize].as_ref().expect("of a slot in use");
         let waiting_bytes = state.waiting_bytes + block.len;
         if block.check != check || waiting_bytes > self.bytes / WAITING_SHARE {
-            return Taken::No;
+            return TakenIn::No;
         }
         let (block, record) = (Arc::clone(block), record(block));
         let waiting = Waiting { block, record, left: None, again: None };
@@ -235,7 +235,7 @@ impl Host {
         state.waiting.insert(state.next_number, waiting);
         state.numbers.insert(key, state.next_number);
         state.next_number += 1;
-        Taken::Now
+        TakenIn::Now
     }
 
     /// Whether a block waits, and why it could not be written, if that was tried.
@@ -295,7 +295,7 @@ impl Host {
         }
     }
 
-    /// Like [`Host::leave`], but the blocks are tried again after a pause, which doubles with each try.
+    /// Like [`HostTier::leave`], but the blocks are tried again after a pause, which doubles with each try.
     pub(crate) fn leave_for_long(&self, numbers: impl Iterator<Item = u64>, why: NotStored) {
         let mut state = lock(&self.state);
         for number in numbers {

@@ -23,7 +23,7 @@ mod passes;
 
 use crate::index::Member;
 use crate::sync::lock;
-use crate::tiers::host::Host;
+use crate::tiers::host::HostTier;
 #[cfg(test)]
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -32,7 +32,7 @@ use std::time::Instant;
 
 /// The thread that writes, and what it is asked for.
 #[derive(Debug, Default)]
-pub(crate) struct Behind {
+pub(crate) struct WriteBehind {
     work: Mutex<Work>,
     changed: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -55,7 +55,7 @@ struct Work {
     is_hurried: bool,
     /// The last pass ends the thread.
     is_closing: bool,
-    /// The thread waits in [`crate::index::Index::wait_freed`], and not for [`Behind::changed`].
+    /// The thread waits in [`crate::index::Index::wait_freed`], and not for [`WriteBehind::changed`].
     waits_for_space: bool,
     #[cfg(test)]
     passes: u64,
@@ -77,10 +77,10 @@ impl Work {
     }
 }
 
-impl Behind {
+impl WriteBehind {
     /// Waits until the blocks with numbers below `end` are written, or a pass that was asked for has tried them; until
     /// `until`, or until the store is closed, if a time is given.
-    pub(crate) fn wait(&self, host: &Host, asked: u64, end: u64, until: Option<Instant>) {
+    pub(crate) fn wait(&self, host: &HostTier, asked: u64, end: u64, until: Option<Instant>) {
         let mut work = lock(&self.work);
         while !work.has_tried(asked, end) && host.has_waiting(end) {
             let Some(until) = until else {

@@ -22,7 +22,7 @@
 
 use crate::key::Key;
 use crate::log::{Block, format};
-use crate::policy::{Retention, Then};
+use crate::policy::{OnExpiry, Retention};
 
 /// Bytes before the data.
 pub(crate) const HEADER_BYTES: usize = 128;
@@ -76,7 +76,7 @@ pub(crate) fn header(block: &Block, created_s: u64) -> [u8; HEADER_BYTES] {
         header[at..at + 8].copy_from_slice(&word.to_le_bytes());
     }
     header[80] = retention.priority;
-    header[81] = u8::from(retention.then == Then::Leave);
+    header[81] = u8::from(retention.then == OnExpiry::Leave);
     let sum = crc_fast::crc64_nvme(&header[..SUM_AT]);
     header[SUM_AT..].copy_from_slice(&sum.to_le_bytes());
     header
@@ -113,7 +113,7 @@ pub(crate) fn verify(content: &[u8], wanted: &Wanted, created_s: u64) -> Result<
         0 => None,
         unix_s => Some(u32::try_from(unix_s.saturating_sub(created_s)).unwrap_or(u32::MAX)),
     };
-    let then = if header[81] == 1 { Then::Leave } else { Then::Default };
+    let then = if header[81] == 1 { OnExpiry::Leave } else { OnExpiry::Default };
     let parent = [u64_at(header, 32), u64_at(header, 40)];
     Ok(Block {
         key,
@@ -165,7 +165,7 @@ mod tests {
     fn a_block_is_what_was_uploaded_with_its_retention_on_the_clock_of_another_store() {
         for len in [1, 4095, 4096, 4097, 70_000] {
             let until_s = Some(3200);
-            let retention = Retention { priority: 80, until_s, then: Then::Leave };
+            let retention = Retention { priority: 80, until_s, then: OnExpiry::Leave };
             let (block, content, wanted) = object(len, retention);
             assert_eq!(verify(&content, &wanted, 1000), Ok(block));
             let later = verify(&content, &wanted, 1000 + 1600).expect("right");

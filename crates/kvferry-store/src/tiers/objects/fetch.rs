@@ -10,7 +10,7 @@
 use super::content::{HEADER_BYTES, Unusable, Wanted, name_of, verify};
 use super::outage::{Direction, Permit};
 use super::remembered::Remembered;
-use super::{Done, Got, Outcome, Shared};
+use super::{Done, GetResult, Outcome, Shared};
 use crate::key::Key;
 use crate::log::Block;
 use crate::log::format::{bytes_of, pages_of};
@@ -103,7 +103,7 @@ impl Prefetch {
     }
 
     /// Puts the blocks that have arrived on the disk, up to the first that has not.
-    fn take(&mut self) -> crate::Result<Taken> {
+    fn take(&mut self) -> crate::Result<WriteProgress> {
         let arrived: Vec<_> = self
             .asked
             .iter()
@@ -133,19 +133,19 @@ impl Prefetch {
             let here = self.here + self.target.prefix_of(&self.blocks[self.here..]);
             let did_grow = here > self.reached;
             self.reached = self.reached.max(here);
-            return Ok(Taken::NoRoom { did_grow, refused });
+            return Ok(WriteProgress::NoRoom { did_grow, refused });
         }
         let before = self.here;
         self.asked.clear();
         self.look();
         self.window = (self.window * WINDOW_GROWTH).min(WINDOW_MAX);
         let is_more = is_whole && failed == 0 && self.here > before;
-        Ok(if is_more { Taken::More } else { Taken::End })
+        Ok(if is_more { WriteProgress::More } else { WriteProgress::End })
     }
 }
 
 /// Result of putting blocks that have arrived on the disk.
-enum Taken {
+enum WriteProgress {
     /// There is more to ask for.
     More,
     End,
@@ -204,7 +204,7 @@ struct Flight {
 #[derive(Debug)]
 enum Event {
     Begin(Box<Prefetch>),
-    Ended { key: Key, permit: Permit, outcome: Outcome<Got> },
+    Ended { key: Key, permit: Permit, outcome: Outcome<GetResult> },
     Stop,
 }
 
@@ -352,7 +352,7 @@ impl Fetcher {
                 let keys: Vec<_> =
                     prefetch.asked.iter().map(|(at, _)| prefetch.blocks[*at].key).collect();
                 let taken = prefetch.take();
-                if let Ok(Taken::NoRoom { did_grow, refused }) = taken {
+                if let Ok(WriteProgress::NoRoom { did_grow, refused }) = taken {
                     let now_ms = self.shared.now_ms();
                     let since_ms = if did_grow { now_ms } else { since_ms };
                     if now_ms.saturating_sub(since_ms) < NO_ROOM_MS {
@@ -368,8 +368,10 @@ impl Fetcher {
                     }
                 }
                 match taken {
-                    Ok(Taken::More) => {}
-                    Ok(Taken::End | Taken::NoRoom { .. }) => return prefetch.finish(),
+                    Ok(WriteProgress::More) => {}
+                    Ok(WriteProgress::End | WriteProgress::NoRoom { .. }) => {
+                        return prefetch.finish();
+                    }
                     Err(e) => return prefetch.promise.finish(Err(e)),
                 }
             }
@@ -449,7 +451,7 @@ impl Fetcher {
     }
 
     /// Notes the end of a request and verifies the object that it brought.
-    fn judge(&mut self, key: Key, permit: Permit, outcome: Outcome<Got>) -> Answer {
+    fn judge(&mut self, key: Key, permit: Permit, outcome: Outcome<GetResult>) -> Answer {
         self.shared.note(Direction::Down, permit, &outcome);
         let now_ms = self.shared.now_ms();
         let Some(wanted) = self.flights.get(&key).map(|flight| flight.wanted) else {
@@ -460,9 +462,11 @@ impl Fetcher {
                 self.count(|counters| &counters.fetch_failed);
                 return Answer::Missing;
             }
-            Ok(Got::Absent) => Err(Unusable::Unknown),
-            Ok(Got::TooLong) => Err(Unusable::Damaged("it is longer than a block can be here")),
-            Ok(Got::Found(content)) => {
+            Ok(GetResult::Absent) => Err(Unusable::Unknown),
+            Ok(GetResult::TooLong) => {
+                Err(Unusable::Damaged("it is longer than a block can be here"))
+            }
+            Ok(GetResult::Found(content)) => {
                 verify(&content, &wanted, self.shared.created_s()).map(|block| (block, content))
             }
         };

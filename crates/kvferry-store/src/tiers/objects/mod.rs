@@ -23,7 +23,7 @@ use crate::core::Core;
 use crate::key::Key;
 use crate::log;
 use crate::sync::lock;
-use outage::{Change, Direction, End, Gate, Patience, Permit};
+use outage::{Direction, Gate, OutageChange, Patience, Permit, RequestEnd};
 use remembered::Remembered;
 use std::fmt;
 use std::io;
@@ -41,7 +41,7 @@ const DAMAGED_FOR_MS: u64 = 3_600_000;
 /// object store may be dropped anywhere, within a `Done` too.
 pub trait Objects: Send + Sync + fmt::Debug {
     /// Begins to read an object of at most `len_max` bytes. Not more than these are read.
-    fn get(&self, name: &str, len_max: u64, done: Done<Got>);
+    fn get(&self, name: &str, len_max: u64, done: Done<GetResult>);
 
     /// Begins to write an object.
     fn put(&self, name: &str, content: Vec<u8>, if_exists: IfExists, done: Done<()>);
@@ -52,7 +52,7 @@ pub trait Objects: Send + Sync + fmt::Debug {
 
 /// Result of reading an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Got {
+pub enum GetResult {
     /// The object's bytes.
     Found(Vec<u8>),
     /// There is no object of that name.
@@ -238,7 +238,7 @@ impl Shared {
         lock(&self.gate).is_away()
     }
 
-    fn get(&self, name: &str, len_max: u64, done: Done<Got>) {
+    fn get(&self, name: &str, len_max: u64, done: Done<GetResult>) {
         let objects = lock(&self.objects).clone();
         if let Some(objects) = objects {
             objects.get(name, len_max, done);
@@ -255,19 +255,19 @@ impl Shared {
     /// Takes note of how a request ended, and logs when the object store goes away and when it is back.
     fn note<T>(&self, direction: Direction, permit: Permit, outcome: &Outcome<T>) {
         let end = match outcome {
-            Ok(_) => End::Answered,
-            Err(Fault::Refused(_)) => End::Refused,
-            Err(Fault::Failed(_)) => End::Failed,
+            Ok(_) => RequestEnd::Answered,
+            Err(Fault::Refused(_)) => RequestEnd::Refused,
+            Err(Fault::Failed(_)) => RequestEnd::Failed,
         };
         let change = lock(&self.gate).ended(direction, permit, end, self.now_ms());
         let location = &self.location;
         match (change, outcome) {
-            (Change::Back, _) => tracing::info!("the object store {location} answers again"),
-            (Change::Away, Err(fault)) => tracing::warn!(
+            (OutageChange::Back, _) => tracing::info!("the object store {location} answers again"),
+            (OutageChange::Away, Err(fault)) => tracing::warn!(
                 "the object store {location} fails; until it answers again, blocks are neither fetched nor \
                  uploaded: {fault}"
             ),
-            (Change::AwayInDirection, Err(fault)) => {
+            (OutageChange::AwayInDirection, Err(fault)) => {
                 let what = match direction {
                     Direction::Up => "uploads",
                     Direction::Down => "fetches",
@@ -278,7 +278,7 @@ impl Shared {
             }
             _ => {}
         }
-        if change != Change::None || permit.is_probe() {
+        if change != OutageChange::None || permit.is_probe() {
             self.uploads.wake();
         }
     }

@@ -24,7 +24,7 @@ pub(crate) enum Direction {
 
 /// End of a request, as evidence about the object store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum End {
+pub(crate) enum RequestEnd {
     Answered,
     /// The object store answered that it does not allow the request.
     Refused,
@@ -47,7 +47,7 @@ impl Permit {
 
 /// Change of availability that the end of a request brought.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Change {
+pub(crate) enum OutageChange {
     None,
     /// No requests for a while, which was not so before: of any kind, or of the request's direction.
     Away,
@@ -103,30 +103,30 @@ impl Gate {
         &mut self,
         direction: Direction,
         permit: Permit,
-        end: End,
+        end: RequestEnd,
         now_ms: u64,
-    ) -> Change {
+    ) -> OutageChange {
         let refusals = &mut self.refusals[direction as usize];
         match end {
-            End::Answered => {
+            RequestEnd::Answered => {
                 let was_away = self.answers.succeeded() | refusals.succeeded();
-                if was_away { Change::Back } else { Change::None }
+                if was_away { OutageChange::Back } else { OutageChange::None }
             }
-            End::Refused => {
+            RequestEnd::Refused => {
                 let was_away = self.answers.succeeded();
                 match refusals.failed(now_ms, permit.probes_refusals) {
-                    true => Change::AwayInDirection,
-                    false if was_away => Change::Back,
-                    false => Change::None,
+                    true => OutageChange::AwayInDirection,
+                    false if was_away => OutageChange::Back,
+                    false => OutageChange::None,
                 }
             }
-            End::Failed => {
+            RequestEnd::Failed => {
                 if permit.probes_refusals {
                     refusals.failed(now_ms, true);
                 }
                 match self.answers.failed(now_ms, permit.probes_answers) {
-                    true => Change::Away,
-                    false => Change::None,
+                    true => OutageChange::Away,
+                    false => OutageChange::None,
                 }
             }
         }
@@ -137,11 +137,11 @@ impl Gate {
 struct Outage {
     patience: Patience,
     failures: u32,
-    away: Option<Away>,
+    away: Option<AwaySince>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Away {
+struct AwaySince {
     until_ms: u64,
     wait_ms: u64,
     is_probed: bool,
@@ -172,8 +172,8 @@ impl Outage {
     fn look(&self, now_ms: u64) -> Admission {
         match self.away {
             None => Admission::Yes,
-            Some(Away { is_probed: true, .. }) => Admission::NotBefore { ms: u64::MAX },
-            Some(Away { until_ms, .. }) if now_ms < until_ms => {
+            Some(AwaySince { is_probed: true, .. }) => Admission::NotBefore { ms: u64::MAX },
+            Some(AwaySince { until_ms, .. }) if now_ms < until_ms => {
                 Admission::NotBefore { ms: until_ms }
             }
             Some(_) => Admission::Probe,
@@ -203,7 +203,7 @@ impl Outage {
                 // Others were made before it went away, and say nothing new.
                 if is_probe {
                     let wait_ms = away.wait_ms.saturating_mul(2).min(longest);
-                    *away = Away { until_ms: now_ms + wait_ms, wait_ms, is_probed: false };
+                    *away = AwaySince { until_ms: now_ms + wait_ms, wait_ms, is_probed: false };
                 }
                 false
             }
@@ -213,7 +213,8 @@ impl Outage {
                     return false;
                 }
                 let wait_ms = ms(self.patience.away_min).min(longest);
-                self.away = Some(Away { until_ms: now_ms + wait_ms, wait_ms, is_probed: false });
+                self.away =
+                    Some(AwaySince { until_ms: now_ms + wait_ms, wait_ms, is_probed: false });
                 true
             }
         }
@@ -293,17 +294,20 @@ mod tests {
         let changes: Vec<_> = (0..3)
             .map(|_| {
                 let permit = gate.admit(Up, 0).expect("it is not away");
-                gate.ended(Up, permit, End::Refused, 0)
+                gate.ended(Up, permit, RequestEnd::Refused, 0)
             })
             .collect();
-        assert_eq!(changes, [Change::None, Change::None, Change::AwayInDirection]);
+        assert_eq!(
+            changes,
+            [OutageChange::None, OutageChange::None, OutageChange::AwayInDirection]
+        );
         assert_eq!((gate.look(Up, 0), gate.look(Down, 0)), (Some(1000), None));
         assert!(gate.is_away() && gate.is_away_in(Up) && !gate.is_away_in(Down));
         let permit = gate.admit(Down, 0).expect("fetches are allowed");
-        assert_eq!(gate.ended(Down, permit, End::Answered, 0), Change::None);
+        assert_eq!(gate.ended(Down, permit, RequestEnd::Answered, 0), OutageChange::None);
         let probe = gate.admit(Up, 1000).expect("its time has passed");
         assert!(probe.is_probe() && gate.admit(Up, 1000).is_none());
-        assert_eq!(gate.ended(Up, probe, End::Answered, 1000), Change::Back);
+        assert_eq!(gate.ended(Up, probe, RequestEnd::Answered, 1000), OutageChange::Back);
         assert!(!gate.is_away());
     }
 
@@ -313,13 +317,13 @@ mod tests {
         let mut gate = Gate::new(PATIENCE);
         for _ in 0..3 {
             let permit = gate.admit(Up, 0).expect("it is not away");
-            gate.ended(Up, permit, End::Failed, 0);
+            gate.ended(Up, permit, RequestEnd::Failed, 0);
         }
         assert_eq!(gate.admit(Down, 999), None);
         let probe = gate.admit(Down, 1000).expect("its time has passed");
         assert_eq!(gate.admit(Up, 1000), None);
         // It answers, if only to refuse.
-        assert_eq!(gate.ended(Down, probe, End::Refused, 1000), Change::Back);
+        assert_eq!(gate.ended(Down, probe, RequestEnd::Refused, 1000), OutageChange::Back);
         assert!(gate.admit(Up, 1000).is_some());
     }
 
@@ -329,10 +333,10 @@ mod tests {
         let mut gate = Gate::new(PATIENCE);
         for _ in 0..3 {
             let permit = gate.admit(Up, 0).expect("it is not away");
-            gate.ended(Up, permit, End::Refused, 0);
+            gate.ended(Up, permit, RequestEnd::Refused, 0);
         }
         let probe = gate.admit(Up, 1000).expect("its time has passed");
-        assert_eq!(gate.ended(Up, probe, End::Failed, 1000), Change::None);
+        assert_eq!(gate.ended(Up, probe, RequestEnd::Failed, 1000), OutageChange::None);
         assert_eq!(gate.look(Up, 1000), Some(3000));
         assert!(gate.admit(Up, 3000).expect("its time has passed").is_probe());
     }

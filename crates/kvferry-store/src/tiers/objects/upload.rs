@@ -35,12 +35,12 @@ pub(crate) struct Queue {
 
 #[derive(Debug, Default)]
 struct State {
-    waiting: VecDeque<Job>,
+    waiting: VecDeque<UploadJob>,
     /// Keys of the blocks that wait or are being uploaded.
     keys: FxHashSet<[u64; 2]>,
     /// Bytes of the blocks that wait.
     bytes: u64,
-    ended: Vec<(Sent, Outcome<()>)>,
+    ended: Vec<(SentUpload, Outcome<()>)>,
     /// Uploads under way, and their bytes.
     in_flight: usize,
     in_flight_bytes: u64,
@@ -52,14 +52,14 @@ struct State {
 }
 
 #[derive(Debug)]
-struct Job {
+struct UploadJob {
     block: Block,
     tries: u32,
     /// Number of uploads that had succeeded when the last try failed.
     failed_after: Option<u64>,
 }
 
-impl Job {
+impl UploadJob {
     /// A failure says something of the block only if the object store has taken another one since the last:
     /// else it is the object store's.
     fn failed(&mut self, succeeded: u64) {
@@ -70,8 +70,8 @@ impl Job {
 
 /// An upload under way.
 #[derive(Debug)]
-struct Sent {
-    job: Job,
+struct SentUpload {
+    job: UploadJob,
     permit: Permit,
 }
 
@@ -111,14 +111,14 @@ impl Queue {
         true
     }
 
-    fn ended(&self, sent: Sent, outcome: Outcome<()>) {
+    fn ended(&self, sent: SentUpload, outcome: Outcome<()>) {
         lock(&self.state).ended.push((sent, outcome));
         self.changed.notify_all();
     }
 }
 
 impl State {
-    fn take(&mut self, concurrency: usize) -> Option<Job> {
+    fn take(&mut self, concurrency: usize) -> Option<UploadJob> {
         let len = u64::from(self.waiting.front()?.block.len);
         let is_much = self.in_flight > 0 && self.in_flight_bytes + len > IN_FLIGHT_BYTES;
         if self.in_flight >= concurrency || is_much {
@@ -171,7 +171,7 @@ impl Uploader {
             }
             state.bytes = bytes;
             state.keys.insert(block.key);
-            state.waiting.push_back(Job { block, tries: 0, failed_after: None });
+            state.waiting.push_back(UploadJob { block, tries: 0, failed_after: None });
         }
         drop(state);
         self.shared.uploads.changed.notify_all();
@@ -199,34 +199,34 @@ impl Uploader {
 }
 
 /// Next action of the upload thread.
-enum Next {
-    Settle(Vec<(Sent, Outcome<()>)>),
-    Upload(Job),
+enum NextUpload {
+    Settle(Vec<(SentUpload, Outcome<()>)>),
+    Upload(UploadJob),
     Stop,
 }
 
 fn serve(shared: &Shared) {
     loop {
         match next(shared) {
-            Next::Settle(ended) => {
+            NextUpload::Settle(ended) => {
                 ended.into_iter().for_each(|(sent, outcome)| settle(shared, sent, outcome));
             }
-            Next::Upload(job) => upload(shared, job),
-            Next::Stop => return,
+            NextUpload::Upload(job) => upload(shared, job),
+            NextUpload::Stop => return,
         }
     }
 }
 
 /// Waits until there is something to do.
-fn next(shared: &Shared) -> Next {
+fn next(shared: &Shared) -> NextUpload {
     let queue = &shared.uploads;
     let mut state = lock(&queue.state);
     loop {
         if state.is_stopping {
-            return Next::Stop;
+            return NextUpload::Stop;
         }
         if !state.ended.is_empty() {
-            return Next::Settle(std::mem::take(&mut state.ended));
+            return NextUpload::Settle(std::mem::take(&mut state.ended));
         }
         let now_ms = shared.now_ms();
         // Not while nothing waits: there is nothing to wake up for.
@@ -237,7 +237,7 @@ fn next(shared: &Shared) -> Next {
         state = match not_before_ms {
             None => {
                 if let Some(job) = state.take(shared.settings.concurrency) {
-                    return Next::Upload(job);
+                    return NextUpload::Upload(job);
                 }
                 queue.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
             }
@@ -252,7 +252,7 @@ fn next(shared: &Shared) -> Next {
     }
 }
 
-fn upload(shared: &Shared, job: Job) {
+fn upload(shared: &Shared, job: UploadJob) {
     let queue = Arc::clone(&shared.uploads);
     let Some(content) = read(shared, &job.block) else {
         // It has left the disk.
@@ -264,7 +264,7 @@ fn upload(shared: &Shared, job: Job) {
     let is_damaged = lock(&shared.damaged).contains(&key_of(&job.block), shared.now_ms());
     let if_exists = if is_damaged { IfExists::Replace } else { IfExists::Keep };
     let name = name_of(job.block.namespace, key_of(&job.block));
-    let sent = Sent { job, permit };
+    let sent = SentUpload { job, permit };
     let done = Done::new(move |outcome| queue.ended(sent, outcome));
     shared.put(&name, content, if_exists, done);
 }
@@ -289,8 +289,8 @@ fn read(shared: &Shared, block: &Block) -> Option<Vec<u8>> {
     None
 }
 
-fn settle(shared: &Shared, sent: Sent, outcome: Outcome<()>) {
-    let Sent { mut job, permit } = sent;
+fn settle(shared: &Shared, sent: SentUpload, outcome: Outcome<()>) {
+    let SentUpload { mut job, permit } = sent;
     shared.note(Direction::Up, permit, &outcome);
     let counters = &shared.core.counters;
     match outcome {
@@ -312,7 +312,7 @@ fn settle(shared: &Shared, sent: Sent, outcome: Outcome<()>) {
 }
 
 /// Puts a block back that was not uploaded: behind the others, or before them.
-fn again(shared: &Shared, job: Job, is_first: bool) {
+fn again(shared: &Shared, job: UploadJob, is_first: bool) {
     let mut state = lock(&shared.uploads.state);
     state.landed(&job.block);
     if state.is_stopping {

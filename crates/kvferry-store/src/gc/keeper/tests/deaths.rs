@@ -11,7 +11,7 @@ use crate::opening::recover;
 use crate::options::StoreOptions;
 use crate::power::recorder::{Event as Recorded, Fault, Killed, Recording};
 use crate::tiers::disk::is_of_device;
-use crate::writer::{Candidate, NotWritten, Which, Writer, begin_segment};
+use crate::writer::{Candidate, NotWritten, SealScope, Writer, begin_segment};
 use kvferry_testkit::hanging::HangingDisk;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use rustc_hash::FxHashSet;
@@ -178,7 +178,7 @@ fn where_the_copies_of_a_dead_keeper_can_not_be_synced_their_old_places_are_not_
     let [dies, keeps] = bench.cores();
     let writer = Writer::default();
     let old = bench.write(&dies, &writer, 1);
-    writer.seal(&dies, Which::All);
+    writer.seal(&dies, SealScope::All);
     let collecting = SegmentState::Collecting(dies.member.id());
     assert!(dies.member.set_segment(old, SegmentState::Sealed, collecting));
     let own = bench.write(&dies, &writer, 2);
@@ -202,7 +202,7 @@ fn a_pin_that_is_taken_while_the_keeper_looks_keeps_its_block_at_any_pressure() 
         let [core] = bench.cores();
         let writer = Writer::default();
         let segments = [1, 2, 3].map(|key| bench.write(&core, &writer, key));
-        writer.seal(&core, Which::All);
+        writer.seal(&core, SealScope::All);
         let mut keeper = Keeper::new(Arc::clone(&core));
         let slot = find(&core, 2).expect("put").slot;
         let now = core.clock.now_s();
@@ -223,7 +223,7 @@ fn a_pin_that_is_taken_while_the_keeper_looks_keeps_its_block_at_any_pressure() 
 fn fill(bench: &Bench, core: &Core, writer: &Writer, from: u64, count: u64) -> (u32, u64) {
     let segments: FxHashSet<_> =
         (from..from + count).map(|key| bench.write(core, writer, key)).collect();
-    writer.seal(core, Which::All);
+    writer.seal(core, SealScope::All);
     assert_eq!(segments.len(), 1, "{count} blocks fit");
     (*segments.iter().next().expect("one"), from + count)
 }
@@ -438,7 +438,7 @@ fn a_segment_that_a_process_has_sealed_is_used_by_others() {
     let segment = bench.write(&one, &writer, 1);
     let refused = other.disk.ensure(segment).expect_err("it is being written");
     assert!(is_of_device(&refused), "{refused}");
-    writer.seal(&one, Which::All);
+    writer.seal(&one, SealScope::All);
     other.disk.ensure(segment).expect("it is sealed");
 }
 
@@ -463,7 +463,7 @@ fn a_segment_is_neither_sealed_nor_begun_after_the_agent_has_left_a_write_to_its
         disk.release();
         assert!(put.expect("no panic").is_err(), "it can't be known whether it was written");
     });
-    writer.seal(&core, Which::All);
+    writer.seal(&core, SealScope::All);
     let mine = SegmentState::Active(core.member.id());
     assert_eq!(core.member.segment(segment).state, mine);
     core.wait_quiet();
@@ -595,7 +595,7 @@ fn a_segment_whose_sync_has_failed_gets_no_footer_that_a_restart_would_believe()
     let recording = Recording::start(&bench.folder);
     fail_syncs(&recording, false);
     writer.sync(&core).expect_err("the device fails");
-    writer.seal(&core, Which::All);
+    writer.seal(&core, SealScope::All);
     assert_eq!(core.member.segment(segment).state, SegmentState::Sealed);
     writer.sync(&core).expect_err("its block may be lost");
     let scanned = log::recover::scan(&core.disk, &core.superblock, segment);
@@ -620,7 +620,7 @@ fn a_want_of_descriptors_fails_a_sync_once_and_marks_no_segment() {
     let recording = Recording::start(&bench.folder);
     be_short_of_descriptors(&recording, true);
     writer.sync(&core).expect_err("it can't open a file");
-    writer.seal(&core, Which::All);
+    writer.seal(&core, SealScope::All);
     writer.sync(&core).expect_err("it is not sealed");
     recording.fail(None);
     assert_eq!(core.member.unsynced(), None);

@@ -13,7 +13,7 @@ use crate::memory::BlockMemory;
 use crate::opening::Opening;
 use crate::opening::recover;
 use crate::options::StoreOptions;
-use crate::writer::{Candidate, Which, Writer};
+use crate::writer::{Candidate, SealScope, Writer};
 use crc_fast::CrcAlgorithm;
 use kvferry::{Access, Agent, Region};
 use kvferry_testkit::PATIENCE;
@@ -90,7 +90,7 @@ fn a_block_that_cannot_be_read_when_its_segment_is_collected_costs_only_itself()
         assert!(segments.iter().all(|it| *it == segments[0]));
         let segment = segments[0];
         if is_sealed {
-            writer.seal(&core, Which::All);
+            writer.seal(&core, SealScope::All);
         } else {
             // Its process was killed: it has no footer.
             let mine = SegmentState::Active(core.member.id());
@@ -166,15 +166,15 @@ fn while_puts_go_on_an_eighth_of_the_store_waits_for_its_seal() {
     let writer = Writer::default();
     fill(&core, &writer, &pool, 8);
     assert_eq!(unsealed(&core), 8, "each has a segment");
-    writer.seal(&core, Which::Excess);
+    writer.seal(&core, SealScope::Excess);
     // The segment that is written to, and an eighth of 23.
     assert_eq!(core.member.geometry().segments, 23);
     assert_eq!(unsealed(&core), 1 + 2);
     assert!(writer.has_full());
-    writer.seal(&core, Which::Full);
+    writer.seal(&core, SealScope::Full);
     assert_eq!(unsealed(&core), 1);
     assert!(!writer.has_full());
-    writer.seal(&core, Which::All);
+    writer.seal(&core, SealScope::All);
     assert_eq!(unsealed(&core), 0);
     assert!((1..=8).all(|key| is_right(&core, key)));
     agent.shutdown();
@@ -214,7 +214,7 @@ fn after_a_sync_that_failed_each_sync_fails_until_the_blocks_have_left() {
         std::fs::remove_file(core.disk.path_of(segment)).expect("it exists");
         core.disk.close(segment);
         if is_sealed {
-            writer.seal(&core, Which::All);
+            writer.seal(&core, SealScope::All);
         }
         for _ in 0..2 {
             let (failed, _) = writer.sync(&core).expect_err("it can't be synced");
@@ -247,7 +247,7 @@ fn filled(core: &Core, writer: &Writer, pool: &Region, blocks: std::ops::RangeIn
         let entry = core.member.find(&Key([key, key])).expect("put above");
         core.member.note_added(core.clock.now_ms(), None, &[entry.slot]);
     }
-    writer.seal(core, Which::All);
+    writer.seal(core, SealScope::All);
 }
 
 #[test]

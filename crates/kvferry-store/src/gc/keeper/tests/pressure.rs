@@ -10,9 +10,9 @@ use crate::memory::BlockMemory;
 use crate::opening::Opening;
 use crate::opening::recover;
 use crate::options::StoreOptions;
-use crate::policy::{Retention, Then};
+use crate::policy::{OnExpiry, Retention};
 use crate::power::recorder::{Event as Recorded, Recording};
-use crate::writer::{Candidate, NotWritten, Which, Writer, unsealed_max};
+use crate::writer::{Candidate, NotWritten, SealScope, Writer, unsealed_max};
 use kvferry::{Access, Agent};
 use kvferry_testkit::{PATIENCE, Watchdog};
 use rustc_hash::FxHashSet;
@@ -85,7 +85,7 @@ impl Bench {
     /// Fills the store, whose keeper `worker` then is. Returns the next key.
     fn fill(&self, core: &Core, worker: &Worker) -> u64 {
         let first = (0..).find(|key| !self.put(core, &worker.writer, *key, Retention::DEFAULT));
-        worker.writer.seal(core, Which::All);
+        worker.writer.seal(core, SealScope::All);
         crate::membership::Keep::became_keeper(worker);
         first.expect("the store is full")
     }
@@ -110,11 +110,11 @@ fn while_puts_press_durations_end_and_what_a_dead_process_held_comes_back() {
     let (writer, its) = (Writer::default(), Writer::default());
     // It is no block that leaves before.
     let priority = Retention::PRIORITY_MAX;
-    let ends = Retention { priority, until_s: Some(3600), then: Then::Leave };
+    let ends = Retention { priority, until_s: Some(3600), then: OnExpiry::Leave };
     assert!(bench.put(&core, &writer, 0, ends));
     assert!(bench.put(&dying, &its, 1, Retention::DEFAULT));
     assert!((2..).any(|key| !bench.put(&core, &writer, key, Retention::DEFAULT)));
-    writer.seal(&core, Which::All);
+    writer.seal(&core, SealScope::All);
     let mut keeper = Keeper::new(Arc::clone(&core));
     let (press, is_stopping) = (Press::Always, AtomicBool::new(false));
     keeper.replay(Replayed { now_ms: 0, press });

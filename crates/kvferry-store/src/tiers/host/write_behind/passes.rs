@@ -1,6 +1,6 @@
 //! The passes, and the thread that carries them out.
 
-use super::Behind;
+use super::WriteBehind;
 use crate::calls::writing::WRITE_BEHIND;
 use crate::open_store::OpenStore;
 use crate::outcome::{NotStored, Put, Refusal};
@@ -8,7 +8,7 @@ use crate::space::{CHUNK_BYTES, Space};
 use crate::stats::Counters;
 use crate::sync::lock;
 use crate::threads::task_pool::join_unless;
-use crate::tiers::host::{Host, Waiting};
+use crate::tiers::host::{HostTier, Waiting};
 use crate::waits::{Patience, RETRY_EVERY};
 use crate::writer::Candidate;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -21,13 +21,13 @@ use std::time::{Duration, Instant};
 /// The least time between two passes that nothing has asked for.
 const PASS_EVERY: Duration = Duration::from_millis(20);
 
-impl Behind {
+impl WriteBehind {
     /// Asks for a pass. Returns its number.
     pub(crate) fn ask(&self, space: &Space) -> u64 {
         self.ask_for(space, false)
     }
 
-    /// Like [`Behind::ask`]; if `all`, also for blocks that are to be tried later.
+    /// Like [`WriteBehind::ask`]; if `all`, also for blocks that are to be tried later.
     fn ask_for(&self, space: &Space, all: bool) -> u64 {
         let asked = self.change(&space.store.core.member, |work| {
             work.asked += 1;
@@ -57,7 +57,7 @@ impl Behind {
     }
 
     /// Returns how many of the blocks that were put before can't be written; the others are.
-    pub(crate) fn drain(&self, space: &Space, host: &Host) -> usize {
+    pub(crate) fn drain(&self, space: &Space, host: &HostTier) -> usize {
         let end = host.next_number();
         if !host.has_waiting(end) {
             return 0;
@@ -157,7 +157,7 @@ impl Behind {
 
 /// Writes the blocks that wait with numbers below `end`. Without those that are to be tried after `due`, if it is
 /// given.
-fn pass(space: &Space, host: &Host, end: u64, patience: Patience, due: Option<Instant>) {
+fn pass(space: &Space, host: &HostTier, end: u64, patience: Patience, due: Option<Instant>) {
     let OpenStore { core, behind, .. } = &*space.store;
     let (mut next, mut is_tried) = (0, false);
     // A part is tried once more for each directory that may hang: those that do get nothing meanwhile.
