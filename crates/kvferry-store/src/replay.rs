@@ -7,6 +7,7 @@
 use crate::core::Core;
 use crate::error::{Error, Result};
 use crate::gc::keeper::{Keeper, Replayed};
+use crate::gc::sealing::SealScope;
 use crate::index::{Inserted, New};
 use crate::key::Key;
 use crate::log::Block;
@@ -15,7 +16,7 @@ use crate::opening::Opening;
 use crate::opening::recover;
 use crate::options::StoreOptions;
 use crate::policy;
-use crate::writer::{Candidate, NotWritten, SealScope, Writer};
+use crate::writer::{Candidate, NotWritten, Writer};
 use kvferry::{Access, Agent};
 use std::path::Path;
 use std::sync::Arc;

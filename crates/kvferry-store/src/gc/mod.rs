@@ -2,4 +2,5 @@
 
 pub mod clean;
 pub(crate) mod keeper;
+pub(crate) mod sealing;
 pub(crate) mod worker;

@@ -5,10 +5,11 @@
 
 use crate::core::Core;
 use crate::gc::keeper::Keeper;
+use crate::gc::sealing::{SealScope, seal};
 use crate::index::{Member, MemberId};
 use crate::membership::Keep;
 use crate::sync::lock;
-use crate::writer::{SealScope, Writer, seal};
+use crate::writer::Writer;
 use kvferry_sys::poll::EventFd;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};

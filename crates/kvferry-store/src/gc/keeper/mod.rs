@@ -31,10 +31,10 @@ mod sources;
 mod withhold;
 
 use crate::core::Core;
+use crate::gc::sealing::seal;
 use crate::index::SegmentState;
 use crate::log::Appender;
 use crate::policy::Policy;
-use crate::writer::seal;
 use condemned::Condemned;
 use policy_feed::{Pins, rebuild};
 use pressure::{PRESSURE_LEAST, Pace, Pressure};

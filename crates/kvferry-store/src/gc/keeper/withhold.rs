@@ -8,11 +8,11 @@
 //! [`Index::has_copies`]: crate::index::Index::has_copies
 
 use super::{Keeper, RETRY_EVERY, seal_own};
+use crate::gc::sealing::note_failed_sync;
 use crate::index::{Segment, SegmentState};
 use crate::log::Disk;
 use crate::tiers::disk::gate::is_hang;
 use crate::tiers::disk::{EIO, is_of_device, is_written_late};
-use crate::writer::note_failed_sync;
 use rustc_hash::FxHashSet;
 use std::io;
 use std::sync::Arc;

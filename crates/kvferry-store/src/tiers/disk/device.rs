@@ -9,9 +9,14 @@
 //! A device may also carry out a write that a process had begun which was killed since: no thread waits for what io_uring
 //! has given to a device. So a process locks the segment that its transfers write to (`flock`, shared), by the open files
 //! that they use. Operations under way hold these files, also when their process has ended. A segment is begun only if no
-//! other open file has a lock of it ([`WrittenLate`]). File systems without such locks do without.
+//! other open file has a lock of it ([`WrittenLate`](super::errors::WrittenLate)). File systems without such locks do without.
 
-use super::{EIO, WrittenLate, is_gone, is_of_device, is_read_only, is_written_late, system_error};
+mod listing;
+mod open_files;
+
+pub(super) use open_files::Segment;
+
+use super::errors::{EIO, is_gone, is_of_device, is_read_only, is_written_late, system_error};
 use crate::fault_points::{Op, step, sync_directory};
 use crate::index::Index;
 use crate::log::{self, Superblock};
@@ -19,11 +24,12 @@ use crate::opening::owner::{self, FileUser};
 use crate::sync::lock;
 use crate::threads::helpers::Helpers;
 use crate::tiers::disk::gate::{Entered, Gate, Pace, is_hang};
-use kvferry::{Agent, DirectIo, ErrorKind, FileOptions, FileRegion};
+use kvferry::{Agent, DirectIo, FileOptions};
 use kvferry_sys::fd::Tracked;
 use kvferry_sys::private;
-use rustc_hash::{FxHashMap, FxHashSet};
-use std::fs::{File, TryLockError};
+use open_files::OpenFiles;
+use rustc_hash::FxHashSet;
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -68,7 +74,7 @@ pub(super) struct Device {
 
 #[derive(Debug, Default)]
 pub(super) struct State {
-    open: Mutex<Open>,
+    open: Mutex<OpenFiles>,
     /// Files whose names this process has synced. Another process may have made a file and been killed.
     named: Mutex<FxHashSet<u32>>,
     /// Whether the directory could be written to, and when that was found out.
@@ -105,80 +111,6 @@ enum Outcome<T> {
 pub(super) enum What {
     Sync,
     Other,
-}
-
-#[derive(Debug, Default)]
-struct Open {
-    files: FxHashMap<u32, (Arc<Segment>, u64)>,
-    /// Counts uses, to find the file that was not used for longest.
-    uses: u64,
-    /// Counts the closings. A file that was opened before one may have been removed.
-    closed: u64,
-}
-
-/// An open segment. Closes its region when the last operation on it has ended.
-#[derive(Debug)]
-pub(super) struct Segment {
-    agent: Agent,
-    /// A forked child has no descriptor of it: with one, the lock would outlive this process.
-    pub(super) file: Tracked<File>,
-    pub(super) region: FileRegion,
-    /// False if the file system is read-only, or this user may only read.
-    is_writable: bool,
-    /// Transfers of this process may write to it.
-    is_locked: AtomicBool,
-    /// The agent was shut down while a transfer was under way: nothing says when it ends.
-    is_left: AtomicBool,
-}
-
-impl Segment {
-    /// Locks the file, before the first transfer that writes to it.
-    fn lock(&self) -> io::Result<()> {
-        match self.region.lock_shared() {
-            Err(e) if e.kind() == ErrorKind::Busy => return Err(io::Error::other(e)),
-            Err(error) => {
-                let path = self.region.path().display();
-                tracing::debug!(%error, "{path} is written without a lock");
-            }
-            Ok(()) => {}
-        }
-        self.is_locked.store(true, Relaxed);
-        Ok(())
-    }
-
-    fn unlock(&self) {
-        if !self.is_left.load(Relaxed) && self.is_locked.swap(false, Relaxed) {
-            let _ = self.region.unlock();
-        }
-    }
-
-    /// The lock stays until this process has ended: a transfer that was left may be under way.
-    pub(super) fn leave(&self) {
-        self.is_left.store(true, Relaxed);
-    }
-
-    /// Fails if a write may be under way that was begun by another open file of the segment. This process has the segment
-    /// to itself, and writes nothing to it at the moment.
-    fn check_unwritten(&self) -> io::Result<()> {
-        let late = || WrittenLate::error(self.region.path().to_path_buf());
-        self.unlock();
-        if self.is_left.load(Relaxed) {
-            return Err(late());
-        }
-        match self.file.try_lock() {
-            Ok(()) => self.file.unlock(),
-            Err(TryLockError::WouldBlock) => Err(late()),
-            // Such as: the file system has no locks.
-            Err(TryLockError::Error(_)) => Ok(()),
-        }
-    }
-}
-
-impl Drop for Segment {
-    fn drop(&mut self) {
-        // Fails if the agent was shut down, which closed the region.
-        let _ = self.agent.close_file(&self.region);
-    }
 }
 
 impl Device {
@@ -702,131 +634,5 @@ impl Device {
             step(|| Op::Read(path.clone()), read)
         });
         read.is_err_and(|e| is_gone(&e))
-    }
-
-    /// Bytes of all segments' files, as far as that is known. Waits for no device: another thread counts them anew.
-    pub(super) fn bytes(self: &Arc<Self>) -> u64 {
-        self.count_soon();
-        lock(&self.state.counted).segments * self.segment_bytes
-    }
-
-    /// Has another thread count the segments' files, unless one does.
-    fn count_soon(self: &Arc<Self>) {
-        if std::mem::replace(&mut lock(&self.state.counted).is_counting, true) {
-            return;
-        }
-        let device = Arc::clone(self);
-        let begun = self.enter(Pace::Quick).and_then(|entered| {
-            let count = move || {
-                device.count();
-                lock(&device.state.counted).is_counting = false;
-                drop(entered);
-            };
-            self.helpers.submit(Box::new(count))
-        });
-        if begun.is_err() {
-            lock(&self.state.counted).is_counting = false;
-        }
-    }
-
-    /// Counts the segments' files when the store is opened.
-    pub(super) fn count_patiently(self: &Arc<Self>) -> io::Result<()> {
-        self.patiently(Pace::Quick, None, |it| {
-            it.count();
-            Ok(())
-        })
-    }
-
-    /// A directory that can't be listed has none.
-    fn count(&self) {
-        let before = lock(&self.state.counted).changed;
-        let is_segment = |entry: &std::fs::DirEntry| {
-            entry.file_name().to_str().and_then(log::superblock::segment_of).is_some()
-        };
-        let listed = std::fs::read_dir(&self.path);
-        let segments = listed.map_or(0, |it| it.flatten().filter(is_segment).count());
-        let mut counted = lock(&self.state.counted);
-        if (counted.changing, counted.changed) == (0, before) {
-            counted.segments = segments as u64;
-        }
-    }
-
-    /// The numbers of the segments that belong into this directory and are there.
-    pub(super) fn segments(self: &Arc<Self>) -> io::Result<Vec<u32>> {
-        self.patiently(Pace::Quick, None, |it| {
-            let mut segments = Vec::new();
-            for entry in std::fs::read_dir(&it.path)? {
-                let name = entry?.file_name();
-                let segment = name.to_str().and_then(log::superblock::segment_of);
-                segments.extend(segment.filter(|number| it.has(*number)));
-            }
-            Ok(segments)
-        })
-    }
-
-    fn has(&self, segment: u32) -> bool {
-        segment as usize % self.directories == self.number
-    }
-
-    /// See [`super::Directories::discard_others`].
-    pub(super) fn discard_others(self: &Arc<Self>, segments: u32) -> io::Result<()> {
-        let others = self.patiently(Pace::Quick, None, move |it| it.others(segments))?;
-        // One by one: an operation that was given up must not go on to remove what was made since.
-        for path in others {
-            let remove = move || step(|| Op::Remove(path.clone()), || std::fs::remove_file(&path));
-            match self.patiently(Pace::Slow, None, move |_| remove()) {
-                Err(e) if !is_read_only(&e) => return Err(e),
-                _ => {}
-            }
-        }
-        Ok(())
-    }
-
-    /// Files of segments that the store does not have.
-    fn others(&self, segments: u32) -> io::Result<Vec<PathBuf>> {
-        let mut others = Vec::new();
-        for entry in std::fs::read_dir(&self.path)? {
-            let entry = entry?;
-            let name = entry.file_name();
-            let Some(segment) = name.to_str().and_then(log::superblock::segment_of) else {
-                continue;
-            };
-            let is_whole = entry.metadata()?.len() == self.segment_bytes;
-            if segment >= segments || !self.has(segment) || !is_whole {
-                others.push(entry.path());
-            }
-        }
-        Ok(others)
-    }
-}
-
-impl Open {
-    fn find(&mut self, segment: u32, to_write: bool) -> Option<Arc<Segment>> {
-        self.uses += 1;
-        let now = self.uses;
-        let (known, used) = self.files.get_mut(&segment)?;
-        if to_write && !known.is_writable {
-            return None;
-        }
-        *used = now;
-        Some(Arc::clone(known))
-    }
-
-    /// Adds a file. Returns those that have to be closed for it, so that no more than `most` are open.
-    fn add(&mut self, segment: u32, new: &Arc<Segment>, most: usize) -> Vec<Arc<Segment>> {
-        let mut oldest = Vec::new();
-        let before = self.files.insert(segment, (Arc::clone(new), self.uses));
-        oldest.extend(before.map(|(file, _)| file));
-        while self.files.len() > most {
-            let used = |(number, (_, used)): (&u32, &(Arc<Segment>, u64))| (*used, *number);
-            let Some((_, number)) = self.files.iter().map(used).min() else { break };
-            oldest.extend(self.files.remove(&number).map(|(file, _)| file));
-        }
-        oldest
-    }
-
-    fn close(&mut self, segment: u32) -> Option<Arc<Segment>> {
-        self.closed += 1;
-        self.files.remove(&segment).map(|(file, _)| file)
     }
 }

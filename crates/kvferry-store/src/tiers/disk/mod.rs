@@ -4,7 +4,12 @@
 //! footers, and what the collector copies, by plain reads and writes.
 
 mod device;
+mod errors;
 pub(crate) mod gate;
+mod transfers;
+
+pub(crate) use errors::{EIO, is_of_device, is_written_late, may_move};
+pub(crate) use transfers::UnderWay;
 
 use crate::error::Result;
 use crate::fault_points::{Op, Step, step};
@@ -12,26 +17,17 @@ use crate::index::Index;
 use crate::log::{self, Superblock};
 use crate::memory::{BlockMemory, PAGE, PAGE_OF_ZEROS, padding};
 use crate::opening::directories::{Directory, State};
-use crate::opening::owner::{self, FileUser};
-use crate::sync::lock;
+use crate::opening::owner::FileUser;
 use crate::threads::helpers::Helpers;
-use crate::tiers::disk::gate::{Entered, Gate, Pace, Waiter, is_hang};
 use device::{Device, Segment};
-use kvferry::{Access, Agent, Batch, DirectIo, Options, Region, Transfer, TransferStats};
-use std::fmt;
+use gate::{Entered, Gate, Pace, is_hang};
+use kvferry::{Access, Agent, Batch, DirectIo, Region};
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-
-/// Headers of extents that are written at once, beside their blocks.
-const HEADERS: usize = 64;
-
-/// `EIO`: the device can't read.
-pub(crate) const EIO: i32 = 5;
-/// Errors of a system that is short of descriptors or memory, not of a device: EINTR, EAGAIN, ENOMEM, ENFILE, EMFILE.
-const PASSING: [i32; 5] = [4, 11, 12, 23, 24];
+use transfers::{Headers, Kept, Moving, Part, Parts, Uses, without_end};
 
 #[derive(Debug)]
 pub(crate) struct Directories {
@@ -48,214 +44,6 @@ pub(crate) struct Directories {
 impl Drop for Directories {
     fn drop(&mut self) {
         self.helpers.close();
-    }
-}
-
-/// Memory for the headers of extents that are being written. A header is written in one transfer with its blocks: a
-/// thread that wrote it to the file itself would wait for the blocks of the extent before, as a file has one writer
-/// at a time.
-#[derive(Debug)]
-struct Headers {
-    region: Region,
-    free: Mutex<Vec<usize>>,
-}
-
-/// A header in memory. It must outlive the transfer that writes it. A device that hangs may write what the page holds
-/// later: a header names its own page, so at another place it is no header.
-#[derive(Debug)]
-struct Header {
-    of: Arc<Headers>,
-    number: usize,
-}
-
-impl Headers {
-    fn new(agent: &Agent) -> Result<Self> {
-        let region = agent.allocate(HEADERS * PAGE, Access::NONE)?;
-        Ok(Self { region, free: Mutex::new((0..HEADERS).collect()) })
-    }
-
-    /// A copy of `bytes`, which are a page; `None` if all memory is in use.
-    fn copy(self: &Arc<Self>, bytes: &[u8]) -> Option<Header> {
-        let number = lock(&self.free).pop()?;
-        let header = Header { of: Arc::clone(self), number };
-        self.region.write_at(header.offset(), bytes).is_ok().then_some(header)
-    }
-}
-
-impl Header {
-    fn offset(&self) -> usize {
-        self.number * PAGE
-    }
-}
-
-impl Drop for Header {
-    fn drop(&mut self) {
-        lock(&self.of.free).push(self.number);
-    }
-}
-
-/// Blocks that are being read or written. Dropping it waits until that has ended: their memory is the caller's
-/// again after that.
-#[derive(Debug)]
-pub(crate) struct UnderWay(io::Result<Vec<Moving>>);
-
-/// A transfer of blocks of one directory.
-#[derive(Debug)]
-struct Moving {
-    /// The transfer; `None` once its end was waited for.
-    under_way: Option<(Transfer, Parts)>,
-    waiter: Waiter,
-    /// Set for a write that is given up once its directory hangs.
-    kept: Option<Kept>,
-}
-
-/// The files, memory and step of a transfer, kept until it ends or the device has answered.
-#[derive(Debug)]
-struct Parts {
-    step: Step,
-    uses: Uses,
-    /// The memory of a write that may be given up, which is not a caller's: the write may go on without the one that has
-    /// begun it.
-    memory: Vec<BlockMemory>,
-}
-
-#[derive(Debug)]
-struct Kept {
-    device: Arc<Device>,
-    segment: u32,
-}
-
-impl Kept {
-    /// Waits for the end of a transfer, until the directory hangs. The transfer is given up then.
-    fn wait(
-        &self,
-        transfer: &Transfer,
-        waiter: &Waiter,
-    ) -> io::Result<kvferry::Result<TransferStats>> {
-        loop {
-            let left = self.device.gate.left().max(Duration::from_millis(1));
-            if let Some(outcome) = transfer.wait(left) {
-                return Ok(outcome);
-            }
-            if let Some(hangs) = self.device.gate.hangs()
-                && waiter.give_up(self.segment)
-            {
-                return Err(hangs);
-            }
-        }
-    }
-}
-
-impl Parts {
-    fn end<T>(self, outcome: kvferry::Result<T>) -> io::Result<()> {
-        let Self { step, uses, memory } = self;
-        step.end(outcome.is_ok());
-        let ended = uses.end(outcome);
-        drop(memory);
-        ended
-    }
-}
-
-/// Resources of a transfer beside the memory of blocks.
-#[derive(Debug, Default)]
-struct Uses {
-    files: Vec<Arc<Segment>>,
-    _header: Option<Header>,
-}
-
-/// Blocks of one directory that are to be read.
-struct Part {
-    directory: usize,
-    /// The segment of the last block.
-    last: u32,
-    batch: Batch,
-    files: Vec<Arc<Segment>>,
-}
-
-impl Uses {
-    /// The transfer has ended. If the agent was shut down, a device may use all that for as long as it takes.
-    fn end<T>(self, outcome: kvferry::Result<T>) -> io::Result<()> {
-        if outcome.as_ref().is_err_and(|e| e.quiesced() == Some(false)) {
-            self.files.iter().for_each(|it| it.leave());
-            std::mem::forget(self);
-        }
-        outcome.map(|_| ()).map_err(io::Error::other)
-    }
-}
-
-/// A transfer ends when the device has answered, and not before: until then the memory is not the caller's.
-fn without_end() -> Options<'static> {
-    Options { timeout: Some(Duration::MAX), ..Options::default() }
-}
-
-/// The error of a transfer whose bytes may still be moved: the agent was shut down meanwhile.
-pub(crate) fn may_move(error: &io::Error) -> Option<kvferry::Error> {
-    let error = error.get_ref()?.downcast_ref::<kvferry::Error>()?;
-    (error.quiesced() == Some(false)).then(|| error.clone())
-}
-
-impl Moving {
-    /// The directory that was entered for a transfer is left when the device has answered, whenever the caller looks.
-    fn new(transfer: Transfer, entered: Entered, parts: Parts, kept: Option<Kept>) -> Self {
-        let waiter = entered.waiter();
-        // Weak: a file is not closed by the agent's thread.
-        let files: Vec<_> = parts.uses.files.iter().map(Arc::downgrade).collect();
-        transfer.on_end(move |outcome| {
-            // Before the directory is left: a thread that finds it quiet gives up the locks of its segments.
-            if outcome.is_err_and(|e| e.quiesced() == Some(false)) {
-                files.iter().filter_map(Weak::upgrade).for_each(|it| it.leave());
-            }
-            drop(entered);
-        });
-        Self { under_way: Some((transfer, parts)), waiter, kept }
-    }
-
-    /// Waits for the end; of a write of memory that is kept, until its directory hangs.
-    fn end(mut self) -> io::Result<()> {
-        self.wait()
-    }
-
-    fn wait(&mut self) -> io::Result<()> {
-        let Some((transfer, parts)) = self.under_way.take() else { return Ok(()) };
-        let Some(kept) = &self.kept else {
-            return parts.end(transfer.wait(None).expect("waits without an end"));
-        };
-        match kept.wait(&transfer, &self.waiter) {
-            Ok(outcome) => parts.end(outcome),
-            Err(hangs) => {
-                let helpers = Arc::clone(&kept.device.helpers);
-                transfer.on_end(move |outcome| {
-                    // By another thread: the last user of a file or of memory may wait to give it back.
-                    let _ = helpers.submit(Box::new(move || _ = parts.end(outcome)));
-                });
-                Err(hangs)
-            }
-        }
-    }
-}
-
-impl Drop for Moving {
-    fn drop(&mut self) {
-        let _ = self.wait();
-    }
-}
-
-impl UnderWay {
-    fn ended(outcome: io::Result<()>) -> Self {
-        Self(outcome.map(|()| Vec::new()))
-    }
-
-    /// Waits for the end.
-    pub(crate) fn end(self) -> io::Result<()> {
-        let mut outcome = Ok(());
-        for moving in self.0? {
-            outcome = match (outcome, moving.end()) {
-                // That the memory may still be used counts for more.
-                (Err(_), Err(next)) if may_move(&next).is_some() => Err(next),
-                (before, ended) => before.and(ended),
-            };
-        }
-        outcome
     }
 }
 
@@ -397,7 +185,7 @@ impl Directories {
             Some(_) => step(|| Op::write(self.path_of(number), header_at, header), || Ok(()))?,
             None => device.write_at(number, header_at, header)?,
         }
-        Ok((batch, entered, Uses { files: vec![segment], _header: copy }))
+        Ok((batch, entered, Uses { files: vec![segment], header: copy }))
     }
 
     /// Blocks that are to be read, those of each directory by themselves: a transfer that waits for a device must not
@@ -434,7 +222,7 @@ impl Directories {
         let begin = |(entered, part): (Entered, Part)| {
             let step = Step::begin(|| Op::Read(self.path_of(part.last)))?;
             let transfer = self.agent.files().read_async(&part.batch, &without_end());
-            let uses = Uses { files: part.files, _header: None };
+            let uses = Uses { files: part.files, header: None };
             let parts = Parts { step, uses, memory: Vec::new() };
             Ok(Moving::new(transfer, entered, parts, None))
         };
@@ -473,7 +261,7 @@ impl Directories {
     /// Makes the segment's file unless it exists. One of another length is made anew.
     ///
     /// # Errors
-    /// The system's; [`WrittenLate`] if a write that another process has begun may be under way in the file.
+    /// The system's; [`is_written_late`] if a write that another process has begun may be under way in the file.
     pub(crate) fn ensure(&self, segment: u32) -> io::Result<()> {
         self.of(segment).ensure(segment)
     }
@@ -637,73 +425,6 @@ impl Directories {
     }
 }
 
-/// The error of beginning a segment to which a process that has ended may still be writing: a device may carry out what
-/// it was given before. No block is lost by that.
-#[derive(Debug)]
-pub(crate) struct WrittenLate(PathBuf);
-
-impl WrittenLate {
-    fn error(path: PathBuf) -> io::Error {
-        io::Error::new(io::ErrorKind::ResourceBusy, Self(path))
-    }
-}
-
-impl fmt::Display for WrittenLate {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let path = self.0.display();
-        write!(
-            f,
-            "{path} is locked: a write may be under way in it, of a process that was killed or whose \
-             agent was shut down; the segment is used again once the lock is free"
-        )
-    }
-}
-
-impl std::error::Error for WrittenLate {}
-
-pub(crate) fn is_written_late(error: &io::Error) -> bool {
-    error.get_ref().is_some_and(|it| it.is::<WrittenLate>())
-}
-
-/// Whether a device or a file system failed, or hangs, and not this process.
-pub(crate) fn is_of_device(error: &io::Error) -> bool {
-    match error.raw_os_error() {
-        Some(code) => !PASSING.contains(&code),
-        // A file that is gone, or cut, or another user's.
-        None => {
-            is_hang(error)
-                || is_written_late(error)
-                || owner::is_refused(error)
-                || matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
-        }
-    }
-}
-
-/// Whether bytes are gone for every process.
-fn is_gone(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
-        || error.raw_os_error() == Some(EIO)
-}
-
-/// Whether a file may only be read.
-fn is_read_only(error: &io::Error) -> bool {
-    use io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
-    matches!(error.kind(), ReadOnlyFilesystem | PermissionDenied)
-}
-
-/// The system's error that an agent's error stems from, if there is one.
-fn system_error(error: kvferry::Error) -> io::Error {
-    let mut cause = std::error::Error::source(&error);
-    while let Some(next) = cause {
-        let code = next.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
-        if let Some(code) = code {
-            return io::Error::from_raw_os_error(code);
-        }
-        cause = next.source();
-    }
-    io::Error::other(error)
-}
-
 impl log::Disk for Directories {
     type Memory = BlockMemory;
 
@@ -750,7 +471,7 @@ impl log::Disk for Directories {
         }
         for Part { directory, last, batch, files } in parts {
             let _entered = self.all[directory].enter(Pace::Quick)?;
-            let uses = Uses { files, _header: None };
+            let uses = Uses { files, header: None };
             let read = || uses.end(self.agent.files().read(&batch, &without_end()));
             step(|| Op::Read(self.path_of(last)), read)?;
         }

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::core::Core;
+use crate::gc::sealing::seal;
 use crate::index::{Inserted, New, SegmentState};
 use crate::key::Key;
 use crate::log::Disk;
@@ -9,7 +10,7 @@ use crate::opening::Opening;
 use crate::opening::recover;
 use crate::options::StoreOptions;
 use crate::tiers::host::{self, HostTier};
-use crate::writer::{begin_segment, seal};
+use crate::writer::begin_segment;
 use kvferry_testkit::hanging::HangingDisk;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::sync::mpsc;

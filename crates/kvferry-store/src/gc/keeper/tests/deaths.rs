@@ -3,6 +3,7 @@
 use super::*;
 use crate::bench::Bench;
 use crate::fault_points::Op;
+use crate::gc::sealing::SealScope;
 use crate::index::{Entry, New};
 use crate::log::{self, Block};
 use crate::memory::BlockMemory;
@@ -11,7 +12,7 @@ use crate::opening::recover;
 use crate::options::StoreOptions;
 use crate::power::recorder::{Event as Recorded, Fault, Killed, Recording};
 use crate::tiers::disk::is_of_device;
-use crate::writer::{Candidate, NotWritten, SealScope, Writer, begin_segment};
+use crate::writer::{Candidate, NotWritten, Writer, begin_segment};
 use kvferry_testkit::hanging::HangingDisk;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use rustc_hash::FxHashSet;

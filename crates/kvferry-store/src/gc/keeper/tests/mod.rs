@@ -5,6 +5,7 @@ mod pressure;
 
 use super::copy::page_bytes;
 use super::*;
+use crate::gc::sealing::SealScope;
 use crate::index::New;
 use crate::key::Key;
 use crate::log::format::{bytes_of, pages_of};
@@ -13,7 +14,7 @@ use crate::memory::BlockMemory;
 use crate::opening::Opening;
 use crate::opening::recover;
 use crate::options::StoreOptions;
-use crate::writer::{Candidate, SealScope, Writer};
+use crate::writer::{Candidate, Writer};
 use crc_fast::CrcAlgorithm;
 use kvferry::{Access, Agent, Region};
 use kvferry_testkit::PATIENCE;

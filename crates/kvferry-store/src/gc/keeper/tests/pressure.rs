@@ -3,6 +3,7 @@
 use super::*;
 use crate::core::FREE_SHARE;
 use crate::fault_points::Op;
+use crate::gc::sealing::{SealScope, unsealed_max};
 use crate::gc::worker::Worker;
 use crate::index::{Inserted, New, Segment};
 use crate::log::Block;
@@ -12,7 +13,7 @@ use crate::opening::recover;
 use crate::options::StoreOptions;
 use crate::policy::{OnExpiry, Retention};
 use crate::power::recorder::{Event as Recorded, Recording};
-use crate::writer::{Candidate, NotWritten, SealScope, Writer, unsealed_max};
+use crate::writer::{Candidate, NotWritten, Writer};
 use kvferry::{Access, Agent};
 use kvferry_testkit::{PATIENCE, Watchdog};
 use rustc_hash::FxHashSet;
