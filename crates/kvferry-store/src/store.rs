@@ -4,8 +4,8 @@ use crate::core::Core;
 use crate::error::{Error, Result};
 use crate::gc::worker::Worker;
 use crate::key::{Key, Namespace};
-use crate::log;
-use crate::membership::{Membership, join};
+use crate::log::{self, Superblock};
+use crate::membership::{JoinedIndex, Membership, join};
 use crate::open_store::OpenStore;
 use crate::opening::Opening;
 use crate::opening::recover;
@@ -16,6 +16,7 @@ use crate::stats::{Counters, Stats};
 use crate::sync::lock;
 use crate::threads::parallel::Parallel;
 use crate::threads::task_pool::TaskPool;
+use crate::tiers::disk::Directories;
 use crate::tiers::disk::gate::is_hang;
 use crate::tiers::host::write_behind::WriteBehind;
 use crate::tiers::host::{HOST_BYTES_MIN, HostTier};
@@ -100,36 +101,8 @@ impl Store {
             let what = "hang_after is the time that an operation may take: give more than 0";
             return Err(Error::InvalidArgument(what.into()));
         }
-        let join = |opening: &Opening<'_>| {
-            // What the first process has found out of the directories counts while it has the store open.
-            let mut filled = None;
-            let joined = join(
-                &opening.readable(),
-                options.hang_after,
-                || opening.open_superblock(),
-                |superblock| {
-                    let segment_bytes = superblock.geometry.segment_bytes();
-                    let geometry = options.geometry(Some(segment_bytes))?;
-                    let (asked, most) =
-                        (options.capacity, StoreOptions::capacity_max(segment_bytes));
-                    if asked > most {
-                        tracing::warn!(
-                            "the store uses {most} of its capacity of {asked} bytes: it can't have \
-                             more, with segments of {segment_bytes} bytes"
-                        );
-                    }
-                    let disk = opening.disk(superblock, true)?;
-                    let index = recover::fill(&disk, superblock, geometry)?;
-                    // Most of them are not used soon.
-                    disk.close_files();
-                    filled = Some(disk);
-                    Ok(index)
-                },
-            );
-            joined.map(|(superblock, joined)| (superblock, joined, filled))
-        };
         let mut opening = Opening::new(agent, options)?;
-        let mut joined = join(&opening);
+        let mut joined = join_or_fill(&opening, options);
         for _ in 0..OVERTAKEN_MAX {
             // Of several directories, one that hangs is lost in the next try.
             let has_lost = options.directories.len() > 1
@@ -138,7 +111,7 @@ impl Store {
                 break;
             }
             opening = Opening::new(agent, options)?;
-            joined = join(&opening);
+            joined = join_or_fill(&opening, options);
         }
         let first = opening.first();
         let (superblock, joined, filled) = joined?;
@@ -305,6 +278,35 @@ impl Store {
     pub fn close(&self) {
         close(&self.0);
     }
+}
+
+/// Joins the processes that have the store open, or is the first and fills the index. What the first process has found
+/// out of the directories counts while it has the store open.
+fn join_or_fill(
+    opening: &Opening<'_>,
+    options: &StoreOptions,
+) -> Result<(Superblock, JoinedIndex, Option<Directories>)> {
+    let mut filled = None;
+    let fill = |superblock: &Superblock| {
+        let segment_bytes = superblock.geometry.segment_bytes();
+        let geometry = options.geometry(Some(segment_bytes))?;
+        let (asked, most) = (options.capacity, StoreOptions::capacity_max(segment_bytes));
+        if asked > most {
+            tracing::warn!(
+                "the store uses {most} of its capacity of {asked} bytes: it can't have more, with \
+                 segments of {segment_bytes} bytes"
+            );
+        }
+        let disk = opening.disk(superblock, true)?;
+        let index = recover::fill(&disk, superblock, geometry)?;
+        // Most of them are not used soon.
+        disk.close_files();
+        filled = Some(disk);
+        Ok(index)
+    };
+    let open_superblock = || opening.open_superblock();
+    let joined = join(&opening.readable(), options.hang_after, open_superblock, fill);
+    joined.map(|(superblock, joined)| (superblock, joined, filled))
 }
 
 fn close(store: &Arc<OpenStore>) {

@@ -11,6 +11,7 @@ use crate::tiers::disk::gate::is_hang;
 use crate::tiers::disk::{Directories, is_of_device};
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error as _;
+use std::io;
 use std::sync::Arc;
 
 /// Makes the index of a store that no other process has open. Segments that can't be read are left out; their
@@ -30,9 +31,55 @@ pub(crate) fn fill(
     let index = Arc::new(index.map_err(failed)?);
     disk.share(&index);
     let member = index.join().map_err(failed)?;
+    let mut scanned = list(disk, superblock, geometry, &index)?;
+    // In the order in which they were written: a parent is there before what is behind it, mostly.
+    scanned.sort_by_key(|it| it.header.incarnation);
+    let newest_ms = scanned.iter().flat_map(|it| {
+        let begun_ms = it.header.created_ms.saturating_sub(superblock.created_ms);
+        let put_ms = it.records.iter().map(|it| u64::from(it.block.time) * 1000);
+        put_ms.chain([begun_ms])
+    });
+    let clock = Clock::begin(superblock.created_ms, newest_ms.max().unwrap_or(0));
+    index.set_clock(clock.to_word());
+    let sealed = scanned.iter().filter(|it| it.is_sealed).map(|it| it.header.segment);
+    let sealed: BTreeSet<u32> = sealed.collect();
+    for it in &scanned {
+        member.restore_segment(it.header.segment, it.header.incarnation);
+        // The keeper seals it. Until then a put looks whether what it finds there is whole.
+        if !it.is_sealed {
+            member.note_unverified(it.header.segment);
+            // Its sync may have failed, which no process remembers.
+            disk.forget_cached(it.header.segment);
+        }
+    }
+    let mut filler = Filler { disk, superblock, member: &member, sealed, synced: BTreeMap::new() };
+    let mut room = geometry.blocks_max as usize;
+    let fits = |it: &&Scanned| {
+        let left = room.checked_sub(it.records.len());
+        room = left.unwrap_or(0);
+        left.is_some()
+    };
+    let newest = scanned.iter().rev().take_while(fits).count();
+    let (older, newest) = scanned.split_at(scanned.len() - newest);
+    let _ = newest.iter().all(|it| filler.insert(it));
+    // Blocks that are there twice have left room.
+    if !older.iter().rev().all(|it| filler.insert(it)) {
+        tracing::warn!("the store has more blocks than it may have; the oldest ones are missed");
+    }
+    drop(member);
+    Ok(index)
+}
+
+/// Lists the blocks of all segments. Segments that can't be read are withheld.
+fn list(
+    disk: &Directories,
+    superblock: &Superblock,
+    geometry: Geometry,
+    index: &Index,
+) -> Result<Vec<Scanned>> {
     let mut unreadable = Vec::new();
-    let mut scanned: Vec<_> = log::recover::scan_all(disk, superblock)
-        .map_err(|e| failed(std::io::Error::other(e)))?
+    let scanned = log::recover::scan_all(disk, superblock)
+        .map_err(|e| Error::Directory { path: disk.path_of(0), source: io::Error::other(e) })?
         .into_iter()
         // Others are left where files can't be removed.
         .filter(|(segment, _)| *segment < geometry.segments)
@@ -59,28 +106,59 @@ pub(crate) fn fill(
             "the store can't read {file}, nor {others} other segments; their blocks are missed"
         );
     }
-    // In the order in which they were written: a parent is there before what is behind it, mostly.
-    scanned.sort_by_key(|it| it.header.incarnation);
-    let newest_ms = scanned.iter().flat_map(|it| {
-        let begun_ms = it.header.created_ms.saturating_sub(superblock.created_ms);
-        let put_ms = it.records.iter().map(|it| u64::from(it.block.time) * 1000);
-        put_ms.chain([begun_ms])
-    });
-    let clock = Clock::begin(superblock.created_ms, newest_ms.max().unwrap_or(0));
-    index.set_clock(clock.to_word());
-    let sealed = scanned.iter().filter(|it| it.is_sealed).map(|it| it.header.segment);
-    let sealed: BTreeSet<u32> = sealed.collect();
-    for it in &scanned {
-        member.restore_segment(it.header.segment, it.header.incarnation);
-        // The keeper seals it. Until then a put looks whether what it finds there is whole.
-        if !it.is_sealed {
-            member.note_unverified(it.header.segment);
-            // Its sync may have failed, which no process remembers.
-            disk.forget_cached(it.header.segment);
-        }
+    Ok(scanned)
+}
+
+/// Puts blocks of segments into the index.
+struct Filler<'a> {
+    disk: &'a Directories,
+    superblock: &'a Superblock,
+    member: &'a Member,
+    /// Segments that are sealed.
+    sealed: BTreeSet<u32>,
+    /// Whether segments could be synced, of those for which that was tried.
+    synced: BTreeMap<u32, bool>,
+}
+
+impl Filler<'_> {
+    /// Inserts a segment's blocks. False if the index is full.
+    fn insert(&mut self, it: &Scanned) -> bool {
+        it.records.iter().all(|record| {
+            let block = &record.block;
+            let parent = block.parent.and_then(|key| self.member.find(&Key(key)));
+            let new = New {
+                sum: block.sum,
+                parent: parent.map(|entry| entry.slot),
+                page: self.superblock.geometry.place(it.header.segment, record.page),
+                len: block.len,
+                retention: block.retention,
+                now: block.time,
+            };
+            match self.member.insert(Key(block.key), new) {
+                Inserted::Full => return false,
+                // Each whole copy is as good. What a sealed segment lists was synced before; in others, a block may
+                // be torn that is whole where it was before. They are synced before a copy replaces another: the
+                // keeper frees a segment in which no block lives, and that is durable at once.
+                Inserted::Exists(there) => {
+                    let (segment, _) = self.superblock.geometry.locate(there.page);
+                    let alone = || Scanned { records: vec![*record], ..it.clone() };
+                    let is_whole = it.is_sealed
+                        || !self.sealed.contains(&segment)
+                            && verify(self.disk, &alone()).is_empty()
+                            && self.sync(it.header.segment);
+                    if is_whole {
+                        replace(self.member, &there, new);
+                    }
+                }
+                Inserted::New(_) | Inserted::Contended => {}
+            }
+            true
+        })
     }
-    let mut synced = BTreeMap::new();
-    let mut is_synced = |segment: u32| {
+
+    /// Syncs a segment, once. False if that fails.
+    fn sync(&mut self, segment: u32) -> bool {
+        let Self { disk, member, synced, .. } = self;
         *synced.entry(segment).or_insert_with(|| match disk.sync(segment) {
             Ok(()) => true,
             Err(error) => {
@@ -92,56 +170,7 @@ pub(crate) fn fill(
                 false
             }
         })
-    };
-    // False if the index is full.
-    let mut insert = |it: &Scanned| {
-        it.records.iter().all(|record| {
-            let block = &record.block;
-            let parent = block.parent.and_then(|key| member.find(&Key(key)));
-            let new = New {
-                sum: block.sum,
-                parent: parent.map(|entry| entry.slot),
-                page: superblock.geometry.place(it.header.segment, record.page),
-                len: block.len,
-                retention: block.retention,
-                now: block.time,
-            };
-            match member.insert(Key(block.key), new) {
-                Inserted::Full => return false,
-                // Each whole copy is as good. What a sealed segment lists was synced before; in others, a block may
-                // be torn that is whole where it was before. They are synced before a copy replaces another: the
-                // keeper frees a segment in which no block lives, and that is durable at once.
-                Inserted::Exists(there) => {
-                    let (segment, _) = superblock.geometry.locate(there.page);
-                    let alone = || Scanned { records: vec![*record], ..it.clone() };
-                    let is_whole = it.is_sealed
-                        || !sealed.contains(&segment)
-                            && verify(disk, &alone()).is_empty()
-                            && is_synced(it.header.segment);
-                    if is_whole {
-                        replace(&member, &there, new);
-                    }
-                }
-                Inserted::New(_) | Inserted::Contended => {}
-            }
-            true
-        })
-    };
-    let mut room = geometry.blocks_max as usize;
-    let fits = |it: &&Scanned| {
-        let left = room.checked_sub(it.records.len());
-        room = left.unwrap_or(0);
-        left.is_some()
-    };
-    let newest = scanned.iter().rev().take_while(fits).count();
-    let (older, newest) = scanned.split_at(scanned.len() - newest);
-    let _ = newest.iter().all(&mut insert);
-    // Blocks that are there twice have left room.
-    if !older.iter().rev().all(insert) {
-        tracing::warn!("the store has more blocks than it may have; the oldest ones are missed");
     }
-    drop(member);
-    Ok(index)
 }
 
 /// A block gives way to another copy of it.

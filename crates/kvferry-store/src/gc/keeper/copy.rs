@@ -65,17 +65,21 @@ impl Keeper {
     /// Copies blocks of a segment to the keeper's own. A block that can't be read is removed.
     pub(super) fn copy(&mut self, from: u32, blocks: &[(Entry, Record)]) -> io::Result<Collected> {
         let mut buffer = std::mem::take(&mut self.buffer);
-        let copied = self.copy_through(&mut buffer, from, blocks);
+        let copied = self
+            .read_right(&mut buffer, from, blocks)
+            .and_then(|(right, filled)| self.write_own(from, &right, &buffer[..filled]));
         self.buffer = buffer;
         copied
     }
 
-    pub(super) fn copy_through(
+    /// Reads blocks of a segment into `buffer`, one after another. Returns those that are right, and their bytes in the
+    /// buffer. A block that can't be read, or is wrong, is removed.
+    fn read_right<'a>(
         &mut self,
         buffer: &mut Vec<u8>,
         from: u32,
-        blocks: &[(Entry, Record)],
-    ) -> io::Result<Collected> {
+        blocks: &'a [(Entry, Record)],
+    ) -> io::Result<(Vec<(&'a Entry, &'a Record)>, usize)> {
         let core = Arc::clone(&self.core);
         let bytes: usize = blocks.iter().map(|(entry, _)| page_bytes(entry.len)).sum();
         if buffer.len() < bytes {
@@ -127,7 +131,18 @@ impl Keeper {
                 there += len;
             }
         }
-        let (mut rest, mut data) = (right.as_slice(), &buffer[..filled]);
+        Ok((right, filled))
+    }
+
+    /// Writes blocks, whose bytes are in `data` one after another, to the keeper's own segment.
+    fn write_own(
+        &mut self,
+        from: u32,
+        blocks: &[(&Entry, &Record)],
+        data: &[u8],
+    ) -> io::Result<Collected> {
+        let core = Arc::clone(&self.core);
+        let (mut rest, mut data) = (blocks, data);
         while !rest.is_empty() {
             let described: Vec<_> = rest.iter().map(|(_, record)| record.block).collect();
             let planned = self.own.as_mut().and_then(|own| own.plan(&described));
