@@ -67,16 +67,16 @@ const OVERTAKEN_MAX: u32 = 3;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct Store(Arc<OpenStore>, Arc<Open>);
+pub struct Store(Arc<OpenStore>, Arc<OpenHandle>);
 
 /// Handle of a user's clones of a store, which the store's own threads do not hold: the last one that is dropped closes
 /// the store, and returns when that is done.
 #[derive(Debug)]
-struct Open(Arc<OpenStore>);
+struct OpenHandle(Arc<OpenStore>);
 
-impl KeepsOpen for Open {}
+impl KeepsOpen for OpenHandle {}
 
-impl Drop for Open {
+impl Drop for OpenHandle {
     fn drop(&mut self) {
         close(&self.0);
     }
@@ -163,7 +163,7 @@ impl Store {
             forks: kvferry_sys::fd::forks(),
         };
         let inner = Arc::new(inner);
-        let open = Arc::new(Open(Arc::clone(&inner)));
+        let open = Arc::new(OpenHandle(Arc::clone(&inner)));
         Ok(Self(inner, open))
     }
 

@@ -92,12 +92,12 @@ pub(crate) struct JoinedIndex {
     place: RoleInStore,
     /// Locked, shared, as long as the store is open.
     members: Locks,
-    names: Names,
+    names: StoreNames,
 }
 
 /// Names at which the keeper is found.
 #[derive(Debug)]
-struct Names {
+struct StoreNames {
     directories: Vec<PathBuf>,
     /// Time limit for a directory's answer.
     limit: Duration,
@@ -220,8 +220,11 @@ pub(crate) fn join(
             .ok_or_else(|| busy("; one has been opening it for a minute"))?;
     }
     let superblock = open()?;
-    let names =
-        Names { directories: directories.to_vec(), limit, beacon: elect::beacon(superblock.store) };
+    let names = StoreNames {
+        directories: directories.to_vec(),
+        limit,
+        beacon: elect::beacon(superblock.store),
+    };
     let members = lock_files(directories, MEMBERS, limit)?;
     let mut last = busy("");
     let began = Instant::now();
@@ -262,7 +265,7 @@ enum FoundKeeper {
 }
 
 /// Looks for the processes that have a store open. Fails while they leave, or choose a keeper.
-fn place(members: &[LockFile], names: &Names, began: Instant) -> io::Result<FoundKeeper> {
+fn place(members: &[LockFile], names: &StoreNames, began: Instant) -> io::Result<FoundKeeper> {
     if try_exclusive(members)? {
         let beacon = match elect::take(&names.beacon)? {
             TakenAddress::Now(beacon) => Some(beacon),
@@ -443,7 +446,7 @@ struct Run<K> {
     place: RoleInStore,
     /// The member that this process is connected to, once it has said so.
     keeper: Option<MemberId>,
-    names: Names,
+    names: StoreNames,
     /// The index's memory, for those that come.
     memory: Fd,
     keep: Arc<K>,

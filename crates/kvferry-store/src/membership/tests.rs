@@ -99,7 +99,7 @@ fn a_connection_that_ends_is_that_of_the_keeper_which_had_accepted_it() {
         shared: Arc::clone(&shared),
         place: RoleInStore::Follower(Arc::new(channel)),
         keeper: None,
-        names: Names { directories: Vec::new(), limit: Duration::MAX, beacon: Vec::new() },
+        names: StoreNames { directories: Vec::new(), limit: Duration::MAX, beacon: Vec::new() },
         memory: memory(),
         keep: Arc::clone(&third),
     };

@@ -4,7 +4,7 @@ use super::Policy;
 use super::blocks::Link;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Before {
+enum RunBefore {
     /// No run is before it, and nothing is lost.
     Nothing,
     Run(u32),
@@ -32,15 +32,15 @@ impl Policy {
 
     /// Makes all runs due that are behind a lost link, however far.
     pub(super) fn make_lost_due(&mut self) {
-        let mut before = vec![Before::Nothing; self.runs.entries()];
+        let mut before = vec![RunBefore::Nothing; self.runs.entries()];
         for slot in self.blocks.all_slots() {
             let Some(id) = self.blocks.run(slot) else { continue };
             match self.blocks.link(slot) {
                 Link::Root => (),
-                Link::Lost => before[id as usize] = Before::Lost,
+                Link::Lost => before[id as usize] = RunBefore::Lost,
                 Link::Behind(parent) => {
                     if let Some(parent) = self.blocks.run(parent).filter(|parent| *parent != id) {
-                        before[id as usize] = Before::Run(parent);
+                        before[id as usize] = RunBefore::Run(parent);
                     }
                 }
             }
@@ -48,7 +48,7 @@ impl Policy {
         let mut path = Vec::new();
         for start in 0..before.len() {
             let mut at = start;
-            while let Before::Run(next) = before[at] {
+            while let RunBefore::Run(next) = before[at] {
                 path.push(at);
                 at = next as usize;
             }
@@ -56,7 +56,7 @@ impl Policy {
             path.drain(..).for_each(|at| before[at] = end);
         }
         for (id, before) in (0..).zip(before) {
-            if before == Before::Lost {
+            if before == RunBefore::Lost {
                 self.runs.make_due(id);
             }
         }

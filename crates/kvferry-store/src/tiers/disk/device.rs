@@ -108,7 +108,7 @@ enum Outcome<T> {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum What {
+pub(super) enum OperationKind {
     Sync,
     Other,
 }
@@ -127,14 +127,14 @@ impl Device {
         segment: Option<u32>,
         run: impl FnOnce(&Self) -> io::Result<T> + Send + 'static,
     ) -> io::Result<T> {
-        self.carry_out(pace, What::Other, segment, run)
+        self.carry_out(pace, OperationKind::Other, segment, run)
     }
 
-    /// Like [`Device::patiently`], for an operation of the kind `what`.
+    /// Like [`Device::patiently`], for an operation of the kind `kind`.
     pub(super) fn carry_out<T: Send + 'static>(
         self: &Arc<Self>,
         pace: Pace,
-        what: What,
+        kind: OperationKind,
         segment: Option<u32>,
         run: impl FnOnce(&Self) -> io::Result<T> + Send + 'static,
     ) -> io::Result<T> {
@@ -160,7 +160,7 @@ impl Device {
                     Ok(outcome) => outcome.is_err_and(|e| is_of_device(&e)),
                     Err(_) => true,
                 };
-                if what == What::Sync
+                if kind == OperationKind::Sync
                     && is_lost
                     && let Some(segment) = segment
                 {
@@ -579,7 +579,9 @@ impl Device {
         if lock(&self.state.unsynced).remove(&segment) {
             return Err(io::Error::from_raw_os_error(EIO));
         }
-        self.carry_out(Pace::Slow, What::Sync, Some(segment), move |it| it.sync_now(segment))
+        self.carry_out(Pace::Slow, OperationKind::Sync, Some(segment), move |it| {
+            it.sync_now(segment)
+        })
     }
 
     fn sync_now(&self, segment: u32) -> io::Result<()> {

@@ -27,7 +27,9 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-use transfers::{Headers, Kept, Moving, Part, Parts, Uses, without_end};
+use transfers::{
+    BlockTransfer, DirectoryRead, Headers, KeptWrite, TransferParts, TransferUses, without_end,
+};
 
 #[derive(Debug)]
 pub(crate) struct Directories {
@@ -166,7 +168,7 @@ impl Directories {
         segment: u32,
         (header_at, header): (u64, &[u8]),
         blocks: &[(u64, BlockMemory)],
-    ) -> io::Result<(Batch, Entered, Uses)> {
+    ) -> io::Result<(Batch, Entered, TransferUses)> {
         let (number, device) = (segment, self.of(segment));
         let segment = device.find_to_write(number)?;
         let entered = device.enter(Pace::Quick)?;
@@ -185,13 +187,13 @@ impl Directories {
             Some(_) => step(|| Op::write(self.path_of(number), header_at, header), || Ok(()))?,
             None => device.write_at(number, header_at, header)?,
         }
-        Ok((batch, entered, Uses { files: vec![segment], header: copy }))
+        Ok((batch, entered, TransferUses { files: vec![segment], header: copy }))
     }
 
     /// Blocks that are to be read, those of each directory by themselves: a transfer that waits for a device must not
     /// have another one seem to hang. Their files stay open as long as they are held.
-    fn reads(&self, blocks: &[(u32, u64, BlockMemory)]) -> io::Result<Vec<Part>> {
-        let mut parts: Vec<Part> = Vec::with_capacity(1);
+    fn reads(&self, blocks: &[(u32, u64, BlockMemory)]) -> io::Result<Vec<DirectoryRead>> {
+        let mut parts: Vec<DirectoryRead> = Vec::with_capacity(1);
         for (segment, at, block) in blocks {
             let (device, directory) = (self.of(*segment), self.number_of(*segment));
             let known = parts.iter_mut().find(|it| it.directory == directory);
@@ -205,7 +207,7 @@ impl Directories {
                 None => {
                     let files = vec![device.find_open(*segment, false)?];
                     let batch = Batch::with_capacity(blocks.len());
-                    parts.push(Part { directory, last: *segment, batch, files });
+                    parts.push(DirectoryRead { directory, last: *segment, batch, files });
                     parts.last_mut().expect("just pushed")
                 }
             };
@@ -215,16 +217,16 @@ impl Directories {
         Ok(parts)
     }
 
-    fn begin_parts(&self, parts: Vec<Part>) -> io::Result<Vec<Moving>> {
+    fn begin_parts(&self, parts: Vec<DirectoryRead>) -> io::Result<Vec<BlockTransfer>> {
         // All directories first: what is begun is waited for.
-        let enter = |part: Part| Ok((self.all[part.directory].enter(Pace::Quick)?, part));
+        let enter = |part: DirectoryRead| Ok((self.all[part.directory].enter(Pace::Quick)?, part));
         let entered = parts.into_iter().map(enter).collect::<io::Result<Vec<_>>>()?;
-        let begin = |(entered, part): (Entered, Part)| {
+        let begin = |(entered, part): (Entered, DirectoryRead)| {
             let step = Step::begin(|| Op::Read(self.path_of(part.last)))?;
             let transfer = self.agent.files().read_async(&part.batch, &without_end());
-            let uses = Uses { files: part.files, header: None };
-            let parts = Parts { step, uses, memory: Vec::new() };
-            Ok(Moving::new(transfer, entered, parts, None))
+            let uses = TransferUses { files: part.files, header: None };
+            let parts = TransferParts { step, uses, memory: Vec::new() };
+            Ok(BlockTransfer::new(transfer, entered, parts, None))
         };
         entered.into_iter().map(begin).collect()
     }
@@ -245,10 +247,15 @@ impl Directories {
         let begun = self.writes(segment, header, blocks).and_then(|(batch, entered, uses)| {
             let step = Step::begin(|| Op::write_blocks(self.path_of(segment), blocks))?;
             let transfer = self.agent.files().write_async(&batch, &without_end());
-            let kept = is_kept.then(|| Kept { device: Arc::clone(self.of(segment)), segment });
+            let kept = is_kept.then(|| KeptWrite { device: Arc::clone(self.of(segment)), segment });
             let kept_blocks = if is_kept { blocks } else { &[] };
             let memory = kept_blocks.iter().map(|(_, it)| it.clone()).collect();
-            Ok(vec![Moving::new(transfer, entered, Parts { step, uses, memory }, kept)])
+            Ok(vec![BlockTransfer::new(
+                transfer,
+                entered,
+                TransferParts { step, uses, memory },
+                kept,
+            )])
         });
         UnderWay(begun)
     }
@@ -469,9 +476,9 @@ impl log::Disk for Directories {
             // Several devices at a time.
             return UnderWay(self.begin_parts(parts)).end();
         }
-        for Part { directory, last, batch, files } in parts {
+        for DirectoryRead { directory, last, batch, files } in parts {
             let _entered = self.all[directory].enter(Pace::Quick)?;
-            let uses = Uses { files, header: None };
+            let uses = TransferUses { files, header: None };
             let read = || uses.end(self.agent.files().read(&batch, &without_end()));
             step(|| Op::Read(self.path_of(last)), read)?;
         }

@@ -63,7 +63,7 @@ impl Bench {
 fn hang_with<T: Send + 'static>(
     disk: &Directories,
     segment: u32,
-    what: device::What,
+    what: device::OperationKind,
     run: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> mpsc::Sender<()> {
     let (release, held) = mpsc::channel();
@@ -84,7 +84,7 @@ fn hang_with<T: Send + 'static>(
 }
 
 fn hang(disk: &Directories, segment: u32) -> mpsc::Sender<()> {
-    hang_with(disk, segment, device::What::Other, || Ok(()))
+    hang_with(disk, segment, device::OperationKind::Other, || Ok(()))
 }
 
 #[test]
@@ -136,7 +136,7 @@ fn a_sync_that_fails_after_it_was_given_up_is_not_followed_by_one_that_succeeds(
     let core = bench.open();
     core.disk.ensure(1).expect("no device fails");
     let fails = || Err::<(), _>(io::Error::from_raw_os_error(EIO));
-    let release = hang_with(&core.disk, 1, device::What::Sync, fails);
+    let release = hang_with(&core.disk, 1, device::OperationKind::Sync, fails);
     assert!(!core.member.is_unsynced(1));
     drop(release);
     eventually("it has ended", || !core.disk.is_held(1) && !core.disk.hangs(1));
@@ -153,7 +153,7 @@ fn a_sync_that_was_given_up_and_fails_for_want_of_descriptors_loses_no_block() {
     let core = bench.open();
     core.disk.ensure(1).expect("no device fails");
     let fails = || Err::<(), _>(io::Error::from_raw_os_error(EMFILE));
-    let release = hang_with(&core.disk, 1, device::What::Sync, fails);
+    let release = hang_with(&core.disk, 1, device::OperationKind::Sync, fails);
     drop(release);
     eventually("it has ended", || !core.disk.is_held(1) && !core.disk.hangs(1));
     core.disk.sync(1).expect("it is tried again");

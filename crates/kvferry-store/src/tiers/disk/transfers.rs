@@ -61,35 +61,35 @@ impl Drop for Header {
 /// Blocks that are being read or written. Dropping it waits until that has ended: their memory is the caller's
 /// again after that.
 #[derive(Debug)]
-pub(crate) struct UnderWay(pub(super) io::Result<Vec<Moving>>);
+pub(crate) struct UnderWay(pub(super) io::Result<Vec<BlockTransfer>>);
 
 /// A transfer of blocks of one directory.
 #[derive(Debug)]
-pub(super) struct Moving {
+pub(super) struct BlockTransfer {
     /// The transfer; `None` once its end was waited for.
-    under_way: Option<(Transfer, Parts)>,
+    under_way: Option<(Transfer, TransferParts)>,
     waiter: Waiter,
     /// Set for a write that is given up once its directory hangs.
-    kept: Option<Kept>,
+    kept: Option<KeptWrite>,
 }
 
 /// The files, memory and step of a transfer, kept until it ends or the device has answered.
 #[derive(Debug)]
-pub(super) struct Parts {
+pub(super) struct TransferParts {
     pub(super) step: Step,
-    pub(super) uses: Uses,
+    pub(super) uses: TransferUses,
     /// The memory of a write that may be given up, which is not a caller's: the write may go on without the one that has
     /// begun it.
     pub(super) memory: Vec<BlockMemory>,
 }
 
 #[derive(Debug)]
-pub(super) struct Kept {
+pub(super) struct KeptWrite {
     pub(super) device: Arc<Device>,
     pub(super) segment: u32,
 }
 
-impl Kept {
+impl KeptWrite {
     /// Waits for the end of a transfer, until the directory hangs. The transfer is given up then.
     fn wait(
         &self,
@@ -110,7 +110,7 @@ impl Kept {
     }
 }
 
-impl Parts {
+impl TransferParts {
     fn end<T>(self, outcome: kvferry::Result<T>) -> io::Result<()> {
         let Self { step, uses, memory } = self;
         step.end(outcome.is_ok());
@@ -122,7 +122,7 @@ impl Parts {
 
 /// Resources of a transfer beside the memory of blocks.
 #[derive(Debug, Default)]
-pub(super) struct Uses {
+pub(super) struct TransferUses {
     pub(super) files: Vec<Arc<Segment>>,
     /// Its memory is given back when the transfer has ended.
     #[expect(dead_code, reason = "held, not read")]
@@ -130,7 +130,7 @@ pub(super) struct Uses {
 }
 
 /// Blocks of one directory that are to be read.
-pub(super) struct Part {
+pub(super) struct DirectoryRead {
     pub(super) directory: usize,
     /// The segment of the last block.
     pub(super) last: u32,
@@ -138,7 +138,7 @@ pub(super) struct Part {
     pub(super) files: Vec<Arc<Segment>>,
 }
 
-impl Uses {
+impl TransferUses {
     /// The transfer has ended. If the agent was shut down, a device may use all that for as long as it takes.
     pub(super) fn end<T>(self, outcome: kvferry::Result<T>) -> io::Result<()> {
         if outcome.as_ref().is_err_and(|e| e.quiesced() == Some(false)) {
@@ -154,13 +154,13 @@ pub(super) fn without_end() -> Options<'static> {
     Options { timeout: Some(Duration::MAX), ..Options::default() }
 }
 
-impl Moving {
+impl BlockTransfer {
     /// The directory that was entered for a transfer is left when the device has answered, whenever the caller looks.
     pub(super) fn new(
         transfer: Transfer,
         entered: Entered,
-        parts: Parts,
-        kept: Option<Kept>,
+        parts: TransferParts,
+        kept: Option<KeptWrite>,
     ) -> Self {
         let waiter = entered.waiter();
         // Weak: a file is not closed by the agent's thread.
@@ -199,7 +199,7 @@ impl Moving {
     }
 }
 
-impl Drop for Moving {
+impl Drop for BlockTransfer {
     fn drop(&mut self) {
         let _ = self.wait();
     }
