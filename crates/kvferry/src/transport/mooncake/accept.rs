@@ -303,7 +303,9 @@ mod tests {
     #[test]
     fn the_first_bytes_of_other_protocols_are_no_length_of_a_handshake() {
         assert!(is_handshake(1) && is_handshake(HANDSHAKE_MAX));
-        for first in [kvferry_proto::MAGIC, *b"GET / HT", *b"\x16\x03\x01\x02\x00\x01\x00\x01", [0; 8]] {
+        for first in
+            [kvferry_proto::MAGIC, *b"GET / HT", *b"\x16\x03\x01\x02\x00\x01\x00\x01", [0; 8]]
+        {
             assert!(!is_handshake(u64::from_le_bytes(first)), "{first:?}");
         }
         assert!(!is_handshake(HANDSHAKE_MAX + 1));

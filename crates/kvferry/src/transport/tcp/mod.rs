@@ -25,10 +25,12 @@ use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
 use crate::transfer::lanes::{Lane, StreamFault};
 use crate::transfer::link::Link;
 use crate::transfer::requests::{STREAM_FAULT, StreamFaultNote};
-use crate::transport::service::{AcceptedStream, Answer, Attached, Service, Start, Startup, Streams};
+use crate::transport::service::{
+    AcceptedStream, Answer, Attached, Service, Start, Startup, Streams,
+};
 use inbound::InboundStream;
-use kvferry_proto::{PieceDigest, StreamId, WireCode, pack};
 use kvferry_proto::lane::Transmit;
+use kvferry_proto::{PieceDigest, StreamId, WireCode, pack};
 use kvferry_sys::HostSpan;
 use kvferry_sys::socket::Socket;
 use std::sync::Arc;
