@@ -171,6 +171,7 @@ LIBRARIES = {
     "inc",
     "ipv4_mapped",
     "labels",
+    "max_prefixlen",
     "ref",
     "reshape",
     "scheme",
