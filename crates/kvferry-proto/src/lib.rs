@@ -23,6 +23,7 @@
 pub mod admission;
 pub mod auth;
 pub mod code;
+pub mod directory;
 pub mod engine_handshake;
 pub mod frame;
 #[cfg(feature = "fuzzing")]

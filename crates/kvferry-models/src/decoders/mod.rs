@@ -3,6 +3,7 @@
 //! bytes into chunks makes no difference.
 
 pub mod agent;
+pub mod directory;
 pub mod engine_handshake;
 pub mod frames;
 pub mod handoff;

@@ -2,6 +2,7 @@
 //! a property test, with bytes from a fuzzer it is a fuzz target.
 
 pub mod admission;
+pub mod directory;
 pub mod engine_handshake;
 pub mod handoff;
 pub mod lane;
@@ -40,6 +41,7 @@ pub const MODELS: &[Model] = &[
     lane::MODEL,
     handoff::MODEL,
     engine_handshake::MODEL,
+    directory::MODEL,
     parts::OUTBOX,
     parts::INBOX,
     parts::HEARTBEAT,
