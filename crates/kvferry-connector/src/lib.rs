@@ -23,6 +23,7 @@
 //! | deciding; counting the ranks' reports | `scheduler/`, `quorum.rs` |
 //! | the parameters of a request; what the halves send each other | `params.rs`, `prompt.rs`, `metadata.rs` |
 //! | addresses of producers; which of them an engine accepts | `address.rs`, `producers.rs` |
+//! | prompts that are found by their content | `kvferry_proto::directory`, `exchange.rs`, `directory.rs` |
 //! | announcing what is computed | `worker/producer.rs`, `worker/request.rs`, `worker/events.rs` |
 //! | fetching | `worker/consumer.rs`, `worker/producer_engine.rs` |
 //! | driving the protocol: messages, reads, timers, peers | `rank/` |
@@ -30,6 +31,8 @@
 mod address;
 mod clock;
 mod codes;
+mod directory;
+mod exchange;
 mod metadata;
 mod params;
 mod producers;
@@ -39,10 +42,14 @@ mod rank;
 mod rank_metadata;
 mod scheduler;
 mod sync;
+mod wakeup;
 mod worker;
 
 pub use address::{AddressError, AgentAddress, ProducerAddress};
+pub use directory::{Directory, DirectoryConfig, DirectoryError};
+pub use exchange::{Exchange, ExchangeConfig, ExchangeError, Missed, Prompt, StagedRank};
 pub use kvferry_proto::WireCode;
+pub use kvferry_proto::directory::{ContentKey, Found, Limits as DirectoryLimits, Place};
 pub use kvferry_proto::engine_handshake::{EngineId, Model};
 pub use kvferry_proto::handoff::{
     BlockTable, HandoffId, Limits, NULL_BLOCK, Outcome, Progress, Rectangle, Refusal, Slice,

@@ -144,7 +144,8 @@ struct Inner {
 }
 
 impl Error {
-    pub(crate) fn new(kind: ErrorKind, what: impl Into<String>) -> Self {
+    /// An error that a layer above the agent gives to it, as to [`Channel::close`](crate::Channel::close).
+    pub fn new(kind: ErrorKind, what: impl Into<String>) -> Self {
         Self(Arc::new(Inner {
             kind,
             what: what.into(),
@@ -172,7 +173,8 @@ impl Error {
     }
 
     /// Adds a fact. The first fact under a key stays: it was added closest to the cause.
-    pub(crate) fn with(self, key: &'static str, value: impl fmt::Display) -> Self {
+    #[must_use]
+    pub fn with(self, key: &'static str, value: impl fmt::Display) -> Self {
         if self.context(key).is_some() {
             return self;
         }

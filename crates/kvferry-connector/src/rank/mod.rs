@@ -11,7 +11,7 @@
 //! |---|---|
 //! | calls | `mod.rs`, `types.rs` |
 //! | what is behind the lock | `state.rs`, `peers.rs` |
-//! | what the machines ask for, the rank's thread | `thread.rs`, `reads.rs`, `wakeup.rs` |
+//! | what the machines ask for, the rank's thread | `thread.rs`, `reads.rs` |
 //! | what the agent's control thread reports | `messages.rs` |
 
 mod messages;
@@ -22,7 +22,6 @@ mod state;
 mod tests;
 mod thread;
 mod types;
-mod wakeup;
 
 use crate::sync::{lock, wait_while};
 use kvferry::{Agent, Error, Peer, Region};

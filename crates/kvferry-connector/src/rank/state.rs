@@ -3,9 +3,9 @@
 use super::peers::Peers;
 use super::thread::{Action, Outgoing};
 use super::types::{Event, RankObserver, ReadFrom, ReadMapper, ReadPart};
-use super::wakeup::Wakeup;
 use crate::clock::now;
 use crate::sync::lock;
+use crate::wakeup::Wakeup;
 use kvferry::{Agent, Channel, Transfer};
 use kvferry_proto::Timestamp;
 use kvferry_proto::engine_handshake::{EngineHandshakes as Handshakes, Failure, Pairing};

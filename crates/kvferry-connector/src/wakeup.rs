@@ -1,4 +1,4 @@
-//! Wakes the rank's thread.
+//! Wakes a thread that keeps the time.
 
 use crate::sync::{lock, wait_while};
 use std::sync::{Condvar, Mutex};
@@ -6,19 +6,19 @@ use std::time::Duration;
 
 /// A wake-up before the wait counts: the wait returns at once.
 #[derive(Default)]
-pub(super) struct Wakeup {
+pub(crate) struct Wakeup {
     pending: Mutex<bool>,
     changed: Condvar,
 }
 
 impl Wakeup {
-    pub(super) fn wake(&self) {
+    pub(crate) fn wake(&self) {
         if !std::mem::replace(&mut *lock(&self.pending), true) {
             self.changed.notify_one();
         }
     }
 
-    pub(super) fn wait(&self, timeout: Option<Duration>) {
+    pub(crate) fn wait(&self, timeout: Option<Duration>) {
         let pending = lock(&self.pending);
         *wait_while(&self.changed, pending, timeout, |pending| !*pending) = false;
     }

@@ -1,0 +1,713 @@
+//! Prompts from one engine to another through slots of staging memory, found by their content.
+//!
+//! For an engine that gives its connector no parameters of a request, and can't be told later that a load has failed: a
+//! prompt is in the slots of the decode engine before it is promised. A slot has room for one block of all ranks and
+//! groups. The [`Directory`] says which handoff has which prompt; the handoff itself is a request of a [`Scheduler`] that
+//! the ranks' [`Worker`]s carry out, all in one process.
+//!
+//! One thread takes what the workers report, and what ranks have copied to slots; it sleeps until there is something.
+//! Only [`Exchange::fetch`] waits, for the time that its caller gives. Locks: the exchange's, then the directory's or a
+//! worker's. Workers call the observer with theirs held; it only wakes the thread.
+
+use crate::directory::{Directory, DirectoryConfig, DirectoryError};
+use crate::params::{ConsumerParams, producer_params};
+use crate::producers::Producers;
+use crate::prompt::PromptId;
+use crate::scheduler::{
+    FinishReason, GroupRule, Match, Request, Scheduled, Scheduler, SchedulerConfig,
+};
+use crate::sync::{lock, wait_while};
+use crate::wakeup::Wakeup;
+use crate::worker::{Announce, Worker, WorkerConfig, WorkerError, WorkerObserver};
+use kvferry::{Agent, Region};
+use kvferry_proto::WireCode;
+use kvferry_proto::directory::{ContentKey, Found, Limits as DirectoryLimits, Slots};
+use kvferry_proto::engine_handshake::{EngineId, Model};
+use kvferry_proto::handoff::{HandoffId, Limits};
+use kvferry_proto::layout::{Kind, Layout};
+use kvferry_sys::fd;
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use thiserror::Error;
+
+/// How often a fetch that waits asks whether it is interrupted.
+const INTERRUPT_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Settings of an [`Exchange`].
+#[derive(Clone, Debug)]
+pub struct ExchangeConfig {
+    /// Groups of layers.
+    pub groups: usize,
+    /// Tokens of a block of each group.
+    pub block_tokens: u32,
+    /// Slots of staging memory.
+    pub slots: u32,
+    /// Time for which a prompt is kept for other engines.
+    pub timeout: Duration,
+    /// What the engine computes with.
+    pub model: Model,
+    /// The producers that KV is fetched from; `None` for [`Producers::of_agent`].
+    pub producers: Option<Producers>,
+    /// Whether other engines may follow this one.
+    pub publishes: bool,
+    /// `host:port` of the engines that this one follows.
+    pub follows: Vec<String>,
+}
+
+/// A rank, with its part of the slots.
+#[derive(Debug)]
+pub struct StagedRank {
+    /// An agent of the rank's own.
+    pub agent: Agent,
+    /// Slots are its blocks.
+    pub layout: Layout,
+    /// The memory of the slots.
+    pub region: Region,
+}
+
+/// An exchange can't be started.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the sources say what they are")]
+pub enum ExchangeError {
+    #[error(transparent)]
+    Directory(#[from] DirectoryError),
+    #[error(transparent)]
+    Worker(#[from] WorkerError),
+    #[error(transparent)]
+    Engine(#[from] crate::metadata::EngineError),
+    #[error("the exchange's thread can't be started, or there are no random bytes: {0}")]
+    System(#[from] std::io::Error),
+}
+
+/// The full blocks of a prompt.
+#[derive(Clone, Copy, Debug)]
+pub struct Prompt {
+    /// Names its content.
+    pub key: ContentKey,
+    /// The identity of its tokens.
+    pub identity: PromptId,
+    /// How many it has.
+    pub blocks: u32,
+}
+
+/// Why a prompt that is on offer was not fetched, or one that is computed is not offered.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum Missed {
+    /// There is no run of as many free slots.
+    #[error("there are no {blocks} slots")]
+    NoRoom {
+        /// Slots that were asked for.
+        blocks: u32,
+    },
+    /// The fetch has failed.
+    #[error("{0}")]
+    Failed(String),
+    /// The fetch took all its time. Nothing is fetched from its publisher for a while.
+    #[error("{address} has not handed the prompt over in time")]
+    TimedOut {
+        /// The publisher, as [`ExchangeConfig::follows`] names it.
+        address: String,
+        /// For how long it is not asked.
+        pause: Duration,
+    },
+}
+
+/// Hands prompts over, in both directions. Calls may be made from any thread; all but [`Exchange::fetch`] and
+/// [`Exchange::close`] return at once. In a forked child they do nothing.
+pub struct Exchange {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    forks: u32,
+}
+
+impl std::fmt::Debug for Exchange {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Exchange").field("workers", &self.shared.workers).finish_non_exhaustive()
+    }
+}
+
+struct Shared {
+    groups: usize,
+    block_tokens: u32,
+    follows: Vec<String>,
+    directory: Directory,
+    workers: Vec<Worker>,
+    state: Mutex<State>,
+    /// Signals the end of a fetch, and [`State::closed`].
+    ended: Condvar,
+    observer: Arc<Observer>,
+}
+
+/// What the workers tell.
+#[derive(Default)]
+struct Observer {
+    wakeup: Wakeup,
+    /// Why fetches have failed, by their requests.
+    failures: Mutex<FxHashMap<String, String>>,
+}
+
+struct State {
+    scheduler: Scheduler,
+    slots: Slots,
+    /// The number of no block.
+    null_block: u32,
+    last: u64,
+    offers: FxHashMap<u64, Offer>,
+    events: VecDeque<Event>,
+    /// The last copy that all ranks have made, and the last that a rank has not.
+    copied: u64,
+    lost: u64,
+    fetches: FxHashMap<String, Fetch>,
+    closed: bool,
+}
+
+/// A prompt that this engine computes for another one.
+struct Offer {
+    prompt: Prompt,
+    transfer: HandoffId,
+    slots: Range<u32>,
+    /// A rank has not made a copy.
+    is_lost: bool,
+    is_told: bool,
+    /// The ranks on which no peer reads it any more.
+    sent: FxHashSet<usize>,
+}
+
+/// What is done once all ranks have made a copy: blocks are there, or the request has ended.
+struct Event {
+    copy: u64,
+    offer: u64,
+    blocks: Option<Range<u32>>,
+}
+
+struct Fetch {
+    slots: Range<u32>,
+    /// The ranks on which it has ended.
+    received: FxHashSet<usize>,
+    has_failed: bool,
+    has_ended: bool,
+    /// Nothing waits for its end.
+    is_abandoned: bool,
+}
+
+fn request_of(kind: char, number: u64) -> String {
+    format!("{kind}{number}")
+}
+
+impl Exchange {
+    /// Starts it. `control` is the agent that followers know, and no rank's.
+    ///
+    /// # Errors
+    /// All of [`ExchangeError`].
+    pub fn start(
+        control: &Agent,
+        ranks: Vec<StagedRank>,
+        config: ExchangeConfig,
+    ) -> Result<Self, ExchangeError> {
+        let ExchangeConfig { groups, block_tokens, slots, timeout, model, .. } = config;
+        let engine = EngineId(u128::from_le_bytes(kvferry_sys::random::bytes()?));
+        let rules = vec![GroupRule { kind: Kind::Full, block_tokens }; groups];
+        let scheduler_config = SchedulerConfig {
+            groups: rules,
+            ranks: ranks.len(),
+            timeout,
+            eager: true,
+            recomputed_tokens: 0,
+            null_block: Some(slots),
+            idle: None,
+        };
+        let mut scheduler = Scheduler::new(scheduler_config, engine);
+        let limits =
+            Limits { cap: timeout, rendezvous: timeout, offer_ttl: timeout, ..Limits::default() };
+        let publishes = ranks.first().map(|rank| rank.agent.advertised().to_owned());
+        let mut workers = Vec::new();
+        for (rank, StagedRank { agent, layout, region }) in ranks.into_iter().enumerate() {
+            let config = WorkerConfig {
+                rank,
+                model: model.clone(),
+                announce: Announce::Chunks,
+                limits: limits.clone(),
+                producers: config.producers.clone(),
+            };
+            workers.push(Worker::start(&agent, layout, &[region], config)?);
+        }
+        scheduler.set_ranks(workers.iter().map(|it| it.rank_metadata().to_vec()).collect())?;
+        if let Some(first) = workers.first() {
+            scheduler.set_producers(first.producers().clone());
+        }
+        let directory = DirectoryConfig {
+            engine,
+            publishes: publishes.filter(|_| config.publishes),
+            follows: config.follows.clone(),
+            limits: DirectoryLimits { offer_ttl: timeout, ..DirectoryLimits::default() },
+        };
+        let directory = Directory::start(control, directory)?;
+        let observer = Arc::new(Observer::default());
+        for worker in &workers {
+            worker.set_observer(Arc::<Observer>::clone(&observer));
+        }
+        let state = State {
+            scheduler,
+            slots: Slots::new(slots),
+            null_block: slots,
+            last: 0,
+            offers: FxHashMap::default(),
+            events: VecDeque::new(),
+            copied: 0,
+            lost: 0,
+            fetches: FxHashMap::default(),
+            closed: false,
+        };
+        let shared = Arc::new(Shared {
+            groups,
+            block_tokens,
+            follows: config.follows,
+            directory,
+            workers,
+            state: Mutex::new(state),
+            ended: Condvar::new(),
+            observer,
+        });
+        shared.carry(&mut shared.lock(), None);
+        let runner = Arc::downgrade(&shared);
+        let wakeup = Arc::clone(&shared.observer);
+        let run = move || Shared::run(&runner, &wakeup.wakeup);
+        let thread = kvferry_sys::thread::spawn("kvferry-exchange".into(), run)?;
+        Ok(Self { shared, thread: Mutex::new(Some(thread)), forks: fd::forks() })
+    }
+
+    /// The directory, for queries.
+    pub fn directory(&self) -> &Directory {
+        &self.shared.directory
+    }
+
+    /// This engine computes a prompt, and will tell its followers. Returns a number for it and its first slot; `None` if
+    /// none follows.
+    ///
+    /// # Errors
+    /// [`Missed::NoRoom`].
+    pub fn offer(&self, prompt: &Prompt) -> Result<Option<(u64, u32)>, Missed> {
+        let Some(mut state) = self.lock() else { return Ok(None) };
+        let state = &mut *state;
+        if state.closed || self.shared.directory.followers() == 0 {
+            return Ok(None);
+        }
+        let name: Option<[u8; 16]> = kvferry_sys::random::bytes().ok();
+        let name =
+            name.map(|bytes| HandoffId::new(&format!("{:032x}", u128::from_le_bytes(bytes))));
+        // Without random bytes, a name could be known to others.
+        let Some(Ok(transfer)) = name else { return Ok(None) };
+        let Some(slots) = state.slots.take(prompt.blocks) else {
+            return Err(Missed::NoRoom { blocks: prompt.blocks });
+        };
+        state.last += 1;
+        let (number, first) = (state.last, slots.start);
+        let (request, params) = (request_of('p', number), producer_params(Some(&transfer)));
+        state.scheduler.arrived(&Request {
+            id: &request,
+            prompt_tokens: self.shared.tokens(prompt),
+            max_tokens: 1,
+            params: Some(&params),
+            prompt: Some(prompt.identity),
+        });
+        let sent = FxHashSet::default();
+        let offer =
+            Offer { prompt: *prompt, transfer, slots, is_lost: false, is_told: false, sent };
+        state.offers.insert(number, offer);
+        self.shared.carry(state, None);
+        Ok(Some((number, first)))
+    }
+
+    /// All ranks copy blocks of an offer to its slots in the copy with this number: the next one, or one before.
+    pub fn copies(&self, offer: u64, blocks: Range<u32>, copy: u64) {
+        self.push(Event { copy, offer, blocks: Some(blocks) });
+    }
+
+    /// The request of an offer has ended; `copy`: the last one that has blocks of it. What was not computed by then is
+    /// not handed over.
+    pub fn ended(&self, offer: u64, copy: u64) {
+        self.push(Event { copy, offer, blocks: None });
+    }
+
+    fn push(&self, event: Event) {
+        let Some(mut state) = self.lock() else { return };
+        state.events.push_back(event);
+        drop(state);
+        self.shared.observer.wakeup.wake();
+    }
+
+    /// `copied`: the last copy that all ranks have made; `lost`: the last that a rank has not made, and those before it.
+    pub fn made(&self, copied: u64, lost: u64) {
+        let Some(mut state) = self.lock() else { return };
+        (state.copied, state.lost) = (copied, lost);
+        drop(state);
+        self.shared.observer.wakeup.wake();
+    }
+
+    /// Fetches the blocks of a prompt from `first` on, from the engines that offer it, one after the other. Waits until
+    /// they are here, `timeout` at most, and not for long after `is_interrupted` says so. Returns their slots, and why
+    /// others have not handed it over.
+    pub fn fetch(
+        &self,
+        prompt: &Prompt,
+        first: u32,
+        timeout: Duration,
+        is_interrupted: &dyn Fn() -> bool,
+    ) -> (Option<Range<u32>>, Vec<Missed>) {
+        let (deadline, mut missed) = (Instant::now() + timeout, Vec::new());
+        while let Some(found) = self.shared.directory.take(&prompt.key) {
+            let Some(state) = self.lock().filter(|state| !state.closed) else { break };
+            let until = (deadline, is_interrupted);
+            match self.shared.fetch(state, prompt, first, &found, until) {
+                Ok(Some(slots)) => return (Some(slots), missed),
+                Ok(None) => {}
+                Err(why) => missed.push(why),
+            }
+            if first >= prompt.blocks || Instant::now() >= deadline || is_interrupted() {
+                break;
+            }
+        }
+        (None, missed)
+    }
+
+    /// Gives slots back that [`Exchange::fetch`] has returned.
+    pub fn give(&self, slots: Range<u32>) {
+        if let Some(mut state) = self.lock() {
+            state.give(slots);
+        }
+    }
+
+    /// Counts of what is under way, by name: all zero when nothing is. None in a fork.
+    pub fn gauges(&self) -> Vec<(&'static str, usize)> {
+        let Some(state) = self.lock() else { return Vec::new() };
+        let own = [
+            ("events", state.events.len()),
+            ("offers", state.offers.len()),
+            ("fetches", state.fetches.len()),
+            ("slots", state.slots.taken() as usize),
+        ];
+        let of_scheduler = state.scheduler.gauges();
+        drop(state);
+        own.into_iter().chain(of_scheduler).chain(self.shared.directory.gauges()).collect()
+    }
+
+    /// Ends everything: peers learn that nothing is offered, and a fetch that waits returns. May be called again.
+    pub fn close(&self) {
+        let Some(mut state) = self.lock() else { return };
+        state.closed = true;
+        drop(state);
+        self.shared.ended.notify_all();
+        self.shared.observer.wakeup.wake();
+        if let Some(thread) = lock(&self.thread).take() {
+            // It panics only on a broken invariant, and the panic has been reported.
+            drop(thread.join());
+        }
+        self.shared.directory.close();
+        self.shared.workers.iter().for_each(Worker::close);
+    }
+
+    /// `None` in a fork, whose lock may be held for ever.
+    fn lock(&self) -> Option<MutexGuard<'_, State>> {
+        (!fd::forked_since(self.forks)).then(|| self.shared.lock())
+    }
+}
+
+impl Drop for Exchange {
+    fn drop(&mut self) {
+        if !fd::forked_since(self.forks) {
+            self.close();
+        } else if let Ok(thread) = self.thread.get_mut() {
+            std::mem::forget(thread.take());
+        }
+    }
+}
+
+impl WorkerObserver for Observer {
+    fn received(&self, request: &str, code: WireCode, detail: &str) {
+        if !code.is_ok() {
+            let separator = if detail.is_empty() { "" } else { ": " };
+            lock(&self.failures).insert(request.to_owned(), format!("{code}{separator}{detail}"));
+        }
+        self.wakeup.wake();
+    }
+
+    fn sent(&self, _request: &str) {
+        self.wakeup.wake();
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    fn tokens(&self, prompt: &Prompt) -> u64 {
+        u64::from(prompt.blocks) * u64::from(self.block_tokens)
+    }
+
+    /// A request that was added before.
+    fn known<'a>(&self, id: &'a str, prompt: &Prompt) -> Request<'a> {
+        let prompt_tokens = self.tokens(prompt);
+        Request { id, prompt_tokens, max_tokens: 1, params: None, prompt: None }
+    }
+
+    fn run(shared: &Weak<Self>, wakeup: &Wakeup) {
+        loop {
+            wakeup.wait(None);
+            let Some(shared) = shared.upgrade() else { return };
+            let mut state = shared.lock();
+            if state.closed {
+                return;
+            }
+            shared.pump(&mut state);
+        }
+    }
+
+    /// Takes the requests on: announces what was copied, and takes what the workers report.
+    fn pump(&self, state: &mut State) {
+        while state.events.front().is_some_and(|event| event.copy <= state.copied)
+            && let Some(event) = state.events.pop_front()
+        {
+            self.happened(state, event);
+        }
+        for (rank, worker) in self.workers.iter().enumerate() {
+            let reports = worker.reports();
+            if let Some(notes) = &reports.notes {
+                state.scheduler.reported(rank, notes);
+            }
+            for request in &reports.received {
+                self.received(state, rank, request, reports.failed.contains(request));
+            }
+            for request in &reports.sent {
+                self.sent(state, rank, request);
+            }
+        }
+        self.carry(state, None);
+    }
+
+    /// Carries a step of the scheduler to the workers.
+    fn carry(&self, state: &mut State, computed: Option<Scheduled<'_>>) {
+        let is_computed = computed.is_some();
+        let metadata = state.scheduler.step(computed, []).encode();
+        if metadata.is_empty() || state.closed {
+            return;
+        }
+        for worker in &self.workers {
+            if let Err(error) = worker.apply(&metadata) {
+                tracing::error!(%error, "a rank can't carry out a step of handoffs");
+            }
+            worker.fetch();
+            if is_computed {
+                worker.step_computed(None);
+            }
+        }
+    }
+
+    fn happened(&self, state: &mut State, Event { copy, offer: number, blocks }: Event) {
+        let lost = state.lost;
+        let Some(offer) = state.offers.get_mut(&number) else { return };
+        // A forward pass that fails ends before its copies are made.
+        offer.is_lost |= 0 < copy && copy <= lost;
+        let (prompt, request) = (offer.prompt, request_of('p', number));
+        let Some(blocks) = blocks else {
+            let how = if offer.is_told { FinishReason::Length } else { FinishReason::Abort };
+            let request = self.known(&request, &prompt);
+            let finished = state.scheduler.finished(&request, how, None, None);
+            self.carry(state, None);
+            if !finished.held {
+                self.gone(state, number);
+            }
+            return;
+        };
+        if offer.is_lost {
+            return;
+        }
+        let numbers = offer.slots.start + blocks.start..offer.slots.start + blocks.end;
+        let tokens = u64::from(self.block_tokens);
+        let scheduled = Scheduled {
+            request: &request,
+            computed: u64::from(blocks.start) * tokens,
+            tokens: u64::from(blocks.end - blocks.start) * tokens,
+            all: blocks.start == 0,
+            blocks: vec![numbers.collect(); self.groups],
+        };
+        self.carry(state, Some(scheduled));
+        if blocks.end == prompt.blocks
+            && let Some(offer) = state.offers.get_mut(&number)
+        {
+            let told = self.directory.publish(prompt.key, &offer.transfer);
+            offer.is_told = told.is_ok();
+            if let Err(error) = told {
+                kvferry::warn_limited!(%error, "followers are not told of a prompt");
+            }
+        }
+    }
+
+    /// No peer can fetch an offer any more.
+    fn gone(&self, state: &mut State, number: u64) {
+        let Some(offer) = state.offers.remove(&number) else { return };
+        state.give(offer.slots);
+        if offer.is_told {
+            self.directory.retract(&offer.transfer);
+        }
+    }
+
+    fn sent(&self, state: &mut State, rank: usize, request: &str) {
+        let number = request.strip_prefix('p').and_then(|number| number.parse().ok());
+        let Some((number, offer)) =
+            number.and_then(|number| Some((number, state.offers.get_mut(&number)?)))
+        else {
+            return;
+        };
+        offer.sent.insert(rank);
+        if offer.sent.len() == self.workers.len() {
+            state.scheduler.sent([request]);
+            self.gone(state, number);
+        }
+    }
+
+    fn received(&self, state: &mut State, rank: usize, request: &str, has_failed: bool) {
+        let Some(fetch) = state.fetches.get_mut(request) else { return };
+        fetch.received.insert(rank);
+        fetch.has_failed |= has_failed;
+        if fetch.received.len() < self.workers.len() {
+            return;
+        }
+        fetch.has_ended = true;
+        state.scheduler.received([request]);
+        if state.fetches.get(request).is_some_and(|fetch| fetch.is_abandoned) {
+            lock(&self.observer.failures).remove(request);
+            self.end(state, request);
+        }
+        self.ended.notify_all();
+    }
+
+    /// Removes a fetch. Returns its slots, or why it has failed.
+    fn end(&self, state: &mut State, request: &str) -> Option<Range<u32>> {
+        let fetch = state.fetches.remove(request)?;
+        if fetch.has_failed || fetch.is_abandoned {
+            state.give(fetch.slots);
+            return None;
+        }
+        Some(fetch.slots)
+    }
+
+    /// Fetches from one publisher. `Ok(None)` if there is nothing to fetch.
+    fn fetch<'a>(
+        &'a self,
+        mut guard: MutexGuard<'a, State>,
+        prompt: &Prompt,
+        first: u32,
+        found: &Found,
+        (deadline, is_interrupted): (Instant, &dyn Fn() -> bool),
+    ) -> Result<Option<Range<u32>>, Missed> {
+        let Some(request) = self.begin(&mut guard, prompt, first, found)? else { return Ok(None) };
+        let runs = |state: &mut State| {
+            !state.closed && state.fetches.get(&request).is_some_and(|fetch| !fetch.has_ended)
+        };
+        let mut interrupted = false;
+        while runs(&mut guard) && !interrupted {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            guard = wait_while(&self.ended, guard, Some(left.min(INTERRUPT_INTERVAL)), runs);
+            drop(guard);
+            interrupted = is_interrupted();
+            guard = self.lock();
+        }
+        let state = &mut *guard;
+        let known = self.known(&request, prompt);
+        if let Some(fetch) = state.fetches.get_mut(&request).filter(|fetch| !fetch.has_ended) {
+            fetch.is_abandoned = true;
+            drop(state.scheduler.finished(&known, FinishReason::Abort, None, None));
+            self.carry(state, None);
+            if state.closed || interrupted {
+                return Ok(None);
+            }
+            let address = self.follows.get(found.place.0).cloned().unwrap_or_default();
+            let pause = self.directory.timed_out(found.place);
+            return Err(Missed::TimedOut { address, pause });
+        }
+        drop(state.scheduler.finished(&known, FinishReason::Length, None, None));
+        self.carry(state, None);
+        let why = lock(&self.observer.failures).remove(&request);
+        match self.end(state, &request) {
+            Some(slots) => {
+                self.directory.worked(found.place);
+                Ok(Some(slots))
+            }
+            None => Err(Missed::Failed(why.unwrap_or_default())),
+        }
+    }
+
+    /// Begins a fetch. `None` if the publisher has nothing that is needed, which it is told.
+    fn begin(
+        &self,
+        state: &mut State,
+        prompt: &Prompt,
+        first: u32,
+        found: &Found,
+    ) -> Result<Option<String>, Missed> {
+        let Ok(address) = found.address.parse() else {
+            return Err(Missed::Failed(format!("{:?} is no address", found.address)));
+        };
+        state.last += 1;
+        let request = request_of('d', state.last);
+        let (transfer, engine) = (found.transfer.clone(), Some(found.engine));
+        let params = ConsumerParams { transfer, address, engine, tokens: None }.to_params();
+        let prompt_tokens = self.tokens(prompt);
+        let whole = Request {
+            id: &request,
+            prompt_tokens,
+            max_tokens: 1,
+            params: Some(&params),
+            prompt: Some(prompt.identity),
+        };
+        state.scheduler.arrived(&whole);
+        let known = self.known(&request, prompt);
+        let (cached, wanted) = (first.min(prompt.blocks), prompt.blocks.saturating_sub(first));
+        let computed = u64::from(cached) * u64::from(self.block_tokens);
+        let slots = state.slots.take(wanted);
+        let tokens = match slots.is_some().then(|| state.scheduler.matched(&known, computed)) {
+            Some(Match::Tokens(tokens)) => tokens,
+            Some(Match::Unknown) | None => 0,
+        };
+        let mut numbers = vec![state.null_block; cached as usize];
+        numbers.extend(slots.clone().into_iter().flatten());
+        let blocks = vec![numbers; self.groups];
+        if let Some(slots) = slots.clone().filter(|_| tokens > 0) {
+            let fetch = Fetch {
+                slots,
+                received: FxHashSet::default(),
+                has_failed: false,
+                has_ended: false,
+                is_abandoned: false,
+            };
+            state.fetches.insert(request.clone(), fetch);
+            state.scheduler.allocated(&known, computed, tokens, &blocks);
+            self.carry(state, None);
+            return Ok(Some(request));
+        }
+        let is_full = wanted > 0 && slots.is_none();
+        state.give(slots.unwrap_or_default());
+        // Tells the publisher that its handoff is not needed.
+        state.scheduler.allocated(&known, prompt_tokens, 0, &blocks);
+        drop(state.scheduler.finished(&known, FinishReason::Length, None, None));
+        self.carry(state, None);
+        if is_full { Err(Missed::NoRoom { blocks: wanted }) } else { Ok(None) }
+    }
+}
+
+impl State {
+    fn give(&mut self, slots: Range<u32>) {
+        if let Err(error) = self.slots.give(slots) {
+            tracing::error!(%error, "slots of staging memory");
+        }
+    }
+}
