@@ -13,6 +13,7 @@ __all__ = [
     "Agent",
     "Batch",
     "Blocks",
+    "Exchange",
     "FileRegion",
     "Files",
     "MooncakeEngine",
@@ -26,7 +27,6 @@ __all__ = [
     "RemoteRegion",
     "RetentionConfig",
     "SchedulerHalf",
-    "Shares",
     "Space",
     "Store",
     "Transfer",
@@ -729,17 +729,6 @@ class Notification:
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
-# What kvferry.trtllm is made of.
-
-@final
-class Shares:
-    """Room for items of peers, which the peers' hosts share."""
-
-    def __new__(cls, room: int) -> Shares: ...
-    def add(self, key: str, host: str) -> list[str]: ...
-    def remove(self, key: str) -> None: ...
-    def __len__(self) -> int: ...
-
 # What kvferry.mooncake is made of.
 
 _Text: TypeAlias = str | bytes
@@ -981,3 +970,76 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Ends everything. A second call does nothing; other calls raise ValueError after it."""
+
+# A prompt: a key of 32 bytes that names its content, its `prompt_id`, and the number of its blocks.
+_Prompt: TypeAlias = tuple[bytes, bytes, int]
+
+@final
+class Exchange:
+    """Hands prompts over between engines that give a connector no parameters of a request: each is found by its content.
+
+    An engine that prefills tells its followers which prompts its ranks have in slots of memory; one that decodes follows
+    others, and has a prompt in its own slots before it is promised. `agent` is the one whose address followers know.
+    `ranks`: the agent of each rank, its layout as for `WorkerHalf`, in which slots are blocks, and the memory of the slots,
+    registered with that agent. `groups`: how many groups of layers there are, with blocks of `block_tokens` tokens. `timeout`:
+    seconds for which a prompt is kept. `model` and `producers`: as for `WorkerHalf`. `publishes`: others may follow, 256 at
+    most, which their hosts share. `follows`: ``host:port`` of the agents of the engines to follow; they are reached again and
+    again. Raises ValueError for what is not sound.
+
+    Any thread may call it. Calls return at once, but for `fetch` and `close`; in a forked child they do nothing.
+    """
+
+    def __new__(
+        cls,
+        agent: Agent,
+        ranks: Sequence[tuple[Agent, str, Region]],
+        groups: int,
+        *,
+        block_tokens: int,
+        slots: int,
+        timeout: float,
+        model: dict[str, str] = ...,
+        producers: Sequence[str] | None = None,
+        publishes: bool = False,
+        follows: Sequence[str] = ...,
+    ) -> Exchange: ...
+    def offer(self, given: _Prompt) -> tuple[int, int] | None:
+        """A prompt that is computed here will be offered. Its number, and the first of its slots; None if none follows.
+        Raises MemoryError if there are not as many slots in a row.
+        """
+
+    def copies(self, offer: int, begin: int, end: int, copy: int) -> None:
+        """All ranks copy these blocks of an offer to its slots, in the copy with this number. Copies are numbered from 1,
+        and are not named after later ones.
+        """
+
+    def ended(self, offer: int, copy: int) -> None:
+        """The request of an offer has ended, whose last blocks are in this copy. What is missing is not handed over."""
+
+    def made(self, copied: int, lost: int) -> None:
+        """`copied`: the last copy that all ranks have made, or have not been able to; `lost`: the last of the latter."""
+
+    def fetch(
+        self, given: _Prompt, first: int, timeout: float
+    ) -> tuple[tuple[int, int] | None, list[tuple[str, str, float]]]:
+        """Fetches the blocks of a prompt from `first` on, if an engine offers it: the run of their slots; and why others
+        did not hand it over: ``room`` with the slots that there are not, ``failed`` with the reason, ``timeout`` with
+        the address of an engine that is not asked for so many seconds, 2 at first and 60 at most.
+        """
+
+    def give(self, slots: tuple[int, int]) -> None:
+        """Slots that `fetch` has returned are free again."""
+
+    @property
+    def followers(self) -> int:
+        """How many engines follow this one."""
+
+    @property
+    def refused(self) -> int:
+        """How many were refused, or lost their place, because there were too many."""
+
+    def gauges(self) -> dict[str, int]:
+        """Counts of what is kept, by name."""
+
+    def close(self) -> None:
+        """Ends everything. A `fetch` that waits returns. A second call does nothing."""

@@ -7,6 +7,6 @@ rank. It carries `SchedulerHalf.step` to `WorkerHalf.apply` of every rank, and t
 
 from __future__ import annotations
 
-from kvferry._kvferry import SchedulerHalf, WorkerHalf, counted_reasons, log_to_stderr, prompt_id
+from kvferry._kvferry import Exchange, SchedulerHalf, WorkerHalf, counted_reasons, log_to_stderr, prompt_id
 
-__all__ = ["SchedulerHalf", "WorkerHalf", "counted_reasons", "log_to_stderr", "prompt_id"]
+__all__ = ["Exchange", "SchedulerHalf", "WorkerHalf", "counted_reasons", "log_to_stderr", "prompt_id"]

@@ -25,8 +25,7 @@
 //! | `store_watch` | `Watch` |
 //! | `retention` | `RetentionConfig` |
 //! | `notification` | `Notification` |
-//! | `shares` | `Shares`, which `kvferry.trtllm` is made of |
-//! | `connector` | `SchedulerHalf`, `WorkerHalf`: what engines' connectors are made of |
+//! | `connector` | `SchedulerHalf`, `WorkerHalf`, `Exchange`: what engines' connectors are made of |
 //! | `mooncake` | `MooncakeEngine`, which `kvferry.mooncake` is made of |
 //! | `blocking`, `error`, `log` | the rules above, exceptions, `KVFERRY_LOG` |
 
@@ -42,7 +41,6 @@ mod mooncake;
 mod notification;
 mod peer;
 mod retention;
-mod shares;
 mod store;
 mod store_blocks;
 mod store_pending;
@@ -81,9 +79,9 @@ pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<store_pending::Pending>()?;
     module.add_class::<store_pending::Put>()?;
     module.add_class::<mooncake::NativeEngine>()?;
-    module.add_class::<shares::Shares>()?;
     module.add_class::<connector::scheduler::SchedulerHalf>()?;
     module.add_class::<connector::worker::WorkerHalf>()?;
+    module.add_class::<connector::exchange::Exchange>()?;
     module.add_function(pyo3::wrap_pyfunction!(connector::scheduler::prompt_id, module)?)?;
     module.add_function(pyo3::wrap_pyfunction!(connector::scheduler::counted_reasons, module)?)?;
     module.add_function(pyo3::wrap_pyfunction!(log::log_to_stderr, module)?)

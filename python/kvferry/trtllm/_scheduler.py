@@ -71,8 +71,8 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         self._numbers = {False: 0, True: 0}
         # Of the step that is built: what ranks copy to hand it over.
         self._copies: list[Part] = []
-        # Of look-ups at engines that prefill, and in the store.
-        self._engines, self._store = Breaker(), Breaker()
+        # Of look-ups in the store.
+        self._store = Breaker()
         # Asynchronous loads that were promised, and whose requests ended before they were sent.
         self._abandoned: list[int] = []
 
@@ -110,11 +110,8 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         first = state.computed // tokens_per_block
         self._local.counts["wanted_blocks"] += max(0, (state.prompt_tokens - 1) // tokens_per_block - first)
         handoff = self._local.handoff
-        if handoff is not None and prompt is not None and self._engines.allows():
-            deadline = time.monotonic() + self._settings.load_wait
-            slots = handoff.fetch(prompt, first, deadline)
-            late = slots is None and time.monotonic() >= deadline
-            self._ended(self._engines, "engines that prefill", found=slots is not None, late=late)
+        if handoff is not None and prompt is not None:
+            slots = handoff.fetch(prompt, first, time.monotonic() + self._settings.load_wait)
             if slots is not None:
                 self._promise(state, loads.handed_over(handoff, slots, first), tokens_per_block)
                 state.stored = loads.in_store(state.hashes)
@@ -126,12 +123,12 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         deadline = time.monotonic() + self._settings.load_wait
         state.stored = loads.found(state.hashes, deadline)
         if self._settings.load == "off":
-            self._ended(self._store, "the store", found=False, late=loads.took_too_long)
+            self._ended(found=False, late=loads.took_too_long)
             return
         # At least one token is computed, for its logits.
         usable = min(state.stored, (state.prompt_tokens - 1) // tokens_per_block)
         staged = loads.read(state.hashes, first, usable, deadline) if usable > first else None
-        self._ended(self._store, "the store", found=staged is not None, late=loads.took_too_long)
+        self._ended(found=staged is not None, late=loads.took_too_long)
         if staged is None:
             # A block that was found but can't be read is put again.
             state.stored = min(state.stored, first) if usable > first else state.stored
@@ -139,12 +136,14 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         state.stored = state.stored if staged.end == usable else staged.end
         self._promise(state, staged, tokens_per_block)
 
-    def _ended(self, breaker: Breaker, whom: str, *, found: bool, late: bool) -> None:
+    def _ended(self, *, found: bool, late: bool) -> None:
         # A miss in time says nothing of what a hit would cost.
         if found:
-            breaker.worked()
+            self._store.worked()
         elif late and self._settings.load_wait > 0:
-            self._local.say("no look-ups for %.0f s, since %s took longer than load_wait", breaker.timed_out(), whom)
+            self._local.say(
+                "no look-ups in the store for %.0f s, since it took longer than load_wait", self._store.timed_out()
+            )
 
     def _promise(self, state: _Request, staged: Staged, tokens_per_block: int) -> None:
         staged.is_async = self._settings.load == "async"
@@ -193,8 +192,6 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         if self._closing:
             self._closing = [it for it in self._closing if not it.is_ended()]
         handoff = self._local.handoff
-        if handoff is not None:
-            handoff.pump()
         self._copies = []
         saves: list[Save] = []
         scheduled = set()
@@ -408,6 +405,8 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
     def stats(self) -> dict[str, int]:
         """Counts since the start, and of the store."""
         stats = dict(self._local.counts)
+        if self._local.handoff is not None:
+            stats["refused_followers"] = stats.get("refused_followers", 0) + self._local.handoff.refused_followers
         if self._local.opened is not None:
             stats |= {"store_" + name: value for name, value in self._local.opened.store.stats().items()}
         return stats

@@ -11,6 +11,7 @@ import mmap
 import os
 import secrets
 import tempfile
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,16 +24,67 @@ logger = logger_of("trtllm")
 _FOLDER = Path("/dev/shm")
 
 
+class Bell:
+    """A pipe that wakes rank 0's thread: any rank rings. It has a path where ranks are processes."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self._reader, self._writer = reader, writer
+        os.set_blocking(writer, False)
+        weakref.finalize(self, _close, {reader, writer})
+
+    @staticmethod
+    def of_process() -> Bell:
+        return Bell(*os.pipe())
+
+    @staticmethod
+    def make(arena: Path) -> Bell:
+        """Raises OSError."""
+        os.mkfifo(_bell_of(arena), 0o600)
+        return Bell.open(arena)
+
+    @staticmethod
+    def open(arena: Path) -> Bell:
+        """Raises OSError."""
+        # A reader that is a writer, too, waits where no other rank has the pipe open.
+        reader, writer = (os.open(_bell_of(arena), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW) for _ in range(2))
+        return Bell(reader, writer)
+
+    def ring(self) -> None:
+        # A full pipe wakes already.
+        with suppress(BlockingIOError):
+            os.write(self._writer, b".")
+
+    def wait(self) -> None:
+        """Until it rings. What has rung before counts once."""
+        os.read(self._reader, _ALIGN)
+
+
+def _bell_of(arena: Path) -> Path:
+    return arena.with_name(arena.name + "-bell")
+
+
+def _unlink(arena: Path) -> None:
+    for path in (arena, _bell_of(arena)):
+        with suppress(OSError):
+            path.unlink()
+
+
+def _close(descriptors: set[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 class Arena(Memory):
     """Shared memory. Its head has four counters for each rank: synchronous and asynchronous loads that it has copied to
     its cache; copies of its cache, to be handed over, that it has made, and the last that it has not.
     """
 
-    def __init__(self, mapped: mmap.mmap, ranks: int, path: Path | None = None) -> None:
+    def __init__(self, mapped: mmap.mmap, ranks: int, bell: Bell, path: Path | None = None) -> None:
         super().__init__(mapped, ctypes.addressof(ctypes.c_char.from_buffer(mapped)))
         self.nbytes = len(mapped)
         self.head = head_bytes(ranks)
         self.path = path
+        self.bell = bell
         self._counters = (ctypes.c_uint64 * (4 * ranks)).from_buffer(mapped)
         self._ranks = ranks
 
@@ -42,16 +94,16 @@ class Arena(Memory):
         nbytes = head_bytes(ranks) + -(-nbytes // ALIGN) * ALIGN
         try:
             if ranks == 1:
-                return Arena(mmap.mmap(-1, nbytes), ranks)
+                return Arena(mmap.mmap(-1, nbytes), ranks, Bell.of_process())
             folder = _FOLDER if _FOLDER.is_dir() else Path(tempfile.gettempdir())
             path = folder / f"kvferry-trtllm-{os.getuid()}-{secrets.token_hex(8)}"
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 # A write to memory that the file system does not have would end the process.
                 os.posix_fallocate(descriptor, 0, nbytes)
-                return Arena(mmap.mmap(descriptor, nbytes), ranks, path)
+                return Arena(mmap.mmap(descriptor, nbytes), ranks, Bell.make(path), path)
             except BaseException:
-                path.unlink()
+                _unlink(path)
                 raise
             finally:
                 os.close(descriptor)
@@ -68,15 +120,14 @@ class Arena(Memory):
         """Raises OSError."""
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            return Arena(mmap.mmap(descriptor, os.fstat(descriptor).st_size), ranks)
+            return Arena(mmap.mmap(descriptor, os.fstat(descriptor).st_size), ranks, Bell.open(Path(path)))
         finally:
             os.close(descriptor)
 
     def unlink(self) -> None:
         """Once every rank has it open: then it goes with the last process."""
         if self.path is not None:
-            with suppress(OSError):
-                self.path.unlink()
+            _unlink(self.path)
             self.path = None
 
     def copied(self, rank: int, number: int, *, is_async: bool) -> None:
@@ -93,6 +144,7 @@ class Arena(Memory):
         if lost > last:
             self._counters[4 * rank + 3] = lost
         self._counters[4 * rank + 2] = number
+        self.bell.ring()
 
     def lost_by_any(self) -> int:
         """The number of the last copy that a rank has not made. Those before it count as lost, too."""

@@ -154,8 +154,6 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
             is_made = True
         finally:
             local.arena.handed(rank, copies.number, is_made=is_made)
-        if local.handoff is not None:
-            local.handoff.pump()
 
     def _begin(self, pages: Pages, save: Save) -> Iterator[Any]:
         try:

@@ -8,6 +8,7 @@
 //! a switch interval of 5 ms. Only starting and closing a worker half detach. No thread of the halves
 //! ever takes the interpreter's lock, so a lock held by one of them is free soon.
 
+pub(crate) mod exchange;
 pub(crate) mod ints;
 pub(crate) mod scheduler;
 mod values;

@@ -92,6 +92,11 @@ impl WorkerObserver for Loads {
     }
 }
 
+/// The producers that KV is fetched from; `None` for those that an agent has by itself.
+pub(super) fn producers_of(list: Option<Vec<String>>) -> PyResult<Option<Producers>> {
+    list.map(|it| Producers::parse(&it)).transpose().map_err(refused)
+}
+
 impl WorkerHalf {
     fn worker(&self) -> PyResult<Arc<Worker>> {
         lock(&self.0.worker).clone().ok_or_else(|| refused("the worker half is closed"))
@@ -117,7 +122,7 @@ impl WorkerHalf {
         producers: Option<Vec<String>>,
     ) -> PyResult<Self> {
         let agent = agent.get().core(py)?;
-        let producers = producers.map(|it| Producers::parse(&it)).transpose().map_err(refused)?;
+        let producers = producers_of(producers)?;
         let layout: Layout = serde_json::from_str(layout).map_err(refused)?;
         let regions: Vec<_> = regions.iter().map(|region| region.get().region.clone()).collect();
         let announce = match announce {
