@@ -1,6 +1,6 @@
 //! Prompts on offer between real agents. What the protocol promises is tested in virtual time, in `kvferry-models`.
 
-use kvferry::Agent;
+use kvferry::{Agent, Channel, Error, Message, MessageHandler, Receipt};
 use kvferry_connector::{
     ContentKey, Directory, DirectoryConfig, EngineId, Found, HandoffId, Place, Refusal,
 };
@@ -8,6 +8,8 @@ use kvferry_proto::directory::{DirectoryMessage, Follow, Gone, Limits};
 use kvferry_testkit::ports::KeptPort;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 fn bounded() -> Watchdog {
     Watchdog::new(PATIENCE)
@@ -175,6 +177,56 @@ fn messages_that_are_malformed_or_of_another_protocol_change_nothing() {
     channel.send(follow()).expect("the session lives");
     eventually("the publisher has one follower", || publisher.followers() == 1);
     assert!(channel.end().is_none());
+}
+
+/// Takes no message: each waits for its receipt.
+#[derive(Default)]
+struct Slow {
+    receipts: Mutex<Vec<Receipt>>,
+    has_ended: AtomicBool,
+}
+
+impl MessageHandler for Slow {
+    fn began(&self, _channel: &Channel) {}
+
+    fn received(&self, _channel: &Channel, message: Message<'_>) {
+        let (_, receipt) = message.take_later();
+        self.receipts.lock().expect("no panic").push(receipt);
+    }
+
+    fn ended(&self, _channel: &Channel, _error: &Error) {
+        self.has_ended.store(true, Ordering::Release);
+    }
+}
+
+#[test]
+fn i8_a_follower_that_takes_its_messages_too_slowly_loses_its_session_and_no_other_does() {
+    let _bounded = bounded();
+    let prefill = agent("127.0.0.1:0");
+    let publisher = start(&prefill, 1, true, &[]);
+    let (stranger, slow) = (agent("127.0.0.1:0"), Arc::new(Slow::default()));
+    stranger.set_message_handler(Arc::<Slow>::clone(&slow)).expect("it has none");
+    let channel = stranger.peer(prefill.advertised()).expect("an address").channel(PATIENCE);
+    let channel = channel.expect("it listens");
+    channel.send(DirectoryMessage::from(Follow { engine: EngineId(7) }).encode()).expect("alive");
+    let decode = agent("127.0.0.1:0");
+    let subscriber = start(&decode, 2, false, &[prefill.advertised()]);
+    eventually("both follow", || publisher.followers() == 2);
+    // More than the queue of a session holds, at a pace that the other follower keeps up with.
+    for number in 0..Channel::QUEUE_MAX {
+        publish(&publisher, 1, number);
+        publisher.retract(&transfer(number));
+        if number % 256 == 0 {
+            publish(&publisher, 2, number);
+            eventually("the other follower hears of it", || subscriber.take(&key(2)).is_some());
+            publisher.retract(&transfer(number));
+        }
+        if publisher.followers() == 1 {
+            break;
+        }
+    }
+    eventually("the slow follower's session has ended", || slow.has_ended.load(Ordering::Acquire));
+    assert_eq!(publisher.followers(), 1);
 }
 
 #[test]
