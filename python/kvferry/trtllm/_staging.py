@@ -56,7 +56,7 @@ class Bell:
 
     def wait(self) -> None:
         """Until it rings. What has rung before counts once."""
-        os.read(self._reader, _ALIGN)
+        os.read(self._reader, ALIGN)
 
 
 def _bell_of(arena: Path) -> Path:
