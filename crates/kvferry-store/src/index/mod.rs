@@ -1,6 +1,6 @@
 //! The index of blocks, in memory that up to 64 processes share.
 //!
-//! It maps a [`Key`] to the place of a block on disk. An [`Index`] is a mapping of the memory and
+//! It maps a [`Key`](crate::Key) to the place of a block on disk. An [`Index`] is a mapping of the memory and
 //! reads it; a [`Member`] is a process that also changes it. One member, the keeper, drains the
 //! events of all members, removes what the policy gives up, and repairs what dead members left.
 //!
