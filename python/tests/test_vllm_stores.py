@@ -123,9 +123,9 @@ class Engine:
     def schedules(self, tokens: int) -> None:
         Scheduler(self.made).build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=tokens))
 
-    def offers(self, number: int) -> bool:
-        """Whether a manager takes a block that vLLM offers."""
-        context = Context(BLOCKS)
+    def offers(self, number: int, context: Context | None = None) -> bool:
+        """Whether a manager takes a block that vLLM offers, of a new request or of the one with this context."""
+        context = context or Context(BLOCKS)
         keys: list[bytes] = self.made.prepare_store([key(number)], context).keys_to_store
         self.made.complete_store(keys, context)
         return keys == [key(number)]
@@ -283,16 +283,19 @@ def test_a_step_whose_tokens_are_not_known_may_have_blocks_cached(stored: Made) 
     assert not engine.stores(0)
 
 
-def test_a_manager_stores_nothing_that_is_offered_in_the_first_step_with_other_weights(manager: Made) -> None:
+def test_a_manager_stores_nothing_of_earlier_requests_in_the_first_step_with_other_weights(manager: Made) -> None:
     engine = manager()
     assert engine.stores(0)
+    before = Context(BLOCKS)
+    engine.made.on_new_request(before)
     # As in a process of the caller's, which has the engine do nothing between these calls.
     engine.reset(of_connector=False)
     engine.core.set_weight_version("2")
     engine.schedules(1)
-    assert not engine.offers(1), "the last block of a request that ended before"
+    assert not engine.offers(1, before), "the last block of a request that ended before"
+    assert engine.offers(1), "the first block of a request that came after"
     engine.schedules(1)
-    assert engine.offers(2)
+    assert engine.offers(2, before)
 
 
 def test_a_store_takes_nothing_after_other_weights_where_another_connector_keeps_blocks(

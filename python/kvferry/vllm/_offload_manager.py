@@ -86,6 +86,8 @@ class _Request:
     plan: Plan
     keys: Keys
     names: RequestNames
+    # The step before which it came.
+    began: int
     # What the index said in this step.
     step: int = -1
     known: dict[bytes, bool] = field(default_factory=dict)
@@ -203,7 +205,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         request: _Request | None = req_context.get_state(_Request)
         if request is None:
             plan = self._plans.of(req_context.kv_transfer_params)
-            request = _Request(plan, Keys(self._tokens), self._adapters.of_request())
+            request = _Request(plan, Keys(self._tokens), self._adapters.of_request(), self._step)
             req_context.set_state(request)
         return request
 
@@ -399,7 +401,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         """Whether the request's KV is computed with the weights of its names. vLLM offers blocks that it has found in
         its cache, too.
         """
-        if self._step <= self._renamed_at + 1:
+        if request.began < self._renamed_at and self._step <= self._renamed_at + 1:
             # vLLM offers the last blocks of requests in the step after their end, which may have been before that.
             return False
         if self._cached.are_mixed:
