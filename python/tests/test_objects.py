@@ -252,8 +252,8 @@ def test_an_outage_and_its_end_are_one_log_line_each_without_secrets(
     status, logged = child.finish()
     lines = [line for line in logged.splitlines() if "object store" in line]
     assert (status, len(lines)) == (0, 2), logged
-    assert f"WARN kvferry_store::objects: the object store {bucket.url} fails" in lines[0]
-    assert f"INFO kvferry_store::objects: the object store {bucket.url} answers again" in lines[1]
+    assert f"WARN kvferry_store::tiers::objects: the object store {bucket.url} fails" in lines[0]
+    assert f"INFO kvferry_store::tiers::objects: the object store {bucket.url} answers again" in lines[1]
     for secret in ("hidden token", "a secret that no error shows", "Signature"):
         assert secret not in logged
 
