@@ -97,7 +97,7 @@ impl Files {
     /// Writes memory to files (offload). Blocks; the calling thread does the work that does not wait for
     /// a device.
     ///
-    /// After it returns, kvferry does not read the memory, unless [`Error::quiesced`] is `Some(false)`:
+    /// After it returns, kvferry does not read the memory, unless [`Error::quiesced`](crate::Error::quiesced) is `Some(false)`:
     /// the device did not answer in time, and unregistering the memory waits for it. With a timeout of
     /// `Duration::MAX` it returns only once the device has answered, unless the agent is shut down.
     ///
