@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -300,11 +300,11 @@ class _Cached:
 
 class _Purpose(Enum):
     # The engine has read what the look finds, or will.
-    READ = auto()
+    READ = "read"
     # The engine has read the files before: others may have been read since.
-    COMPARE = auto()
+    COMPARE = "compare"
     # The engine is about to read them.
-    BEFORE_LOAD = auto()
+    BEFORE_LOAD = "before a load"
 
 
 @dataclass
