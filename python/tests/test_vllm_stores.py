@@ -276,6 +276,22 @@ def test_blocks_that_were_not_offered_are_in_vllms_cache_too(stored: Made) -> No
     assert not engine.stores(0)
 
 
+def test_blocks_that_are_loaded_in_a_step_without_tokens_are_in_vllms_cache_too(kind: str, stored: Made) -> None:
+    engine = stored()
+    assert engine.stores(0)
+    engine.reset()
+    engine.schedules(0)
+    if kind == "tier":
+        ids = SimpleNamespace(tolist=lambda: [0])
+        job = SimpleNamespace(job_id=9, keys=[key(0)], chunk_ids=ids, req_context=Context(BLOCKS))
+        engine.made.submit_load(job)
+        settle(engine)
+    else:
+        engine.made.prepare_load([key(0)], Context(BLOCKS))
+    engine.core.set_weight_version("2")
+    assert not engine.stores(0)
+
+
 def test_a_step_whose_tokens_are_not_known_may_have_blocks_cached(stored: Made) -> None:
     engine = stored()
     engine.made.on_schedule_end(None)

@@ -336,6 +336,8 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
     @_guarded(lambda self, _, req_context: StoredBlocks(req_context.req_id, self._tenant))
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> StoredBlocks:
         request = self._request(req_context)
+        # Also in a step without tokens, where a request waits for what it loads.
+        self._cached.add()
         spec = StoredBlocks(req_context.req_id, self._tenant)
         for key in keys:
             request.loads[key] += 1

@@ -294,6 +294,8 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         keys = list(job_metadata.keys)
         names = self._asked(job_metadata.req_context).names
         job = self._jobs[job_metadata.job_id] = _Job(True, keys, names)
+        # Also in a step without tokens, where a request waits for what it loads.
+        self._cached.add()
         chunks = dict(zip(keys, job_metadata.chunk_ids.tolist(), strict=True))
         for _, of_group in by_group(keys):
             self._get(job, of_group, [chunks[key] for key in of_group])
