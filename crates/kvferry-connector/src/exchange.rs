@@ -9,6 +9,7 @@
 //! Only [`Exchange::fetch`] waits, for the time that its caller gives. Locks: the exchange's, then the directory's or a
 //! worker's. Workers call the observer with theirs held; it only wakes the thread.
 
+use crate::address::AgentAddress;
 use crate::directory::{Directory, DirectoryConfig, DirectoryError};
 use crate::params::{ConsumerParams, producer_params};
 use crate::producers::Producers;
@@ -654,12 +655,14 @@ impl Shared {
         first: u32,
         found: &Found,
     ) -> Result<Option<String>, Missed> {
-        let Ok(address) = found.address.parse() else {
+        // A publisher names an agent, never a server that is to be asked by HTTP.
+        let Ok(address) = found.address.parse::<AgentAddress>() else {
             return Err(Missed::Failed(format!("{:?} is no address", found.address)));
         };
         state.last += 1;
         let request = request_of('d', state.last);
         let (transfer, engine) = (found.transfer.clone(), Some(found.engine));
+        let address = address.into();
         let params = ConsumerParams { transfer, address, engine, tokens: None }.to_params();
         let prompt_tokens = self.tokens(prompt);
         let whole = Request {

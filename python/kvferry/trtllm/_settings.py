@@ -61,7 +61,7 @@ class HandoffSettings(PeerSettings):
             nbytes=int(read.number("handoff_gib", 1.0, 1 / 1024, 1 << 12) * GIB),
             timeout=read.number("handoff_timeout", 60.0, 1, 86_400),
             listen=read.text("listen"),
-            prefill=tuple(it.strip() for it in read.texts("prefill", "a list of host:port") or () if it),
+            prefill=tuple(dict.fromkeys(it.strip() for it in read.texts("prefill", "a list of host:port") or () if it)),
             secret_file=read.path("secret_file"),
             producers=read.texts("producers"),
         )
