@@ -571,8 +571,8 @@ class Space:
         Four puts are carried out at a time, the others wait for their turn, in the order of the calls. `wait`: seconds for
         which this one may; if it has not begun by then, it ends, and all its blocks are refused (`Put.refused_waiting`). Where
         puts of 2 GiB or 65 536 blocks wait, it is refused at once. With 0 it is refused at once where 256 MiB wait, and
-        otherwise waits for its turn however long that takes. A put of any size may wait alone. `put_wait` of the store counts
-        from the end of `wait`.
+        otherwise waits for its turn however long that takes. A put of any size may wait alone. With a `wait`, `put_wait` of
+        the store counts from its turn.
 
         `Pending.cancel` ends a put that has not begun. Closing the store carries out the puts that wait, each unless its
         `wait` ends first.

@@ -368,7 +368,8 @@ impl Space {
         self.pending(py, || self.space.get_async(&hashes.slices(), first, &memory))
     }
 
-    /// As `put`, in the background, `wait` seconds after the call at the latest.
+    /// As `put`, in the background: it begins `wait` seconds after the call at the latest, or ends refused; with 0, when its
+    /// turn comes. Then `put_wait` begins to count.
     #[pyo3(
         signature = (hashes, memory, first = 0, *, priority = 35, duration = None, leave = false, wait = 0.0)
     )]

@@ -203,7 +203,7 @@ impl Store {
         self.0.worker.writer.sync(core).map_err(failed)
     }
 
-    /// SpaceWaits until the blocks that this process has put before are uploaded to the object store, or dropped.
+    /// Waits until the blocks that this process has put before are uploaded to the object store, or dropped.
     /// False if `timeout` passed first. True at once without an object store.
     ///
     /// # Errors
@@ -242,7 +242,7 @@ impl Store {
         (self.0.core.superblock.created_ms, self.0.core.clock.now_s())
     }
 
-    /// What this process has done, and what the store holds. All zero in a forked child. SpaceWaits for no device.
+    /// What this process has done, and what the store holds. All zero in a forked child. Waits for no device.
     pub fn stats(&self) -> Stats {
         if self.0.is_forked() {
             // A thread of the parent may have held one of the locks at the fork.

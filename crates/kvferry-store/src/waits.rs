@@ -1,4 +1,4 @@
-//! SpaceWaits for a free segment.
+//! Waits for a free segment.
 
 use crate::index::Member;
 use crate::sync::lock;

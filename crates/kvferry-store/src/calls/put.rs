@@ -120,7 +120,7 @@ impl Space {
     /// long this one may: if it has not begun by then, it ends, and all its blocks are refused
     /// ([`Put::refused_waiting`]). Where puts of 2 GiB or 65 536 blocks wait, it is refused at once. With a `wait` of
     /// zero it is refused at once where 256 MiB wait, and otherwise waits for its turn however long that takes. A put of
-    /// any size may wait alone. [`StoreOptions::put_wait`](crate::StoreOptions::put_wait) counts from the end of `wait`.
+    /// any size may wait alone. [`StoreOptions::put_wait`](crate::StoreOptions::put_wait) counts from its turn.
     ///
     /// [`Pending::cancel`] ends a put that has not begun. Closing the store carries out the puts that wait, each unless
     /// its `wait` ends first.
@@ -146,7 +146,9 @@ impl Space {
         let until = (!wait.is_zero()).then(|| after(called, wait));
         let put = move |turn| match turn {
             Turn::Begun => {
-                space.put_since(&prompt, first, &memory, retain, until.unwrap_or(called))
+                // The wait for space comes after the wait for the turn, which may have been short.
+                let since = until.map_or(called, |_| Instant::now());
+                space.put_since(&prompt, first, &memory, retain, since)
             }
             Turn::GivenUp => {
                 let mut put = Put::default();
