@@ -1,4 +1,4 @@
-//! What `kvferry bench` measures, and how figures are drawn.
+//! Measurements of `kvferry bench`, and pictures of their figures.
 //!
 //! [`transfers`] measures reads and writes beside plain programs and other engines in the same rounds, [`handoffs`] what
 //! a handoff costs beyond moving its bytes, [`files`] files beside fio, [`store`] the store of blocks and the hits of a

@@ -647,7 +647,7 @@ impl Shared {
         }
     }
 
-    /// Begins a fetch. `None` if the publisher has nothing that is needed, which it is told.
+    /// Begins a fetch. `None` if the publisher has nothing that is needed; the scheduler frees it there.
     fn begin(
         &self,
         state: &mut State,

@@ -350,7 +350,7 @@ fn i6_a_follower_that_is_silent_is_forgotten_when_its_lease_is_over() {
     publisher.expire(start() + lease);
     assert_eq!(publisher.poll(), Some(PublisherAction::Disconnect { peer: PeerId(5) }));
     assert_eq!((publisher.poll(), publisher.followers()), (None, 1));
-    // It is told of nothing; the other one is.
+    // The publisher sends it nothing, and the offer to the other one.
     assert_eq!(publisher.publish(key(1), &transfer(1), start() + lease), Ok(()));
     assert!(matches!(publisher.poll(), Some(PublisherAction::Send { to: PeerId(6), .. })));
     assert_eq!(publisher.poll(), None);

@@ -33,7 +33,7 @@ impl Session {
         }
     }
 
-    /// Whether bytes are copied within a host.
+    /// True if bytes are copied within a host.
     pub(crate) fn is_local(&self) -> bool {
         self.transport == "local"
     }
@@ -106,7 +106,7 @@ impl Report {
     /// A report of one of `schemas` from its own JSON.
     ///
     /// # Errors
-    /// What is wrong with the text, in words.
+    /// A sentence that says what is wrong with the text.
     pub fn from_json(text: &str, schemas: &[&str]) -> Result<Report, String> {
         let report: Report = serde_json::from_str(text).map_err(|error| error.to_string())?;
         match report.schema.as_str() {

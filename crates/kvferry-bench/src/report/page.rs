@@ -10,7 +10,7 @@ use crate::units;
 use super::section::{Section, sections};
 use super::{Judged, Report, Row};
 
-/// How figures of every bench are measured.
+/// Sentences of every page on how its figures are measured.
 const METHOD: &str = "Every figure is the median of the rounds, with the first and third quartile; ratios are taken \
 round by round.";
 

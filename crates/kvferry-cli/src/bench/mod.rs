@@ -131,7 +131,7 @@ fn read(file: &Path, schemas: &[&str]) -> Result<Report, Failure> {
     report.map_err(|why| Failure::Usage(format!("--from {}: {why}", file.display())))
 }
 
-/// Whether pictures can be written to `folder`, which is made.
+/// Makes `folder`, and fails if no pictures can be written to it.
 fn check_folder(folder: &Path) -> Result<(), Failure> {
     files::folder(folder)
         .and_then(|()| files::check(&folder.join(PAGE_NAME)))

@@ -349,7 +349,7 @@ impl ComputeEvent for Signal {
     }
 }
 
-/// Whoever's request has not arrived within half a second is not waited for.
+/// Limits with which an engine waits half a second for a request to arrive.
 fn short_limits() -> Limits {
     let short = Duration::from_millis(500);
     Limits { offer_ttl: short, rendezvous: short, ..Limits::default() }

@@ -28,7 +28,7 @@
 //!
 //! A follower is a session, not an address that a peer names: no peer can have prompts told to another host. A
 //! subscriber hears offers only over sessions that it has opened to addresses of its operator. What a publisher says of
-//! its engine and its address is checked by whoever connects there, as the parameters of a request are.
+//! its engine and its address is checked by the side that connects there, as the parameters of a request are.
 //!
 //! # Bounds
 //!

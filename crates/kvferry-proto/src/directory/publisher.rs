@@ -17,8 +17,8 @@ use std::time::Duration;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum PublisherAction {
-    /// Send a message. If the session has no room for it, end the session: the follower connects again, and is told
-    /// of everything that is on offer then.
+    /// Send a message. If the session has no room for it, end the session: the follower connects again, and
+    /// gets everything that is on offer then.
     Send { to: PeerId, message: DirectoryMessage },
     /// A follower was refused for want of room, this one or an earlier one. For the log, and to be counted.
     Refused { peer: PeerId },

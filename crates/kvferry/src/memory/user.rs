@@ -1,7 +1,7 @@
 //! The seam between memory and what reaches it by other means than this process's own copiers:
 //! processes of this host, network cards, devices, the kernel.
 //!
-//! A transport adds a [`MemoryUser`] when it starts. The user is told of every region, and names its
+//! A transport adds a [`MemoryUser`] when it starts. The agent reports every region to it; it names its
 //! [`Copier`]s: processes or devices that copy by themselves. `unregister` waits for the copiers that touch
 //! the region, and keeps the range in quarantine if one does not leave.
 //!

@@ -18,7 +18,7 @@
 //! a `Drive`'s descriptor. A transport that supports device memory takes it from the batch's
 //! pieces; the others see only host spans.
 //!
-//! A transport is told of regions, and keeps keys of them, through `crate::memory::user`. Its settings are
+//! A transport hears of regions, and keeps keys of them, through `crate::memory::user`. Its settings are
 //! declared in its folder ([`settings`](mod@settings)).
 
 pub(crate) mod refusal;

@@ -190,7 +190,7 @@ fn requests_that_wait_are_announced_once_with_the_step_after_their_arrival() {
     };
     let (expects, claims) = (vec![expect], vec![claim]);
     let expected = ConnectorMetadata { expects, claims, ..ConnectorMetadata::default() };
-    assert_eq!(empty_step(&mut it), expected, "nobody can know the id that was drawn");
+    assert_eq!(empty_step(&mut it), expected, "no peer can know the id that was drawn");
     assert!(empty_step(&mut it).is_empty());
     // Requests that do not wait are only offered, fetched, freed or withdrawn.
     let (named, consumed, freed) = (produces("v"), consumes("w"), consumes("z"));

@@ -157,7 +157,7 @@ impl Keeper {
             };
             let (at, header) = extent.header();
             let to = extent.segment();
-            // First: whoever is the next keeper knows it.
+            // First, so that the next keeper knows of the copies.
             core.member.note_copies(to, true);
             self.sources.note_copied(&core.member, from, to);
             let some = &rest[..extent.records().len()];

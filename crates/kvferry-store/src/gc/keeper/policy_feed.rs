@@ -1,4 +1,4 @@
-//! What the policy is told of the index: blocks that came, that are wanted again, and that are leased.
+//! Input of the policy from the index: blocks that came, that are wanted again, and that are leased.
 
 use super::condemned::Condemned;
 use crate::core::Core;
