@@ -275,8 +275,8 @@ test-sanitizers: ## Run the C tests under AddressSanitizer and ThreadSanitizer (
 	$(CARGO) +nightly test -Zbuild-std --target $$host -p kvferry-capi --test programs --test trtllm_loopback -- \
 	    --test-threads=1 $(TSAN_TESTS)
 
-lint: ## Check formatting, style, types and dependencies of everything
-	+@MAKE='$(MAKE)' .ci/parts lint-format lint-python lint-deny lint-clippy
+lint: ## Check formatting, style, types, dependencies and documentation of everything
+	+@MAKE='$(MAKE)' .ci/parts lint-format lint-python lint-deny lint-clippy doc
 
 lint-rust: lint-format lint-clippy lint-deny
 
