@@ -122,8 +122,9 @@ impl Inner {
         if let Some(region) = copied.or_else(|| memory.regions.wait_for_others(&regions, until)) {
             tracing::error!(
                 %region,
-                "the agent is shut down, but a device still copies or another thread still \
-                 unregisters; do not reuse the region's memory"
+                "the agent is shut down, but a copy of a device or a file has not ended, a transport still \
+                 holds the memory, or another thread still unregisters it; do not reuse the \
+                 region's memory"
             );
         }
         if let Some(copier) = occupied.first() {
@@ -132,9 +133,6 @@ impl Inner {
                 "the agent is shut down, but a process of this host may still write to its \
                  memory: the process does not answer; do not reuse the memory until it exits"
             );
-        }
-        if !occupied.is_empty() || !stuck.is_empty() {
-            memory.regions.quarantine(&regions, &occupied, &stuck);
         }
         memory.regions.left(&regions);
     }
@@ -482,6 +480,8 @@ fn warn_once_that_open(addr: SocketAddr) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::Access;
+    use crate::memory::user::tests::Clinging;
     use kvferry_sys::poll::Interest;
     use std::sync::mpsc;
 
@@ -554,6 +554,20 @@ mod tests {
         // The thread has ended: its handlers are dropped.
         assert_eq!(is_called.try_recv(), Err(mpsc::TryRecvError::Disconnected));
         drop(release);
+    }
+
+    #[test]
+    fn i2_a_region_that_a_transport_still_holds_after_a_shutdown_is_in_quarantine() {
+        let builder = Agent::builder().silence(Duration::from_millis(100));
+        let agent = builder.start().expect("an agent");
+        let region = agent.allocate(4096, Access::READ_WRITE).expect("memory");
+        let key = region.0.keys.get(Clinging::default);
+        agent.shutdown();
+        assert!(region.is_quarantined());
+        assert_eq!(agent.stats().regions_quarantined, 1);
+        key.let_go.store(true, Ordering::SeqCst);
+        assert!(!region.is_quarantined());
+        assert_eq!(agent.stats().regions_quarantined, 0);
     }
 
     #[test]

@@ -268,17 +268,14 @@ fn quiesce(core: &Core, removed: &[&Region]) -> Result<()> {
     let Unquiet { stuck, copied, occupied } =
         core.memory.quiesce(removed.iter().copied(), false, until);
     if let Some(copier) = occupied.first() {
-        core.memory.regions.quarantine(removed.iter().copied(), &occupied, &stuck);
         return Err(quarantined(copier.name()).with("region", removed[0].id()));
     }
     if !stuck.is_empty() {
-        core.memory.regions.quarantine(removed.iter().copied(), &occupied, &stuck);
         let what = "a thread that copies to or from the memory hangs; do not reuse the memory, and \
                     unregister it again later";
         return Err(Error::new(ErrorKind::Quarantined, what).with("region", removed[0].id()));
     }
     if let Some(region) = copied {
-        core.memory.regions.quarantine(removed.iter().copied(), &occupied, &stuck);
         let what = "a copy of a device or a file that uses the memory does not end, or a transport still \
                     holds the memory; do not reuse the memory, and unregister it again later";
         return Err(Error::new(ErrorKind::Quarantined, what).with("region", region));

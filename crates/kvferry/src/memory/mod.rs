@@ -53,7 +53,7 @@ impl Memory {
     /// Copiers of other regions count as well if `are_all`.
     ///
     /// All that may be inside is noted first, so that one copier that hangs has no other one that has left
-    /// since be reported.
+    /// since be reported. If anything may still touch them then, they are in quarantine when this returns.
     pub(crate) fn quiesce<'a>(
         &self,
         removed: impl IntoIterator<Item = &'a Region, IntoIter: Clone>,
@@ -68,8 +68,11 @@ impl Memory {
         removed.clone().for_each(|region| region.0.keys.revoke());
         stuck.retain(|copier| !copier.wait(until));
         // Copies of devices and files that were started before the removal end on their own, or hang.
-        let copied = region::RegionTable::wait_for_release(removed, until);
+        let copied = region::RegionTable::wait_for_release(removed.clone(), until);
         occupied.retain(|copier| !copier.wait(until));
+        if !stuck.is_empty() || copied.is_some() || !occupied.is_empty() {
+            self.regions.quarantine(removed, &occupied, &stuck);
+        }
         Unquiet { stuck, copied, occupied }
     }
 }

@@ -87,11 +87,14 @@ pub(crate) struct RegionInner {
     quarantine: Mutex<Quarantine>,
 }
 
-/// Whether an unresponsive copier may still be writing.
+/// Whether a copier may still be inside an unregistered region.
 #[derive(Debug, Default)]
 enum Quarantine {
+    /// The region is registered, or all copiers had left when it was unregistered.
     #[default]
     Never,
+    /// The unregistering thread waits for the copiers.
+    Leaving,
     /// Copiers of memory users and of this process that were seen and have not left.
     Inside(Vec<Arc<dyn Copier>>, Vec<Stuck>),
     Lifted,
@@ -121,7 +124,8 @@ impl RegionInner {
         self.copies.load(Ordering::SeqCst) == 0 && self.keys.release()
     }
 
-    /// Whether an unresponsive copier may still write to the region, or a copy still uses it.
+    /// Whether copiers had not left the region when the thread that unregistered it gave up its wait, and still
+    /// have not.
     pub(crate) fn is_quarantined(&self) -> bool {
         matches!(*self.quarantine(), Quarantine::Inside(..))
     }
@@ -220,12 +224,11 @@ impl Region {
         self.0.is_alive()
     }
 
-    /// Whether the region was unregistered while an unresponsive process of this host may still
-    /// write to it, or while a device copies to or from it. Its memory must not be used for
-    /// anything else until this is false.
+    /// Whether the region was unregistered, and something may still touch its memory: an unresponsive
+    /// process of this host, a copy of a device or a file, or what the thread that unregisters it waits
+    /// for. The memory must not be used for anything else until this is false.
     pub fn is_quarantined(&self) -> bool {
-        let is_copied = !self.0.is_alive() && self.0.copies.load(Ordering::SeqCst) > 0;
-        is_copied || self.0.is_quarantined()
+        matches!(*self.0.quarantine(), Quarantine::Leaving | Quarantine::Inside(..))
     }
 
     /// The description that a peer needs to name this region in its transfers.
@@ -443,8 +446,19 @@ impl Tables {
         if !device {
             self.by_addr.insert(base, Arc::clone(&region));
         }
-        self.users.iter().for_each(|user| user.registered(&region));
         Ok(Region(region))
+    }
+
+    /// Tells the memory users of an inserted region. Copiers may find it from now on.
+    fn publish(&self, region: &Region) {
+        self.users.iter().for_each(|user| user.registered(&region.0));
+    }
+
+    fn forget(&mut self, region: &RegionInner) {
+        self.by_id.remove(&region.id.0);
+        if !region.is_device() {
+            self.by_addr.remove(&region.base);
+        }
     }
 
     /// Removes the region and marks it dead. Copiers may still be inside their gates.
@@ -456,16 +470,14 @@ impl Tables {
                 .with("region", region.id)
                 .with("addr", format_args!("{:#x}", region.base)));
         }
+        *region.quarantine() = Quarantine::Leaving;
         region.alive.store(false, Ordering::SeqCst);
         self.users.iter().for_each(|user| user.unregistered(region));
-        self.by_id.remove(&region.id.0);
+        self.forget(region);
         if let Some(name) = region.name.get() {
             self.by_name.remove(name);
         }
         self.leaving.insert(region.id);
-        if !region.is_device() {
-            self.by_addr.remove(&region.base);
-        }
         Ok(())
     }
 }
@@ -492,7 +504,10 @@ impl RegionTable {
         access: Access,
         backing: Backing,
     ) -> Result<Region> {
-        self.write().insert(incarnation, base, len, access, backing)
+        let mut tables = self.write();
+        let region = tables.insert(incarnation, base, len, access, backing)?;
+        tables.publish(&region);
+        Ok(region)
     }
 
     /// Registers all ranges or none.
@@ -508,14 +523,13 @@ impl RegionTable {
             match tables.insert(incarnation, addr as usize, len, access, Backing::Borrowed) {
                 Ok(region) => done.push(region),
                 Err(e) => {
-                    for region in &done {
-                        tables.remove(&region.0).expect("registered a moment ago, under the lock");
-                        tables.leaving.remove(&region.id());
-                    }
+                    // Nothing has found them: they are not published, and the table is locked.
+                    done.iter().for_each(|region| tables.forget(&region.0));
                     return Err(e.with("range", i));
                 }
             }
         }
+        done.iter().for_each(|region| tables.publish(region));
         Ok(done)
     }
 
@@ -530,6 +544,10 @@ impl RegionTable {
         let mut tables = self.write();
         for region in regions {
             tables.leaving.remove(&region.id());
+            let mut quarantine = region.0.quarantine();
+            if matches!(*quarantine, Quarantine::Leaving) {
+                *quarantine = Quarantine::Never;
+            }
         }
     }
 
@@ -748,6 +766,70 @@ mod tests {
         key.let_go.store(true, Ordering::SeqCst);
         assert!(RegionTable::was_lifted(&region) && !region.is_quarantined());
         host(&memory.regions, 0x1008, 16).expect("free");
+    }
+
+    #[test]
+    fn i2_a_region_is_in_quarantine_while_another_thread_unregisters_it() {
+        let memory = crate::memory::Memory::default();
+        let region = host(&memory.regions, 0x1000, 16).expect("free");
+        memory.regions.remove(&region).expect("registered");
+        assert!(region.is_quarantined(), "copiers may still be inside");
+        assert_eq!(memory.regions.quarantined(), 0, "the other thread waits for them");
+        memory.regions.left([&region]);
+        assert!(!region.is_quarantined() && !RegionTable::was_lifted(&region));
+    }
+
+    #[test]
+    fn i2_a_key_that_is_attached_while_its_region_is_unregistered_is_revoked() {
+        let table = RegionTable::default();
+        let region = host(&table, 0x1000, 16).expect("free");
+        // A copier holds the region.
+        region.0.copies.fetch_add(1, Ordering::SeqCst);
+        table.remove(&region).expect("registered");
+        region.0.keys.revoke();
+        let key = region.0.keys.get(Clinging::default);
+        let revoked = || key.revoked.load(Ordering::SeqCst);
+        let wait = || RegionTable::wait_for_release([&region], now());
+        assert_eq!((wait(), revoked()), (Some(region.id()), 0), "the copier may use it");
+        region.0.copies.fetch_sub(1, Ordering::SeqCst);
+        assert_eq!((wait(), revoked()), (Some(region.id()), 1));
+        key.let_go.store(true, Ordering::SeqCst);
+        assert_eq!((wait(), revoked()), (None, 1));
+    }
+
+    #[test]
+    fn i2_users_of_memory_are_told_of_no_region_of_a_batch_that_is_refused() {
+        let table = RegionTable::default();
+        let user = Arc::new(Counting::default());
+        table.add_user(Arc::clone(&user) as _);
+        host(&table, 0x9000, 0x10).expect("free");
+        let ranges = [(0x1000 as *mut u8, 16), (0x9008 as *mut u8, 16)];
+        table.insert_all(LIFE, &ranges, Access::READ).expect_err("the second overlaps");
+        assert_eq!(user.0.load(Ordering::SeqCst), 1, "the region before");
+        table.insert_all(LIFE, &ranges[..1], Access::READ).expect("free");
+        assert_eq!(user.0.load(Ordering::SeqCst), 2);
+    }
+
+    /// Counts the regions that it is told of.
+    #[derive(Debug, Default)]
+    struct Counting(AtomicUsize);
+
+    impl MemoryUser for Counting {
+        fn registered(&self, _region: &RegionInner) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+
+        fn unregistered(&self, _region: &RegionInner) {}
+
+        fn copiers(&self, _regions: Option<&[RegionId]>) -> Vec<Arc<dyn Copier>> {
+            Vec::new()
+        }
+
+        fn maps_memory(&self) -> bool {
+            false
+        }
+
+        fn closed(&self) {}
     }
 
     #[test]

@@ -61,14 +61,14 @@ pub(crate) trait Copier: fmt::Debug + Send + Sync {
 
 /// What a transport keeps for one region of memory.
 pub(crate) trait RegionKey: Any + Send + Sync {
-    /// The region was unregistered: tells processes that hold the memory through the key to let go. Does
-    /// not wait. Nothing may begin to hold it after this call.
+    /// The region was unregistered: tells processes that hold the memory through the key to let go. Called
+    /// once, before [`RegionKey::release`]. Nothing may begin to hold the memory after this call. Perhaps
+    /// the table of regions is locked: it does not block, and does not use the table.
     fn revoke(&self) {}
 
     /// Ends what reaches the memory through the key, and refuses later uses of the key. Returns whether
     /// nothing reaches the memory any more; while it returns false, it is called again. Called when no use of the region is
-    /// under way ([`Held`](crate::memory::held::Held)), perhaps with the table of regions locked: it does
-    /// not block, and does not use the table.
+    /// under way ([`Held`](crate::memory::held::Held)), under the conditions of [`RegionKey::revoke`].
     fn release(&self) -> bool;
 }
 
@@ -78,19 +78,35 @@ pub(crate) struct Keys(OnceLock<Box<Node>>);
 
 struct Node {
     key: Box<dyn RegionKey>,
+    revoked: OnceLock<()>,
     others: Keys,
+}
+
+impl Node {
+    fn revoke(&self) {
+        self.revoked.get_or_init(|| self.key.revoke());
+    }
+
+    fn release(&self) -> bool {
+        // The key may have been attached after the others were revoked.
+        self.revoke();
+        self.key.release()
+    }
 }
 
 impl Keys {
     /// The key of this type; the first call makes it.
     ///
-    /// A key that is attached to an unregistered region is not asked to let go. So the caller holds the
-    /// region meanwhile ([`Held`](crate::memory::held::Held)), or the key looks whether the region is
-    /// alive, under the lock under which it is revoked.
+    /// The caller holds the region meanwhile ([`Held`](crate::memory::held::Held)), so that the key is
+    /// revoked and released before the memory returns to its owner. Otherwise the key looks whether the
+    /// region is alive, under the lock under which it is revoked.
     pub(crate) fn get<K: RegionKey>(&self, make: impl Fn() -> K) -> &K {
         let mut keys = self;
         loop {
-            let new = || Box::new(Node { key: Box::new(make()), others: Self::default() });
+            let new = || {
+                let (revoked, others) = (OnceLock::new(), Self::default());
+                Box::new(Node { key: Box::new(make()), revoked, others })
+            };
             let node = keys.0.get_or_init(new);
             let key: &dyn Any = &*node.key;
             if let Some(key) = key.downcast_ref() {
@@ -100,20 +116,19 @@ impl Keys {
         }
     }
 
-    fn iter(&self) -> impl Iterator<Item = &dyn RegionKey> {
-        let nodes = std::iter::successors(self.0.get(), |node| node.others.0.get());
-        nodes.map(|node| &*node.key)
+    fn iter(&self) -> impl Iterator<Item = &Node> {
+        std::iter::successors(self.0.get(), |node| node.others.0.get()).map(|node| &**node)
     }
 
     /// See [`RegionKey::revoke`].
     pub(crate) fn revoke(&self) {
-        self.iter().for_each(RegionKey::revoke);
+        self.iter().for_each(Node::revoke);
     }
 
-    /// Releases every key; false if one has to be released again.
+    /// Releases every key, and revokes those that have not been; false if one has to be released again.
     pub(crate) fn release(&self) -> bool {
         // Each of them, though one before it is held.
-        self.iter().filter(|key| !key.release()).count() == 0
+        self.iter().filter(|node| !node.release()).count() == 0
     }
 }
 
