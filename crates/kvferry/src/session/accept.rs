@@ -125,7 +125,7 @@ enum State {
     // The protocol is known. The connection is handed over when the reactor has detached its
     // descriptor.
     Native(Opening),
-    /// The first eight bytes, as a little-endian integer.
+    /// A transport's protocol. The first eight bytes, as a little-endian integer.
     Foreign(u64),
     HandedOver,
 }
@@ -170,7 +170,16 @@ impl NewConnection {
                     None
                 }
                 Sniff::Foreign => {
-                    self.state = State::Foreign(sniffer.first());
+                    let first = sniffer.first();
+                    let sessions = self.sessions.upgrade()?;
+                    if sessions.services().speaking(first).is_none() {
+                        tracing::debug!(
+                            peer = %self.name(),
+                            "closed a connection: no transport serves its protocol"
+                        );
+                        return Some(Next::Close);
+                    }
+                    self.state = State::Foreign(first);
                     Some(Next::Detach)
                 }
             },
@@ -265,12 +274,8 @@ impl Handler for NewConnection {
                 accept_stream(&sessions, socket, &hello, rest);
             }
             State::Foreign(first) => {
-                let is_served = sessions.services().accept(socket, first, cx);
-                if !is_served {
-                    tracing::debug!(
-                        peer = %self.name(),
-                        "closed a connection: no transport serves its protocol"
-                    );
+                if let Some(service) = sessions.services().speaking(first) {
+                    service.accept(socket, first, cx);
                 }
             }
             _ => {}

@@ -26,12 +26,10 @@ pub(crate) mod service;
 pub(crate) mod settings;
 
 use crate::error::{Error, Result};
-use crate::reactor::Cx;
 use crate::stats::Stats;
 use crate::sync::Arc;
 use crate::transfer::kind::TransportKind;
 use crate::transfer::link::Link;
-use kvferry_sys::socket::Socket;
 use serde::{Deserialize, Serialize};
 use service::{Answer, Dialer, Service, Start, Startup, Streams};
 use settings::TransportSetting;
@@ -255,11 +253,9 @@ impl Services {
         self.native.iter().map(|service| &**service)
     }
 
-    /// Passes a connection that is not native to the transport it belongs to; false if there is
-    /// none.
-    pub(crate) fn accept(&self, socket: Socket, first: u64, cx: &Cx<'_>) -> bool {
-        let mut services = self.foreign.iter();
-        services.try_fold(socket, |socket, service| service.accept(socket, first, cx)).is_none()
+    /// The transport whose protocol a connection begins with `first`: see [`Service::speaks`].
+    pub(crate) fn speaking(&self, first: u64) -> Option<&dyn Service> {
+        self.foreign.iter().map(|service| &**service).find(|service| service.speaks(first))
     }
 }
 

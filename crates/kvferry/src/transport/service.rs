@@ -108,11 +108,14 @@ pub(crate) trait Service: Any + Send + Sync {
         None
     }
 
-    /// Takes a connection on the agent's port whose first eight bytes are not the native magic but
-    /// `first`, little-endian. Gives the socket back if it does not belong to this transport.
-    fn accept(&self, socket: Socket, _first: u64, _cx: &Cx<'_>) -> Option<Socket> {
-        Some(socket)
+    /// Whether a connection on the agent's port is of this transport's protocol. Its first eight bytes are
+    /// `first`, little-endian, and not the native magic.
+    fn speaks(&self, _first: u64) -> bool {
+        false
     }
+
+    /// Serves a connection of this transport's protocol, whose first eight bytes were read.
+    fn accept(&self, _socket: Socket, _first: u64, _cx: &Cx<'_>) {}
 }
 
 /// Serves the data streams that peers open in native sessions.

@@ -314,6 +314,20 @@ fn a_process_of_another_user_that_listens_on_a_peers_local_name_is_sent_nothing(
 }
 
 #[test]
+fn bytes_of_no_known_protocol_are_no_failed_handshake_whoever_sends_them() {
+    let _bound = bounded();
+    let agent = Agent::builder().start().expect("an agent starts");
+    let request = b"GET / HTTP/1.1\r\n\r\n";
+    let connect = || call(agent.advertised(), request);
+    let stranger = as_another_user("a probe of another user", connect);
+    for mut stream in [Some(connect()), stranger].into_iter().flatten() {
+        assert!(answered(&mut stream).is_empty());
+        assert_eq!(agent.stats().handshakes_failed, 0);
+    }
+    eventually("the connections hold no place", || agent.stats().handshakes_pending == 0);
+}
+
+#[test]
 fn i11_a_data_stream_sends_nothing_to_another_user_who_has_taken_the_peers_port() {
     let _bound = bounded();
     let (listener, address) = listen();

@@ -167,12 +167,12 @@ impl Service for MooncakeService {
         self.dials.then_some(self)
     }
 
-    fn accept(&self, socket: Socket, first: u64, cx: &Cx<'_>) -> Option<Socket> {
-        if !accept::is_handshake(first) {
-            return Some(socket);
-        }
+    fn speaks(&self, first: u64) -> bool {
+        accept::is_handshake(first)
+    }
+
+    fn accept(&self, socket: Socket, first: u64, cx: &Cx<'_>) {
         accept::accept(&self.server, socket, first, cx);
-        None
     }
 }
 
