@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -32,6 +32,8 @@ pub(crate) struct Behaviour {
     pub(crate) closes_after: usize,
     /// The data host that it announces.
     pub(crate) data_host: &'static str,
+    /// It answers notifications when the test says so.
+    pub(crate) holds_notes: bool,
 }
 
 impl Default for Behaviour {
@@ -44,6 +46,7 @@ impl Default for Behaviour {
             stalls_after: usize::MAX,
             closes_after: usize::MAX,
             data_host: "127.0.0.1",
+            holds_notes: false,
         }
     }
 }
@@ -56,6 +59,8 @@ struct Shared {
     connections: AtomicUsize,
     requests: AtomicUsize,
     gone: AtomicBool,
+    /// Whether notifications that are held get an answer, once the test has said so.
+    note_answers: (Mutex<Option<bool>>, Condvar),
     streams: Mutex<Vec<TcpStream>>,
     data_port: u16,
 }
@@ -83,6 +88,7 @@ impl Fake {
             connections: AtomicUsize::new(0),
             requests: AtomicUsize::new(0),
             gone: AtomicBool::new(false),
+            note_answers: Default::default(),
             streams: Mutex::default(),
             data_port: data.local_addr().expect("bound").port(),
         });
@@ -116,6 +122,13 @@ impl Fake {
         self.shared.notified.lock().expect("no panic").clone()
     }
 
+    /// Answers the notifications that it holds, or closes their connections.
+    pub(crate) fn end_notes(&self, answers: bool) {
+        let (end, changed) = &self.shared.note_answers;
+        *end.lock().expect("no panic") = Some(answers);
+        changed.notify_all();
+    }
+
     /// Requests whose heads it has read.
     pub(crate) fn requests(&self) -> usize {
         self.shared.requests.load(Ordering::SeqCst)
@@ -137,6 +150,7 @@ impl Fake {
 impl Drop for Fake {
     fn drop(&mut self) {
         self.shared.gone.store(true, Ordering::SeqCst);
+        self.end_notes(false);
         self.cut();
         // Wake the acceptors, which block in `accept`, so that they end.
         for port in [self.address.port(), self.shared.data_port] {
@@ -165,17 +179,25 @@ fn word(bytes: &[u8]) -> u64 {
 
 impl Shared {
     fn handshake(&self, stream: TcpStream) {
-        crate::answer(stream, |kind, json| match kind {
-            1 => self.descriptor(),
-            2 => {
-                let json: Value = serde_json::from_str(json).expect("JSON");
-                let text = |key: &str| json[key].as_str().expect("text").to_owned();
-                let said = (text("name"), text("notify_msg"));
-                self.notified.lock().expect("no panic").push(said);
-                json!({"name": "", "notify_msg": "success"})
-            }
-            3 => json!({"status": "success"}),
-            other => panic!("a handshake of type {other}"),
+        crate::answer(stream, |kind, json| {
+            Some(match kind {
+                1 => self.descriptor(),
+                2 => {
+                    let json: Value = serde_json::from_str(json).expect("JSON");
+                    let text = |key: &str| json[key].as_str().expect("text").to_owned();
+                    let said = (text("name"), text("notify_msg"));
+                    self.notified.lock().expect("no panic").push(said);
+                    if self.behaviour.holds_notes {
+                        let (end, changed) = &self.note_answers;
+                        let end = end.lock().expect("no panic");
+                        let end = changed.wait_while(end, |end| end.is_none()).expect("no panic");
+                        (*end == Some(true)).then_some(())?;
+                    }
+                    json!({"name": "", "notify_msg": "success"})
+                }
+                3 => json!({"status": "success"}),
+                other => panic!("a handshake of type {other}"),
+            })
         });
     }
 

@@ -292,6 +292,25 @@ fn a_cancelled_write_is_unconfirmed_and_its_source_is_not_read_again() {
 }
 
 #[test]
+fn i1_a_write_that_is_cancelled_while_its_notification_is_under_way_ends_as_its_peer_answers() {
+    for answers in [true, false] {
+        let fake = Fake::start(PAGE, Behaviour { holds_notes: true, ..Behaviour::default() });
+        let agent = agent();
+        let source = filled(&agent, 1, PAGE);
+        let note = Some(Notification::new("layer", "done"));
+        let options = Options { notify: note, ..options() };
+        let batch = scattered(&source, BASE, PAGE, 1);
+        let transfer = peer(&agent, &fake).write_async(&batch, &options);
+        settles("the notification does not come", || fake.notified().len() == 1);
+        transfer.cancel();
+        fake.end_notes(answers);
+        let outcome = transfer.wait(LONG).expect("in time").map_err(|e| e.kind());
+        let expected = if answers { Ok(PAGE as u64) } else { Err(ErrorKind::Cancelled) };
+        assert_eq!(outcome.map(|moved| moved.bytes), expected);
+    }
+}
+
+#[test]
 fn notifications_follow_the_data_and_probes_and_regions_are_answered() {
     let fake = Fake::start(8 * PAGE, Behaviour::default());
     let agent = agent();

@@ -79,7 +79,7 @@ fn frame(kind: u8, json: &str) -> Vec<u8> {
 }
 
 /// Answers the handshake that comes on a connection, if one comes.
-fn answer(mut stream: TcpStream, answer: impl FnOnce(u8, &str) -> Value) {
+fn answer(mut stream: TcpStream, answer: impl FnOnce(u8, &str) -> Option<Value>) {
     let mut len = [0; 8];
     if stream.read_exact(&mut len).is_err() {
         return;
@@ -87,7 +87,8 @@ fn answer(mut stream: TcpStream, answer: impl FnOnce(u8, &str) -> Value) {
     let mut body = vec![0; usize::try_from(u64::from_le_bytes(len)).expect("a length")];
     stream.read_exact(&mut body).expect("a whole frame");
     let json = std::str::from_utf8(&body[1..]).expect("text");
-    let json = answer(body[0], json).to_string();
+    let Some(json) = answer(body[0], json) else { return };
+    let json = json.to_string();
     stream.write_all(&frame(body[0], &json)).expect("room");
     let _ = stream.shutdown(Shutdown::Write);
     let _ = stream.read(&mut [0; 1]);

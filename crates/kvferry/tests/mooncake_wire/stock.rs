@@ -579,6 +579,6 @@ fn relay(stream: TcpStream, target: &str, change: fn(&mut Value)) {
     crate::answer(stream, |kind, json| {
         let (_, mut answer) = handshake::handshake(target, kind, json).expect("an answer");
         change(&mut answer);
-        answer
+        Some(answer)
     });
 }

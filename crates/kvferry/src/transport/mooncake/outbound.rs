@@ -754,3 +754,69 @@ impl Share {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::Mooncake;
+    use super::super::wire::{Descriptor, STATUS_VERSION};
+    use super::*;
+    use crate::reactor::now;
+    use crate::transfer::job::Frames;
+    use crate::transfer::kind::Transport;
+    use crate::{Access, Agent, Batch};
+    use kvferry_proto::{Guard, StreamId};
+    use kvferry_sys::socket::Socket;
+    use kvferry_testkit::{PATIENCE, Watchdog};
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+    use std::time::Duration;
+
+    #[test]
+    fn i1_a_write_that_is_cancelled_between_its_last_byte_and_its_notification_is_cancelled() {
+        const LEN: usize = 4096;
+        let _bound = Watchdog::new(PATIENCE);
+        let agent = Agent::builder().start().expect("an agent");
+        let core = agent.core();
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let at = listener.local_addr().expect("bound");
+        let descriptor = Descriptor {
+            protocol: "tcp".into(),
+            tcp_data_port: at.port(),
+            tcp_proto_version: STATUS_VERSION,
+            ..Descriptor::default()
+        };
+        let peer = Arc::new(MooncakePeer::new(descriptor, at, 0, None).expect("it has a port"));
+        let link = Link::new(Arc::clone(core), "peer".into(), at, Arc::clone(&peer) as _, 1);
+        let socket = Socket::connect(at).expect("it listens");
+        let (mut far, _) = listener.accept().expect("a connection");
+        link.lane_opened(Lane::new(StreamId(1), socket, core.memory.gates.gate(), Guard::Crc));
+        let lane = link.idle_lane(LEN as u64).expect("nothing else uses it");
+
+        let region = agent.allocate_private(LEN, Access::READ).expect("memory");
+        let mut batch = Batch::new();
+        batch.push_to_address(&region, 0, 0x1000, LEN as u64).expect("inside");
+        let note = Some(Notification::new("layer", "done"));
+        let timeout = Duration::from_secs(60);
+        let job = Arc::new(Job::new(Arc::clone(core), Op::Write, batch, note, timeout, None));
+        job.start_shares(1, Mooncake.kind(), Frames::Messages);
+        let wake: Wake = Arc::new(|| {});
+        let mut share = Share::new(peer, Arc::clone(&link), lane, Arc::clone(&job), wake);
+        while share.awaited.is_empty() || !share.out.is_empty() {
+            assert!(!matches!(share.progress(now()), Progress::Done));
+        }
+        far.read_exact(&mut [0; Request::LEN + LEN]).expect("the request and its payload");
+        far.write_all(&Status::Done.encode()).expect("room");
+        let mut budget = STEP_BYTES;
+        while !share.is_clean() {
+            share.receive(&mut budget);
+        }
+        // All bytes are in place at the peer, and the notification has not left.
+        assert!(share.notification.is_some());
+        job.stop(Error::new(ErrorKind::Cancelled, "the transfer was cancelled"));
+        assert!(matches!(share.progress(now()), Progress::Done));
+        let outcome = job.outcome().expect("its only share has ended");
+        let error = outcome.expect_err("the peer never hears of it");
+        assert_eq!((error.kind(), error.quiesced()), (ErrorKind::Cancelled, Some(true)));
+        agent.shutdown();
+    }
+}
