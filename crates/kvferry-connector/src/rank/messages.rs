@@ -120,6 +120,7 @@ impl Shared {
         match opened {
             Ok(channel) => match state.peers.met_at(address, &channel, now) {
                 Some(Met::At { id, gone, is_replaced, key }) => {
+                    let incarnation = channel.incarnation();
                     if let Some(key) = key {
                         state.greetings.push(Outgoing::greeting(channel, key));
                     }
@@ -131,7 +132,7 @@ impl Shared {
                         state.consumer.lost(gone, WireCode::StaleIncarnation, true, now);
                         state.handshakes.moved(gone, id);
                     }
-                    state.consumer.met(id, now);
+                    state.consumer.met(id, incarnation, now);
                     state.handshakes.met(id);
                 }
                 Some(Met::Refused(id)) => {

@@ -43,6 +43,8 @@ pub(super) struct Place {
     pub(super) peer: Peer,
     /// The number of the last incarnation that was met there, or of the next one.
     id: PeerId,
+    /// The incarnation with this number, once a session has shown it. What another engine says of the address shows
+    /// nothing.
     incarnation: Option<Incarnation>,
     /// Where the last session led.
     origin: Option<Origin>,
@@ -170,12 +172,12 @@ impl Peers {
         PeerId(self.numbers)
     }
 
-    /// The numbers of the incarnations at the addresses of `peers`, each with whether there is a channel to it. The
-    /// number of an incarnation that is named is of this one alone: if another one is met there, this one is gone.
+    /// The numbers of the incarnations at the addresses of `peers`, each with whether there is a channel to it. Until
+    /// one is met there, all that mean different ones have one number.
     ///
     /// # Errors
     /// [`Refusal::Addresses`]; [`Refusal::Restarted`] if there is a channel to another incarnation there, or handoffs wait
-    /// for one.
+    /// for another one that was met.
     pub(super) fn places<'a>(
         &mut self,
         peers: impl IntoIterator<Item = (&'a Peer, Option<Incarnation>)>,
@@ -223,11 +225,11 @@ impl Peers {
             place.peer = peer.clone();
             if !place.watched {
                 // No handoff needs the incarnation that was there: the caller means the next one, or this one.
-                place.incarnation = incarnation;
+                place.incarnation = None;
             }
         }
-        if let Some(incarnation) = incarnation
-            && *place.incarnation.get_or_insert(incarnation) != incarnation
+        if let (Some(meant), Some(met)) = (incarnation, place.incarnation)
+            && meant != met
         {
             return Err(Refusal::Restarted);
         }

@@ -4,7 +4,7 @@ use super::state::{By, Notice, Running, Shared, State};
 use super::types::{ReadPart, ReadRequest};
 use crate::codes::code_of;
 use crate::sync::lock;
-use kvferry::Options;
+use kvferry::{Channel, Options};
 use kvferry_proto::handoff::{HandoffId, PeerId, ReadId, Slice};
 use kvferry_proto::{Timestamp, WireCode};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -42,11 +42,11 @@ impl Shared {
             let is_lost = matches!(&result, Err((WireCode::Closed | WireCode::Silent, _)));
             state.consumer.read_ended(read, result, now);
             let channel = state.peers.channel(from).filter(|channel| channel.end().is_none());
-            if is_lost && channel.is_some() {
+            if is_lost && let Some(incarnation) = channel.map(Channel::incarnation) {
                 // Either its session ended and has a successor, or only its stream was lost.
                 let is_new = channel != before.as_ref();
                 if is_new || state.may_retry(&id) {
-                    state.consumer.met(from, now);
+                    state.consumer.met(from, incarnation, now);
                 }
             }
         }

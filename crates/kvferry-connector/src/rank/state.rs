@@ -208,6 +208,7 @@ impl State {
         let places = self.peers.places(from.iter().map(|from| (&from.peer, from.incarnation)))?;
         let rank = |(from, (peer, connected)): (&ReadFrom, (PeerId, bool))| ProducerRank {
             peer,
+            incarnation: from.incarnation,
             readers: from.readers,
             connected,
             need: from.need,

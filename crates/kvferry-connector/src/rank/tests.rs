@@ -141,6 +141,57 @@ fn changes_that_are_released_by_a_panic_are_carried_out() {
     calls.recv_timeout(PATIENCE).expect("a call");
 }
 
+/// Maps nothing: nothing is read.
+struct NoReads;
+
+impl ReadMapper for NoReads {
+    fn map(&mut self, _read: &ReadRequest<'_>) -> Result<kvferry::Batch, (WireCode, String)> {
+        unreachable!("nothing is announced")
+    }
+}
+
+/// Another engine can list an address as one of its ranks', with an incarnation that it has made up.
+#[test]
+fn i12_an_incarnation_that_no_session_has_shown_fails_no_fetch_that_means_another_one() {
+    let _bound = kvferry_testkit::Watchdog::new(PATIENCE);
+    let (near, far) = (agent(), agent());
+    let start = |agent| Rank::start(agent, &Limits::default()).expect("the agent has no handler");
+    let (consumer, producer) = (start(&near), start(&far));
+    let peer = near.peer(far.advertised()).expect("an address");
+    let name = |name| HandoffId::new(name).expect("short");
+    let fetch = |id, incarnation| {
+        let from = [ReadFrom { peer: peer.clone(), incarnation, readers: 1, need: Need::ALL }];
+        consumer.fetch_from(&name(id), &from, PATIENCE, Box::new(NoReads)).expect("a new name");
+    };
+    for id in ["there", "any"] {
+        producer.withdraw(&name(id), WireCode::NotNeeded, "").expect("a new name");
+    }
+    let unmet = consumer.hold();
+    let made_up = Some(kvferry::Incarnation(far.incarnation().0 ^ 1));
+    fetch("made up", made_up);
+    {
+        // As the driver does at once, while the session opens. It may be up already.
+        let peers = &mut consumer.shared.lock().peers;
+        let places = peers.places([(&peer, made_up)]).into_iter().flatten();
+        places.for_each(|(id, _)| peers.watch(id, true));
+    }
+    fetch("there", Some(far.incarnation()));
+    fetch("any", None);
+    drop(unmet);
+    let mut ended: Vec<_> = (0..3)
+        .map(|_| match consumer.wait(PATIENCE) {
+            Some(Event::Consumed { id, outcome, .. }) => (id, outcome.code),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    ended.sort_by(|a, b| a.0.cmp(&b.0));
+    let (gone, here) = (WireCode::StaleIncarnation, WireCode::NotNeeded);
+    assert_eq!(
+        ended,
+        [("any", here), ("made up", gone), ("there", here)].map(|(id, code)| (name(id), code))
+    );
+}
+
 /// In a child, the locks are as the other threads of its parent had them, and these threads are gone.
 #[test]
 fn a_fork_touches_no_lock_of_a_rank() {

@@ -15,7 +15,13 @@ fn a_claim_that_fails_is_not_reported_and_a_later_fetch_starts_afresh() {
     // The producer was restarted between the claim and the fetch.
     let mut ranks = Ranks::new(1);
     ranks.claim();
-    let from = [ProducerRank { peer: PeerId(2), readers: 1, connected: true, need: Need::ALL }];
+    let from = [ProducerRank {
+        peer: PeerId(2),
+        incarnation: None,
+        readers: 1,
+        connected: true,
+        need: Need::ALL,
+    }];
     assert_eq!(ranks.consumers[0].want(&id(), &from, BUDGET, ranks.now), Ok(()));
     let asks = std::iter::from_fn(|| ranks.consumers[0].poll()).any(|action| {
         matches!(action, ConsumerAction::Send { to: PeerId(2), message: HandoffMessage::Ask(_) })
@@ -160,7 +166,13 @@ fn i1_a_name_is_good_for_one_handoff() {
     let mut ranks = Ranks::new(1);
     ranks.produce();
     ranks.want();
-    let from = [ProducerRank { peer: PRODUCER, readers: 1, connected: true, need: Need::ALL }];
+    let from = [ProducerRank {
+        peer: PRODUCER,
+        incarnation: None,
+        readers: 1,
+        connected: true,
+        need: Need::ALL,
+    }];
     let again = ranks.consumers[0].want(&id(), &from, BUDGET, ranks.now);
     assert_eq!(again, Err(Refusal::Ended(WireCode::Ok)));
     assert_eq!(ranks.offer_again(), Err(Refusal::Ended(WireCode::Ok)));
@@ -185,9 +197,56 @@ fn i12_a_restarted_producer_refuses_earlier_handoffs_as_unknown() {
 }
 
 #[test]
+fn i12_the_first_connection_ends_handoffs_that_mean_another_incarnation_and_no_other_ones() {
+    let (now, name) = (Timestamp::default(), |name| HandoffId::new(name).expect("short"));
+    let mut consumer = Consumer::new(Limits::default());
+    let rank = |peer, connected, incarnation| {
+        let peer = PeerId(peer);
+        ProducerRank { peer, incarnation, readers: 1, connected, need: Need::ALL }
+    };
+    let [there, made_up] = [7, 8].map(|n| Some(Incarnation(n)));
+    for (id, meant) in [("made up", made_up), ("there", there), ("any", None)] {
+        consumer.want(&name(id), &[rank(1, false, meant)], BUDGET, now).expect("a new name");
+    }
+    consumer.claim(&name("claimed"), &[rank(1, false, made_up)], now).expect("a new name");
+    let both = [rank(1, false, made_up), rank(2, true, None)];
+    consumer.want(&name("answered by another"), &both, BUDGET, now).expect("a new name");
+    let expected = kvferry_proto::handoff::Expected { id: name("answered by another") };
+    consumer.receive(PeerId(2), here(), expected.into(), now);
+    while consumer.poll().is_some() {}
+
+    consumer.met(PeerId(1), Incarnation(7), now);
+    let (mut ended, mut asked) = (BTreeSet::new(), BTreeSet::new());
+    while let Some(action) = consumer.poll() {
+        match action {
+            ConsumerAction::Ended { id, outcome, .. } => {
+                assert_eq!(outcome.code, WireCode::StaleIncarnation, "{id}");
+                ended.insert(id);
+            }
+            ConsumerAction::Send { message: HandoffMessage::Ask(ask), .. } => {
+                asked.insert(ask.id);
+            }
+            _ => {}
+        }
+    }
+    assert_eq!(ended, ["answered by another", "made up"].map(name).into());
+    assert_eq!(asked, ["any", "there"].map(name).into());
+    let gauges = consumer.gauges();
+    assert_eq!((gauges[0], gauges[1]), (("claimed", 0), ("wanted", 2)));
+    // What has ended unanswered may be asked again.
+    consumer.want(&name("made up"), &[rank(1, true, there)], BUDGET, now).expect("forgotten");
+}
+
+#[test]
 fn i12_a_fetch_that_no_producer_has_answered_may_be_asked_again_of_the_restarted_one() {
     let restarted = PeerId(2);
-    let from = [ProducerRank { peer: restarted, readers: 1, connected: true, need: Need::ALL }];
+    let from = [ProducerRank {
+        peer: restarted,
+        incarnation: None,
+        readers: 1,
+        connected: true,
+        need: Need::ALL,
+    }];
     for is_answered in [false, true] {
         let mut ranks = Ranks::new(1);
         ranks.want();

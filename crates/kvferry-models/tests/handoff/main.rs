@@ -10,7 +10,7 @@ use kvferry_proto::handoff::{
     HandoffMessage, Limits, Need, Offer, Outcome, PeerId, Producer, ProducerAction, ProducerRank,
     Progress, ReadId, Ready, Refusal, Slice, Stop,
 };
-use kvferry_proto::{Origin, Timestamp, WireCode};
+use kvferry_proto::{Incarnation, Origin, Timestamp, WireCode};
 use std::collections::{BTreeSet, VecDeque};
 use std::net::IpAddr;
 use std::time::Duration;
@@ -172,7 +172,13 @@ impl Ranks {
 
     fn sources(&self) -> [ProducerRank; 1] {
         let readers = self.consumers.len() as u32;
-        [ProducerRank { peer: PRODUCER, readers, connected: self.up, need: Need::ALL }]
+        [ProducerRank {
+            peer: PRODUCER,
+            incarnation: None,
+            readers,
+            connected: self.up,
+            need: Need::ALL,
+        }]
     }
 
     /// Until no machine has anything to do.
@@ -275,7 +281,7 @@ impl Ranks {
         self.up = true;
         for at in 0..self.consumers.len() {
             self.producer.met(PeerId(CONSUMER.0 + at as u64));
-            self.consumers[at].met(PRODUCER, self.now);
+            self.consumers[at].met(PRODUCER, Incarnation(PRODUCER.0.into()), self.now);
         }
         self.work();
     }

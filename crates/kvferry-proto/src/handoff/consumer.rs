@@ -9,6 +9,7 @@ use super::{
     cut,
 };
 use crate::code::WireCode;
+use crate::id::Incarnation;
 use crate::origin::Origin;
 use crate::shares::Shares;
 use crate::time::Timestamp;
@@ -91,6 +92,8 @@ struct Entry {
 
 #[derive(Debug)]
 struct Source {
+    /// The incarnation that is meant.
+    meant: Option<Incarnation>,
     /// Consumer ranks that read from it, this rank included.
     readers: u32,
     link: Link,
@@ -150,6 +153,9 @@ struct Farewell {
 pub struct ProducerRank {
     /// Which.
     pub peer: PeerId,
+    /// The incarnation that is meant, or `None` for any. If [`Consumer::met`] shows another one, the handoff ends
+    /// as if the producer was restarted, and others with this peer go on.
+    pub incarnation: Option<Incarnation>,
     /// Consumer ranks that read from it, this one included.
     pub readers: u32,
     /// Whether a connection to it is up.
@@ -234,7 +240,9 @@ impl Consumer {
             let is_it = |it: &ProducerRank| {
                 let source = claim.sources.get(&it.peer);
                 source.is_some_and(|source| {
-                    source.readers == it.readers && source.need.covers(it.need)
+                    source.meant == it.incarnation
+                        && source.readers == it.readers
+                        && source.need.covers(it.need)
                 })
             };
             if from.len() == claim.sources.len() && from.iter().all(is_it) {
@@ -474,14 +482,24 @@ impl Consumer {
         peers.filter(move |peer| last.replace(*peer) != Some(*peer))
     }
 
-    /// A connection to a peer is up: the first, or another one to the same incarnation of the rank.
-    pub fn met(&mut self, peer: PeerId, now: Timestamp) {
-        let mut touched = Vec::new();
+    /// A connection to a peer is up: the first, or another one to the same incarnation of the rank. Handoffs that mean
+    /// another incarnation end.
+    pub fn met(&mut self, peer: PeerId, incarnation: Incarnation, now: Timestamp) {
+        let (mut touched, mut stale) = (Vec::new(), Vec::new());
         for (id, entry) in &mut self.handoffs {
             let Some(source) = entry.sources.get_mut(&peer) else { continue };
-            if source.link != Link::Up {
+            let is_other = source.meant.is_some_and(|meant| meant != incarnation);
+            if is_other && source.stage != Stage::Confirmed {
+                stale.push((id.clone(), entry.is_answered()));
+            } else if source.link != Link::Up {
                 source.link = Link::Up;
                 touched.push(id.clone());
+            }
+        }
+        for (id, is_answered) in stale {
+            match is_answered {
+                true => self.fail(&id, restarted(peer), now),
+                false => self.forget_unanswered(&id, peer),
             }
         }
         for id in touched {
@@ -817,22 +835,21 @@ impl Consumer {
 
     /// Ends a handoff that no producer has answered, and one of whose producers was restarted, as if it had never
     /// been asked for: the incarnation that is there may have it.
-    fn forget_unanswered(&mut self, id: &HandoffId, restarted: PeerId) {
-        let (code, detail) = (WireCode::StaleIncarnation, "the producer was restarted");
+    fn forget_unanswered(&mut self, id: &HandoffId, gone: PeerId) {
+        let outcome = restarted(gone);
         if self.handoffs.get(id).is_some_and(|entry| entry.claimed) {
             self.forget_claim(id);
             return;
         }
         for (peer, source) in self.take(id).sources {
             self.watch(peer, false);
-            if source.link == Link::Up && peer != restarted {
+            if source.link == Link::Up && peer != gone {
                 // It was asked. A farewell would be repeated after the name was asked for again.
-                let (id, detail) = (id.clone(), detail.to_owned());
-                let stop = Stop { id, by_consumer: true, code, detail };
+                let (code, detail) = (outcome.code, outcome.detail.clone());
+                let stop = Stop { id: id.clone(), by_consumer: true, code, detail };
                 self.actions.push_back(ConsumerAction::Send { to: peer, message: stop.into() });
             }
         }
-        let outcome = Outcome::of(restarted, code, detail);
         let ended = ConsumerAction::Ended { id: id.clone(), outcome, side_data: Vec::new() };
         self.actions.push_back(ended);
     }
@@ -923,6 +940,10 @@ impl Consumer {
     }
 }
 
+fn restarted(peer: PeerId) -> Outcome {
+    Outcome::of(peer, WireCode::StaleIncarnation, "the producer was restarted")
+}
+
 impl Entry {
     /// When the handoff fails: at the end of its budget, or after a grace period if only the
     /// confirmation is missing.
@@ -992,6 +1013,7 @@ impl Entry {
 impl Source {
     fn new(rank: &ProducerRank, link: Link) -> Self {
         Self {
+            meant: rank.incarnation,
             readers: rank.readers,
             need: rank.need,
             link,

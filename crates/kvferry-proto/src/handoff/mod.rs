@@ -182,7 +182,8 @@ impl fmt::Display for HandoffId {
     }
 }
 
-/// The driver's number for one incarnation of another rank. A restarted rank is another peer.
+/// The driver's number for one incarnation of another rank: before the first connection, for the one that will be met.
+/// A restarted rank is another peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PeerId(pub u64);
 

@@ -33,7 +33,11 @@ impl World<'_, '_> {
         wire.busy = [self.now; 2];
         let (producer, consumer) = (self.producers[p].incarnation, self.consumers[d].incarnation);
         self.producers[p].machine.met(consumer);
-        self.consumers[d].machine.met(producer, self.now);
+        self.consumers[d].machine.met(
+            producer,
+            kvferry_proto::Incarnation(producer.0.into()),
+            self.now,
+        );
     }
 
     pub(super) fn kill_producer(&mut self, p: usize) {

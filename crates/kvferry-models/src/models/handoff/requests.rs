@@ -42,6 +42,7 @@ impl World<'_, '_> {
         let readers = self.consumers.len() as u32;
         let rank = |(p, rank): (usize, &Rank<Producer>)| ProducerRank {
             peer: rank.incarnation,
+            incarnation: None,
             readers,
             connected: self.wires[&(p, d)].up,
             need: Need::ALL,
