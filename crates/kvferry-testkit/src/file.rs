@@ -2,7 +2,8 @@
 //!
 //! A transfer takes two steps, each a transfer of an agent with the file: the agent whose memory is read
 //! writes its bytes to a place in the file, then the other agent reads them. The place belongs to the
-//! transfer until it has ended. Files know nothing of access, of addresses in other processes and of
+//! transfer until it has ended, and is a hole when a transfer gets it: bytes that an earlier one left there
+//! would pass for those that a first step lost. Files know nothing of access, of addresses in other processes and of
 //! notifications, so this module adds them.
 
 use crate::agent::{Memories, failure, region_of};
@@ -14,6 +15,7 @@ use kvferry::{
     Access, Agent, Batch, FileOptions, FileRegion, Notification, Options, Result, Transfer,
 };
 use kvferry_sys::poll::EventFd;
+use rustix::fs::{FallocateFlags, fallocate};
 use std::collections::{BTreeMap, VecDeque};
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -60,6 +62,19 @@ impl Fabric for FileFabric {
     }
 
     fn pair(&self) -> std::result::Result<Pair, Failure> {
+        let between = self.between()?;
+        let [near, far] = [0, 1].map(|side| FileEnd {
+            between: Arc::clone(&between),
+            side,
+            memories: Memories::default(),
+            closed: AtomicBool::new(false),
+        });
+        Ok(Pair { near: Arc::new(near), far: Arc::new(far) })
+    }
+}
+
+impl FileFabric {
+    fn between(&self) -> std::result::Result<Arc<Between>, Failure> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let name = format!("kvferry-between-{}-{number}", std::process::id());
@@ -71,19 +86,13 @@ impl Fabric for FileFabric {
         file.set_len(FILE_BYTES).expect("the file system has files with holes");
         let (near, near_file) = self.agent("near", &file).map_err(failure)?;
         let (far, far_file) = self.agent("far", &file).map_err(failure)?;
-        let between = Arc::new(Between {
+        Ok(Arc::new(Between {
             agents: [near, far],
             files: [near_file, far_file],
+            file,
             notes: Default::default(),
             places: Mutex::default(),
-        });
-        let [near, far] = [0, 1].map(|side| FileEnd {
-            between: Arc::clone(&between),
-            side,
-            memories: Memories::default(),
-            closed: AtomicBool::new(false),
-        });
-        Ok(Pair { near: Arc::new(near), far: Arc::new(far) })
+        }))
     }
 }
 
@@ -91,6 +100,7 @@ impl Fabric for FileFabric {
 struct Between {
     agents: [Agent; 2],
     files: [FileRegion; 2],
+    file: fs::File,
     /// What was sent to each agent.
     notes: [Notes; 2],
     /// The places of transfers: start and end.
@@ -114,11 +124,13 @@ impl Notes {
 struct Place {
     between: Arc<Between>,
     start: u64,
+    len: u64,
 }
 
 impl Between {
-    /// Takes the first gap that is long enough.
+    /// Takes the first gap that is long enough. It is a hole.
     fn place(self: &Arc<Self>, len: u64) -> Place {
+        let len = len.max(1);
         let mut places = lock(&self.places);
         let mut start = 0;
         for (taken, end) in places.iter() {
@@ -128,14 +140,18 @@ impl Between {
             start = end.next_multiple_of(PLACE_ALIGNMENT);
         }
         assert!(start + len <= FILE_BYTES, "the file is too short for the scenario");
-        places.insert(start, start + len.max(1));
-        Place { between: Arc::clone(self), start }
+        places.insert(start, start + len);
+        Place { between: Arc::clone(self), start, len }
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        lock(&self.between.places).remove(&self.start);
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        // Where the file system makes no holes, no other transfer gets the place.
+        if fallocate(&self.between.file, flags, self.start, self.len).is_ok() {
+            lock(&self.between.places).remove(&self.start);
+        }
     }
 }
 
@@ -426,5 +442,22 @@ impl Handle for Running {
 
     fn event_fd(&self) -> BorrowedFd<'_> {
         self.0.event.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::FileExt;
+
+    #[test]
+    fn a_place_has_no_bytes_of_the_transfer_before() {
+        let between = FileFabric { engine: "posix" }.between().expect("two agents");
+        let before = between.place(10);
+        between.file.write_all_at(&[7; 10], before.start).expect("room");
+        drop(before);
+        let mut bytes = [1; 10];
+        between.file.read_exact_at(&mut bytes, between.place(10).start).expect("inside");
+        assert_eq!(bytes, [0; 10]);
     }
 }
