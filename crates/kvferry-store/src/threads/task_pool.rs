@@ -51,29 +51,27 @@ impl Load {
 
 /// Threads that carry out operations in the background. They are started with the first one.
 ///
-/// A device that hangs holds the threads whose operations it does not answer. Others take their place where nothing
-/// else was carried out for some time: as many at most, as nothing more is given to such a device.
-pub(crate) struct TaskPool {
-    threads_max: usize,
-    /// Time without progress after which another thread takes part.
-    patience: Duration,
-    queue: Arc<Queue>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
-    substitutes: Mutex<Vec<JoinHandle<()>>>,
-    start: fn(Serve) -> io::Result<JoinHandle<()>>,
-}
+/// A device that hangs holds the threads whose operations it does not answer. One more thread, the watcher, carries out
+/// none: it gives up tasks whose time has passed, and starts further threads where no task has begun for some time. There
+/// are twice as many then at most, as nothing more is given to such a device. Those too many end once they are idle.
+pub(crate) struct TaskPool(Arc<Shared>);
 
 /// A thread of a pool.
 fn start(serve: Serve) -> io::Result<JoinHandle<()>> {
     kvferry_sys::thread::spawn("kvferry-store-io".into(), serve)
 }
 
-#[derive(Default)]
-struct Queue {
+struct Shared {
+    threads_max: usize,
+    /// Time in which no task begins, although some wait, after which another thread is started.
+    patience: Duration,
+    start: fn(Serve) -> io::Result<JoinHandle<()>>,
+    servers: Mutex<Vec<JoinHandle<()>>>,
+    watcher: Mutex<Option<JoinHandle<()>>>,
     tasks: Mutex<Tasks>,
     changed: Condvar,
-    /// Wakes the substitute: the pool is closed, or a task must begin before the substitute's next look.
-    substitute: Condvar,
+    /// Wakes the watcher: the pool is closed, or a task must begin before the watcher's next look.
+    watch: Condvar,
 }
 
 #[derive(Default)]
@@ -87,8 +85,7 @@ struct Tasks {
     idle: usize,
     /// Counts the tasks that have left the queue in their turn.
     begun: u64,
-    /// Time of the next look of the substitute: the thread that waits to take the place of one that is held, and gives
-    /// up tasks whose time has passed. `None`: there is no such thread.
+    /// Time of the watcher's next look. `None`: there is no watcher.
     next_look: Option<Instant>,
     is_closed: bool,
 }
@@ -124,14 +121,14 @@ impl Tasks {
 /// A task that was submitted, while it waits. It does not keep the pool.
 #[derive(Clone, Debug)]
 pub(crate) struct Ticket {
-    queue: Weak<Queue>,
+    pool: Weak<Shared>,
     number: u64,
 }
 
 impl Ticket {
     /// Gives the task up. False if it has begun, or was given up before.
     pub(crate) fn cancel(&self) -> bool {
-        let removed = self.queue.upgrade().and_then(|queue| lock(&queue.tasks).remove(self.number));
+        let removed = self.pool.upgrade().and_then(|pool| lock(&pool.tasks).remove(self.number));
         // Without the lock: the end of the task may wake anything.
         removed.map(|it| (it.task)(Turn::GivenUp)).is_some()
     }
@@ -143,10 +140,20 @@ pub(crate) fn after(since: Instant, wait: Duration) -> Instant {
 }
 
 impl TaskPool {
-    /// Creates a pool in which another thread takes part while nothing was carried out for the time of `patience`.
+    /// Creates a pool that starts another thread while no task begins for the time of `patience`.
     pub(crate) fn new(threads_max: usize, patience: Duration) -> Self {
-        let (queue, threads, substitutes) = Default::default();
-        Self { threads_max, patience, queue, threads, substitutes, start }
+        Self::with(threads_max, patience, start)
+    }
+
+    fn with(
+        threads_max: usize,
+        patience: Duration,
+        start: fn(Serve) -> io::Result<JoinHandle<()>>,
+    ) -> Self {
+        let (servers, watcher, tasks, changed, watch) = Default::default();
+        let shared =
+            Shared { threads_max, patience, start, servers, watcher, tasks, changed, watch };
+        Self(Arc::new(shared))
     }
 
     /// Has a task carried out. If the first thread can't be started, such as beyond the limit of threads, the caller's
@@ -182,7 +189,7 @@ impl TaskPool {
     }
 
     fn open(&self) -> Result<MutexGuard<'_, Tasks>> {
-        let tasks = lock(&self.queue.tasks);
+        let tasks = lock(&self.0.tasks);
         if tasks.is_closed { Err(Error::Closed) } else { Ok(tasks) }
     }
 
@@ -195,69 +202,35 @@ impl TaskPool {
         tasks.waiting.insert(number, waiting);
         let is_short = tasks.idle < tasks.waiting.len();
         drop(tasks);
-        self.queue.changed.notify_one();
+        self.0.changed.notify_one();
         if is_urgent {
-            self.queue.substitute.notify_one();
+            self.0.watch.notify_one();
         }
         if is_short {
-            self.start_one();
+            self.0.start_one();
         }
-        Ticket { queue: Arc::downgrade(&self.queue), number }
-    }
-
-    fn start_one(&self) {
-        let mut threads = lock(&self.threads);
-        if threads.len() >= self.threads_max {
-            return self.start_substitute();
-        }
-        let queue = Arc::clone(&self.queue);
-        match (self.start)(Box::new(move || queue.serve())) {
-            Ok(new) => threads.push(new),
-            Err(_) if threads.is_empty() => {
-                drop(threads);
-                drop(self.queue.carry_out());
-            }
-            // The tasks wait for those that run.
-            Err(_) => {}
-        }
-    }
-
-    fn start_substitute(&self) {
-        let mut substitutes = lock(&self.substitutes);
-        if substitutes.len() >= self.threads_max {
-            substitutes.retain(|it| !it.is_finished());
-        }
-        if substitutes.len() >= self.threads_max {
-            return;
-        }
-        let mut tasks = lock(&self.queue.tasks);
-        if tasks.next_look.is_some() {
-            return;
-        }
-        tasks.next_look = Some(Instant::now());
-        drop(tasks);
-        let (queue, patience) = (Arc::clone(&self.queue), self.patience);
-        match (self.start)(Box::new(move || queue.substitute(patience))) {
-            Ok(new) => substitutes.push(new),
-            Err(_) => lock(&self.queue.tasks).next_look = None,
-        }
+        Ticket { pool: Arc::downgrade(&self.0), number }
     }
 
     /// Carries out what waits, and ends the threads. Idempotent. A thread of the pool that calls it ends later, and so do
-    /// those that are at work when `gives_up` says so.
+    /// those that are at work when `gives_up` says so. Tasks whose time passes meanwhile are given up as before.
     pub(crate) fn close_unless(&self, gives_up: impl Fn() -> bool) {
-        lock(&self.queue.tasks).is_closed = true;
-        self.queue.changed.notify_all();
-        self.queue.substitute.notify_all();
+        let Shared { tasks, changed, watch, servers, watcher, .. } = &*self.0;
+        lock(tasks).is_closed = true;
+        changed.notify_all();
+        watch.notify_all();
         let this = std::thread::current().id();
-        let mut threads = std::mem::take(&mut *lock(&self.threads));
-        threads.append(&mut lock(&self.substitutes));
-        for thread in threads {
+        let join = |thread: JoinHandle<()>| {
             if thread.thread().id() != this {
                 join_unless(thread, &gives_up);
             }
-        }
-        self.queue.serve();
+        };
+        let servers = std::mem::take(&mut *lock(servers));
+        servers.into_iter().for_each(join);
+        // The watcher ends when nothing waits.
+        self.0.serve();
+        let watcher = lock(watcher).take();
+        watcher.into_iter().for_each(join);
     }
 }
 
@@ -272,12 +245,59 @@ pub(crate) fn join_unless(thread: JoinHandle<()>, gives_up: impl Fn() -> bool) {
     let _ = thread.join();
 }
 
-impl Queue {
-    /// Carries out tasks until the pool is closed and none is left.
+impl Shared {
+    /// Has a further task wait for no longer than it must.
+    fn start_one(self: &Arc<Self>) {
+        if self.start_server(self.threads_max) {
+            return;
+        }
+        if lock(&self.servers).is_empty() {
+            drop(self.carry_out());
+        } else {
+            self.start_watcher();
+        }
+    }
+
+    /// Starts a thread that carries out tasks. False if there are `most` of them, the pool is closed, or it can't be
+    /// started.
+    fn start_server(self: &Arc<Self>, most: usize) -> bool {
+        let mut servers = lock(&self.servers);
+        if servers.len() >= most {
+            servers.retain(|it| !it.is_finished());
+        }
+        // Under the lock: closing joins all that were started.
+        if servers.len() >= most || lock(&self.tasks).is_closed {
+            return false;
+        }
+        let pool = Arc::clone(self);
+        let server = (self.start)(Box::new(move || pool.serve()));
+        server.map(|new| servers.push(new)).is_ok()
+    }
+
+    fn start_watcher(self: &Arc<Self>) {
+        let mut watcher = lock(&self.watcher);
+        let mut tasks = lock(&self.tasks);
+        if tasks.next_look.is_some() || tasks.is_closed {
+            return;
+        }
+        tasks.next_look = Some(Instant::now());
+        drop(tasks);
+        let pool = Arc::clone(self);
+        match (self.start)(Box::new(move || pool.watch_tasks())) {
+            Ok(new) => *watcher = Some(new),
+            Err(_) => lock(&self.tasks).next_look = None,
+        }
+    }
+
+    /// Carries out tasks until the pool is closed and none is left, or enough other threads are idle.
     fn serve(&self) {
         loop {
             let mut tasks = self.carry_out();
             if tasks.is_closed {
+                self.watch.notify_one();
+                return;
+            }
+            if tasks.idle >= self.threads_max {
                 return;
             }
             tasks.idle += 1;
@@ -299,12 +319,12 @@ impl Queue {
         tasks
     }
 
-    /// Gives up tasks whose time has passed, until nothing was carried out for the time of `patience` although tasks
-    /// wait, and carries out tasks then. Ends if none waits.
-    fn substitute(&self, patience: Duration) {
+    /// Gives up tasks whose time has passed, and starts a thread each time that none has begun for the time of `patience`
+    /// although tasks wait. Ends at a look at which none waits; once the pool is closed, as soon as none does.
+    fn watch_tasks(self: &Arc<Self>) {
         let mut tasks = lock(&self.tasks);
-        let (mut begun, mut look) = (tasks.begun, after(Instant::now(), patience));
-        while !tasks.is_closed {
+        let (mut begun, mut look) = (tasks.begun, after(Instant::now(), self.patience));
+        loop {
             let now = Instant::now();
             let late = tasks.remove_late(now);
             if !late.is_empty() {
@@ -313,21 +333,24 @@ impl Queue {
                 tasks = lock(&self.tasks);
                 continue;
             }
-            if look <= now {
-                if tasks.waiting.is_empty() {
-                    break;
-                }
-                if tasks.begun == begun {
-                    tasks.next_look = None;
+            let is_due = look <= now;
+            if tasks.waiting.is_empty() && (is_due || tasks.is_closed) {
+                break;
+            }
+            if is_due {
+                let is_held = tasks.begun == begun;
+                (begun, look) = (tasks.begun, after(now, self.patience));
+                if is_held {
                     drop(tasks);
-                    return self.serve();
+                    self.start_server(2 * self.threads_max);
+                    tasks = lock(&self.tasks);
+                    continue;
                 }
-                (begun, look) = (tasks.begun, after(now, patience));
             }
             let first = tasks.waiting.values().filter_map(|it| it.until).min();
             let next_look = first.map_or(look, |until| until.min(look));
             tasks.next_look = Some(next_look);
-            let waited = self.substitute.wait_timeout(tasks, next_look.duration_since(now));
+            let waited = self.watch.wait_timeout(tasks, next_look.duration_since(now));
             tasks = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         tasks.next_look = None;
@@ -341,7 +364,7 @@ fn call(task: Task, turn: Turn) {
 
 impl std::fmt::Debug for TaskPool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "TaskPool[{} threads]", self.threads_max)
+        write!(f, "TaskPool[{} threads]", self.0.threads_max)
     }
 }
 
@@ -359,6 +382,12 @@ mod tests {
     /// A pool whose threads are all held by a task, until the sender is dropped.
     fn held(threads: usize, patience: Duration) -> (TaskPool, Sender<()>) {
         let pool = TaskPool::new(threads, patience);
+        let release = hold(&pool, threads);
+        (pool, release)
+    }
+
+    /// Has so many threads held by a task each, until the sender is dropped.
+    fn hold(pool: &TaskPool, threads: usize) -> Sender<()> {
         let (release, held) = channel::<()>();
         let held = Arc::new(Mutex::new(held));
         let (begun, begins) = channel();
@@ -371,7 +400,7 @@ mod tests {
             pool.submit(task).expect("it is open");
         }
         (0..threads).for_each(|_| begins.recv_timeout(PATIENCE).expect("it begins"));
-        (pool, release)
+        release
     }
 
     /// Submits a task that says how it was called.
@@ -446,6 +475,35 @@ mod tests {
     }
 
     #[test]
+    fn a_late_task_is_given_up_while_all_further_threads_are_held_too_however_often() {
+        let pool = TaskPool::new(2, Duration::from_millis(1));
+        for _ in 0..3 {
+            let release = hold(&pool, 4);
+            let (_, stays) = submit(&pool, MANY, LOAD, None);
+            let soon = Instant::now() + Duration::from_millis(20);
+            let (_, late) = submit(&pool, MANY, LOAD, Some(soon));
+            assert_eq!(turn(&late), Turn::GivenUp);
+            assert!(stays.try_recv().is_err(), "all threads are held");
+            drop(release);
+            assert_eq!(turn(&stays), Turn::Begun);
+        }
+        pool.close_unless(|| false);
+    }
+
+    #[test]
+    fn a_late_task_is_given_up_while_closing_waits_for_a_thread() {
+        let (pool, release) = held(1, HOUR);
+        let soon = Instant::now() + Duration::from_millis(100);
+        let (_, late) = submit(&pool, MANY, LOAD, Some(soon));
+        std::thread::scope(|scope| {
+            let closing = scope.spawn(|| pool.close_unless(|| false));
+            assert_eq!(turn(&late), Turn::GivenUp);
+            assert!(!closing.is_finished());
+            drop(release);
+        });
+    }
+
+    #[test]
     fn a_task_is_cancelled_once_and_not_after_it_has_begun() {
         let (pool, release) = held(1, HOUR);
         let [first, second, third] = [(); 3].map(|()| submit(&pool, MANY, LOAD, None));
@@ -475,7 +533,7 @@ mod tests {
     #[test]
     fn without_a_thread_the_caller_carries_out_its_task() {
         let refuses = |_: Serve| Err(io::Error::from_raw_os_error(11));
-        let pool = TaskPool { start: refuses, ..TaskPool::new(2, Duration::from_millis(1)) };
+        let pool = TaskPool::with(2, Duration::from_millis(1), refuses);
         for _ in 0..3 {
             let (ticket, calls) = submit(&pool, LOAD, LOAD, None);
             assert!(ticket.is_some());
