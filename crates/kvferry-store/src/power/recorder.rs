@@ -5,6 +5,7 @@ use crate::sync::lock;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 static RECORDERS: Mutex<Vec<Arc<Recorder>>> = Mutex::new(Vec::new());
 
@@ -82,6 +83,8 @@ struct State {
     injected: Vec<String>,
     /// Steps after which the thread that takes the next one ends.
     kill_after: Option<usize>,
+    /// Least time that syncing a segment takes.
+    sync_takes: Duration,
 }
 
 /// Payload of the unwinding that [`Recording::kill_after`] starts in a thread.
@@ -128,6 +131,11 @@ impl Recording {
     /// The thread that takes the step behind so many further ones unwinds with [`Killed`] instead, once.
     pub(crate) fn kill_after(&self, steps: Option<usize>) {
         lock(&self.0.state).kill_after = steps;
+    }
+
+    /// Has each sync of a segment take this time at least.
+    pub(crate) fn slow_syncs(&self, each: Duration) {
+        lock(&self.0.state).sync_takes = each;
     }
 
     /// Returns the number of operations on files, and those that were made to fail.
@@ -251,8 +259,10 @@ impl Step {
             drop(state);
             std::panic::resume_unwind(Box::new(Killed));
         }
+        let takes = if let Op::SyncSegment(_) = op { state.sync_takes } else { Duration::ZERO };
         let step = state.begin(op)?;
         drop(state);
+        std::thread::sleep(takes);
         Ok(Self(step.map(|step| (recorder, step))))
     }
 
