@@ -324,7 +324,14 @@ mod tests {
 
     #[test]
     fn unknown_fields_and_later_versions_are_refused() {
-        assert!(Config::from_json(r#"{"version":1,"nmae":"x"}"#).is_err());
+        for value in ["\"x\"", "true", "4", "-0.5", "null", "[1]", "{}"] {
+            let e = Config::from_json(&format!(r#"{{"version":1,"nmae":{value}}}"#));
+            let e = e.expect_err("no such field").to_string();
+            assert!(e.contains("unknown setting") && e.contains("nmae"), "{value}: {e}");
+            let e = Config::from_json(&format!(r#"{{"file_engine":{value}}}"#));
+            let e = e.expect_err("no such value").to_string();
+            assert!(e.contains("the setting file_engine must be"), "{value}: {e}");
+        }
         let e = Config::from_json(r#"{"version":2}"#).expect_err("a later version");
         assert_eq!(e.kind(), ErrorKind::VersionMismatch);
     }

@@ -1,7 +1,7 @@
 //! Settings of transports: each is declared in the folder of its transport, which also reads it.
 
 use crate::error::{Error, Result};
-use serde::de::{Deserialize, Deserializer, Error as _};
+use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -145,6 +145,7 @@ impl<'de> Deserialize<'de> for TransportSettings {
         enum Value {
             Switch(bool),
             Text(String),
+            Other(IgnoredAny),
         }
 
         let mut settings = Self::default();
@@ -152,6 +153,8 @@ impl<'de> Deserialize<'de> for TransportSettings {
             let set = match value {
                 Value::Switch(on) => settings.set(&name, on),
                 Value::Text(text) => settings.set(&name, text),
+                // No setting takes it.
+                Value::Other(_) => settings.set(&name, "neither text nor true or false"),
             };
             set.map_err(D::Error::custom)?;
         }
