@@ -429,9 +429,10 @@ class Store:
     loses those that were not written; `sync` waits for them.
 
     `put_wait`: seconds for which a put waits for space, all its blocks together and from the call on, where no segment is
-    free; with 0 such blocks are refused at once. Where others have waited for as long in vain, it does not wait again;
-    closing the store ends all waits. With `host_bytes`, blocks in that memory are written once there is space, and a put
-    of more than it has room for waits for 10 s, or for `put_wait` if that is longer.
+    free; with 0 such blocks are refused at once. Of a `put_async` with a `wait` they count from its turn on. Where others
+    have waited for as long in vain, it does not wait again; closing the store ends all waits. With `host_bytes`, blocks in
+    that memory are written once there is space, and a put of more than it has room for waits for 10 s, or for `put_wait` if
+    that is longer.
 
     `hang_after`: seconds that an operation on a directory may take until the directory hangs; six times as many for syncing,
     making and removing a file. Its blocks are missed then, and nothing is put there, until the device has answered; other
@@ -568,11 +569,12 @@ class Space:
     ) -> Pending[Put]:
         """As `put`, in the background. The memory belongs to the store until the operation has ended.
 
-        Four puts are carried out at a time, the others wait for their turn, in the order of the calls. `wait`: seconds for
-        which this one may; if it has not begun by then, it ends, and all its blocks are refused (`Put.refused_waiting`). Where
-        puts of 2 GiB or 65 536 blocks wait, it is refused at once. With 0 it is refused at once where 256 MiB wait, and
-        otherwise waits for its turn however long that takes. A put of any size may wait alone. With a `wait`, `put_wait` of
-        the store counts from its turn.
+        Four puts are carried out at a time, the others wait for their turn, in the order of the calls. Where none has begun
+        for `hang_after` of the store, one more is carried out, up to eight in all. `wait`: seconds for which this one may wait
+        for its turn; if it has not begun by then, it ends, and all its blocks are refused (`Put.refused_waiting`). Beyond 2 GiB
+        or 65 536 blocks of puts that wait, it is refused at once. With 0 it is refused at once beyond 256 MiB, and otherwise
+        waits for its turn however long that takes. A put of any size may wait alone. `put_wait` of the store counts from its
+        turn, or from the call if `wait` is 0.
 
         `Pending.cancel` ends a put that has not begun. Closing the store carries out the puts that wait, each unless its
         `wait` ends first.

@@ -368,8 +368,10 @@ impl Space {
         self.pending(py, || self.space.get_async(&hashes.slices(), first, &memory))
     }
 
-    /// As `put`, in the background: it begins `wait` seconds after the call at the latest, or ends refused; with 0, when its
-    /// turn comes. Then `put_wait` begins to count.
+    /// As `put`, in the background. Four puts are carried out at a time, the others wait for their turn, in the order of the
+    /// calls: this one for `wait` seconds at most, after which all its blocks are refused, or with 0 for as long as it takes.
+    /// Beyond 2 GiB (with 0: 256 MiB) or 65 536 blocks of puts that wait, it is refused at once. `put_wait` counts from its
+    /// turn, or with 0 from the call.
     #[pyo3(
         signature = (hashes, memory, first = 0, *, priority = 35, duration = None, leave = false, wait = 0.0)
     )]

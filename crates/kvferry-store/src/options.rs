@@ -111,8 +111,9 @@ impl StoreOptions {
     }
 
     /// How long one [`Space::put`](crate::Space::put) waits for space, all its blocks together and from the call on,
-    /// where no segment is free: 0, the default, refuses such blocks at once. Where others have waited for as long and
-    /// nothing was freed since, a put does not wait again. Closing the store ends all waits.
+    /// where no segment is free: 0, the default, refuses such blocks at once. Of a
+    /// [`Space::put_async`](crate::Space::put_async) with a `wait` it counts from its turn on. Where others have waited for
+    /// as long and nothing was freed since, a put does not wait again. Closing the store ends all waits.
     ///
     /// Blocks that wait in host memory are written once there is space. A put of blocks for which that memory has no
     /// room waits for 10 s, or for this time if it is longer.

@@ -116,11 +116,13 @@ impl Space {
 
     /// As [`Space::put`], in the background. The memory belongs to the store until the operation has ended.
     ///
-    /// Four puts are carried out at a time, the others wait for their turn, in the order of the calls. `wait` is for how
-    /// long this one may: if it has not begun by then, it ends, and all its blocks are refused
-    /// ([`Put::refused_waiting`]). Where puts of 2 GiB or 65 536 blocks wait, it is refused at once. With a `wait` of
-    /// zero it is refused at once where 256 MiB wait, and otherwise waits for its turn however long that takes. A put of
-    /// any size may wait alone. [`StoreOptions::put_wait`](crate::StoreOptions::put_wait) counts from its turn.
+    /// Four puts are carried out at a time, the others wait for their turn, in the order of the calls. Where none has begun
+    /// for [`StoreOptions::hang_after`](crate::StoreOptions::hang_after), one more is carried out, up to eight in all.
+    /// `wait` is for how long this one may wait for its turn: if it has not begun by then, it ends, and all its blocks are
+    /// refused ([`Put::refused_waiting`]). Beyond 2 GiB or 65 536 blocks of puts that wait, it is refused at once. With a
+    /// `wait` of zero it is refused at once beyond 256 MiB, and otherwise waits for its turn however long that takes. A put
+    /// of any size may wait alone. [`StoreOptions::put_wait`](crate::StoreOptions::put_wait) counts from its turn, or from
+    /// the call if `wait` is zero.
     ///
     /// [`Pending::cancel`] ends a put that has not begun. Closing the store carries out the puts that wait, each unless
     /// its `wait` ends first.
