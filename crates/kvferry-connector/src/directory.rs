@@ -165,9 +165,10 @@ impl Directory {
         self.change(None, |state, now| state.subscriber.take(key, now))
     }
 
-    /// A fetch from a publisher took all its time. Returns for how long nothing is taken from it.
-    pub fn timed_out(&self, place: Place) -> Duration {
-        self.change(Duration::ZERO, |state, now| state.subscriber.timed_out(place, now))
+    /// A fetch from a publisher has taken a part of the `whole` time of a look-up, and has no result. Returns for how
+    /// long nothing is taken from the publisher, if it had at least half of that time.
+    pub fn failed(&self, place: Place, took: Duration, whole: Duration) -> Option<Duration> {
+        self.change(None, |state, now| state.subscriber.failed(place, took, whole, now))
     }
 
     /// A fetch from a publisher has succeeded.

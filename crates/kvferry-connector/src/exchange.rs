@@ -22,7 +22,7 @@ use crate::wakeup::Wakeup;
 use crate::worker::{Announce, Worker, WorkerConfig, WorkerError, WorkerObserver};
 use kvferry::{Agent, Region};
 use kvferry_proto::WireCode;
-use kvferry_proto::directory::{ContentKey, Found, Limits as DirectoryLimits, Slots};
+use kvferry_proto::directory::{ContentKey, Found, Limits as DirectoryLimits, Place, Slots};
 use kvferry_proto::engine_handshake::{EngineId, Model};
 use kvferry_proto::handoff::{HandoffId, Limits};
 use kvferry_proto::layout::{Kind, Layout};
@@ -108,7 +108,7 @@ pub enum Missed {
     /// The fetch has failed.
     #[error("{0}")]
     Failed(String),
-    /// The fetch took all its time. Nothing is fetched from its publisher for a while.
+    /// The fetch took all its time, which was most of the look-up's. Nothing is fetched from its publisher for a while.
     #[error("{address} has not handed the prompt over in time")]
     TimedOut {
         /// The publisher, as [`ExchangeConfig::follows`] names it.
@@ -360,20 +360,53 @@ impl Exchange {
         timeout: Duration,
         is_interrupted: &dyn Fn() -> bool,
     ) -> (Option<Range<u32>>, Vec<Missed>) {
-        let (deadline, mut missed) = (Instant::now() + timeout, Vec::new());
+        let deadline = Instant::now() + timeout;
+        let (mut fetched, mut missed) = (None, Vec::new());
         while let Some(found) = self.shared.directory.take(&prompt.key) {
             let Some(state) = self.lock().filter(|state| !state.closed) else { break };
-            let until = (deadline, is_interrupted);
+            let (began, until) = (Instant::now(), (deadline, is_interrupted));
             match self.shared.fetch(state, prompt, first, &found, until) {
-                Ok(Some(slots)) => return (Some(slots), missed),
+                Ok(Some(slots)) => {
+                    fetched = Some((slots, found.place));
+                    break;
+                }
                 Ok(None) => {}
-                Err(why) => missed.push(why),
+                Err(why) => missed.push((why, found.place, began.elapsed())),
             }
             if first >= prompt.blocks || Instant::now() >= deadline || is_interrupted() {
                 break;
             }
         }
-        (None, missed)
+        // Pauses are for the look-ups that follow: for this one, each publisher of the prompt is asked.
+        let missed =
+            missed.into_iter().map(|(why, place, took)| self.missed(why, place, took, timeout));
+        let missed = missed.collect();
+        let slots = fetched.map(|(slots, place)| {
+            self.shared.directory.worked(place);
+            slots
+        });
+        (slots, missed)
+    }
+
+    /// Has a publisher paused for what it has cost of the `whole` time of a look-up.
+    fn missed(&self, why: Missed, place: Place, took: Duration, whole: Duration) -> Missed {
+        if let Missed::NoRoom { .. } = why {
+            return why;
+        }
+        let pause = self.shared.directory.failed(place, took, whole);
+        match (why, pause) {
+            (Missed::TimedOut { address, .. }, Some(pause)) => Missed::TimedOut { address, pause },
+            (Missed::TimedOut { address, .. }, None) => Missed::Failed(format!(
+                "{address} has not handed the prompt over in the {took:.1?} that others had left"
+            )),
+            (why, Some(pause)) => {
+                let address = self.shared.address(place);
+                Missed::Failed(format!(
+                    "{why}; this took {took:.1?}, and {address} is not asked for {pause:?}"
+                ))
+            }
+            (why, None) => why,
+        }
     }
 
     /// Gives slots back that [`Exchange::fetch`] has returned.
@@ -449,6 +482,10 @@ impl Shared {
 
     fn tokens(&self, prompt: &Prompt) -> u64 {
         u64::from(prompt.blocks) * u64::from(self.block_tokens)
+    }
+
+    fn address(&self, place: Place) -> &str {
+        self.follows.get(place.0).map_or("", String::as_str)
     }
 
     /// A request that was added before.
@@ -631,19 +668,15 @@ impl Shared {
             if state.closed || interrupted {
                 return Ok(None);
             }
-            let address = self.follows.get(found.place.0).cloned().unwrap_or_default();
-            let pause = self.directory.timed_out(found.place);
+            let (address, pause) = (self.address(found.place).to_owned(), Duration::ZERO);
             return Err(Missed::TimedOut { address, pause });
         }
         drop(state.scheduler.finished(&known, FinishReason::Length, None, None));
         self.carry(state, None);
         let why = lock(&self.observer.failures).remove(&request);
         match self.end(state, &request) {
-            Some(slots) => {
-                self.directory.worked(found.place);
-                Ok(Some(slots))
-            }
             None => Err(Missed::Failed(why.unwrap_or_default())),
+            slots => Ok(slots),
         }
     }
 

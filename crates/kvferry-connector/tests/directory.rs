@@ -10,6 +10,7 @@ use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 fn bounded() -> Watchdog {
     Watchdog::new(PATIENCE)
@@ -151,9 +152,10 @@ fn a_publisher_that_timed_out_is_not_asked_for_a_while() {
     publish(&publisher, 1, 1);
     publish(&publisher, 1, 2);
     eventually("what is on offer is heard", || gauge(&subscriber, "heard") == 2);
-    let pause = subscriber.timed_out(Place(0));
-    assert_eq!(pause, Limits::default().pause.0);
-    assert_eq!(subscriber.timed_out(Place(0)), 2 * pause);
+    let (pause, second) = (Limits::default().pause.0, Duration::from_secs(1));
+    assert_eq!(subscriber.failed(Place(0), second, second), Some(pause));
+    assert_eq!(subscriber.failed(Place(0), second, second), Some(2 * pause));
+    assert_eq!(subscriber.failed(Place(0), second, 3 * second), None);
     subscriber.worked(Place(0));
     assert_eq!(subscriber.take(&key(1)).map(|it| it.transfer), Some(transfer(2)));
 }

@@ -197,9 +197,10 @@ impl<'a> World<'a> {
                 self.take(s, key);
             }
             TIMED_OUT => {
-                let pause = self.subscribers[s].timed_out(Place(p), self.now);
+                let pause = self.subscribers[s].failed(Place(p), ms(2), ms(2), self.now);
                 let before = self.pauses.get(&(s, p)).map_or(Duration::ZERO, |it| it.1);
                 let (first, longest) = limits(1).pause;
+                let pause = pause.expect("it took all the time");
                 assert_eq!(pause, (2 * before).clamp(first, longest));
                 self.pauses.insert((s, p), (self.now + pause, pause));
             }

@@ -46,6 +46,10 @@ impl HeardOffers {
         self.offers.len()
     }
 
+    pub(super) fn has_offers(&self, place: Place) -> bool {
+        self.by_transfer.contains_key(&place)
+    }
+
     /// Adds an offer of the publisher at `heard.place`, whose host is `origin`, in place of an earlier one of the same
     /// handoff.
     pub(super) fn add(&mut self, origin: Origin, heard: Heard) {

@@ -30,6 +30,14 @@
 //! subscriber hears offers only over sessions that it has opened to addresses of its operator. What a publisher says of
 //! its engine and its address is checked by the side that connects there, as the parameters of a request are.
 //!
+//! # Who is asked
+//!
+//! A fetch from a publisher that hangs costs the caller the whole time of a look-up. So each publisher is paused after
+//! such a fetch ([`Limits::pause`]), and there is one pause for all publishers that are not *proven*. A publisher is
+//! proven by a fetch that works, until one hangs. A proven publisher that hangs takes this from all, because the cause
+//! may be theirs, too; each is proven anew by its next fetch. However many publishers hang, a caller then loses as much
+//! time as to one of them; and publishers that hang don't delay fetches from proven ones.
+//!
 //! # Bounds
 //!
 //! Everything that is kept has a cap and an end in time: [`Limits`]. Followers share their room by network, host and
@@ -41,7 +49,7 @@
 //!
 //! * **What happened** goes in: [`Publisher::publish`], [`Publisher::retract`], [`Publisher::receive`],
 //!   [`Publisher::lost`]; [`Subscriber::opened`], [`Subscriber::lost`], [`Subscriber::receive`],
-//!   [`Subscriber::timed_out`], [`Subscriber::worked`].
+//!   [`Subscriber::failed`], [`Subscriber::worked`].
 //! * **What to do** comes out of [`Publisher::poll`] and [`Subscriber::poll`], one action at a time.
 //! * **Time**: [`Publisher::expire`] and [`Subscriber::expire`] are due at their `next_timeout`.
 //! * **Queries** change nothing: `gauges`, [`Publisher::followers`]. [`Subscriber::take`] also takes what it finds.
@@ -84,8 +92,9 @@ pub struct Limits {
     /// Wait before a subscriber connects again: after the first session that ended, and the longest one. Each attempt
     /// that fails doubles it.
     pub retry: (Duration, Duration),
-    /// Time for which a publisher is not asked after a fetch that took all its time: after the first, and the longest.
-    /// Each fetch that fails again doubles it.
+    /// Time for which a publisher is not asked after a fetch without a result that had half of the time of a look-up:
+    /// after the first, and the longest. Each such fetch doubles it. Publishers that are not proven have such a pause
+    /// together, too, so that a caller loses no more time to many of them than to one.
     pub pause: (Duration, Duration),
 }
 

@@ -53,6 +53,10 @@ pub struct Subscriber {
     limits: Limits,
     publishers: Vec<Followee>,
     heard: HeardOffers,
+    /// The pause of all publishers that are not proven.
+    pause: Pause,
+    /// What fetches without a result have taken since that pause began, or since one has worked.
+    lost: Duration,
     actions: VecDeque<SubscriberAction>,
 }
 
@@ -63,8 +67,16 @@ struct Followee {
     retry: Backoff,
     /// What the publisher has said of itself in the current term.
     term: Option<Term>,
-    pause: Backoff,
-    paused_until: Option<Timestamp>,
+    pause: Pause,
+    /// A fetch has worked, and neither this publisher nor one that was proven has hung since.
+    is_proven: bool,
+}
+
+/// A time without fetches, which doubles until one works.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pause {
+    length: Backoff,
+    until: Timestamp,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,14 +105,16 @@ impl Subscriber {
             state: State::Away { connect_at: now },
             retry: Backoff::default(),
             term: None,
-            pause: Backoff::default(),
-            paused_until: None,
+            pause: Pause::default(),
+            is_proven: false,
         };
         Self {
             engine,
             heard: HeardOffers::new(&limits),
             limits,
             publishers: std::iter::repeat_with(followee).take(publishers).collect(),
+            pause: Pause::default(),
+            lost: Duration::ZERO,
             actions: VecDeque::new(),
         }
     }
@@ -165,28 +179,67 @@ impl Subscriber {
 
     /// Takes the newest offer of a prompt, of a publisher that is not paused. `None` if there is none.
     pub fn take(&mut self, key: &ContentKey, now: Timestamp) -> Option<Found> {
-        let publishers = &self.publishers;
+        let (publishers, all) = (&self.publishers, self.pause);
+        // Publishers that have hung must not have each turn: others come first, for as long as the pause was.
+        let others = publishers.iter().enumerate().any(|(number, it)| {
+            !it.is_proven && !it.pause.has_begun() && self.heard.has_offers(Place(number))
+        });
+        let until_of_hung = if others { all.until + all.length.0 } else { all.until };
         let may_be_asked = |place: Place| {
-            let publisher = publishers.get(place.0);
-            publisher.is_some_and(|it| it.paused_until.is_none_or(|until| until <= now))
+            publishers.get(place.0).is_some_and(|it| match it.pause.has_begun() {
+                _ if it.is_proven => true,
+                true => it.pause.is_over(now) && until_of_hung <= now,
+                false => all.is_over(now),
+            })
         };
         let Heard { place, transfer, .. } = self.heard.take(key, now, may_be_asked)?;
         let term = self.publishers.get(place.0)?.term.as_ref()?;
         Some(Found { place, transfer, engine: term.engine, address: term.address.clone() })
     }
 
-    /// A fetch from a publisher took all its time. Returns for how long nothing is taken from the publisher.
-    pub fn timed_out(&mut self, place: Place, now: Timestamp) -> Duration {
-        let Some(publisher) = self.publishers.get_mut(place.0) else { return Duration::ZERO };
-        let pause = publisher.pause.next(self.limits.pause);
-        publisher.paused_until = Some(now + pause);
+    /// A fetch from a publisher has taken a part of the `whole` time of a look-up, and has no result. Returns for how
+    /// long nothing is taken from the publisher, if it had at least half of that time.
+    ///
+    /// Where such fetches had half of a look-up's time together, publishers that are not proven are paused, too. If the
+    /// last of them was from a proven publisher, none is proven any more: others may hang for the same reason.
+    pub fn failed(
+        &mut self,
+        place: Place,
+        took: Duration,
+        whole: Duration,
+        now: Timestamp,
+    ) -> Option<Duration> {
+        let limits = self.limits.pause;
+        let publisher = self.publishers.get_mut(place.0)?;
+        let was_proven = publisher.is_proven;
+        let pause = (took >= whole / 2).then(|| {
+            publisher.is_proven = false;
+            publisher.pause.begin(limits, now)
+        });
+        self.lost = self.lost.saturating_add(took);
+        if self.lost >= whole / 2 {
+            self.lost = Duration::ZERO;
+            // A loss after so long a time without one has another cause.
+            if self.pause.is_over(now - limits.1) {
+                self.pause = Pause::default();
+            }
+            self.pause.begin(limits, now);
+            if was_proven {
+                self.publishers.iter_mut().for_each(|it| it.is_proven = false);
+            }
+        }
         pause
     }
 
-    /// A fetch from a publisher has succeeded.
+    /// A fetch from a publisher has succeeded: the publisher is proven.
     pub fn worked(&mut self, place: Place) {
-        if let Some(publisher) = self.publishers.get_mut(place.0) {
-            (publisher.pause, publisher.paused_until) = (Backoff::default(), None);
+        let Some(publisher) = self.publishers.get_mut(place.0) else { return };
+        self.lost = Duration::ZERO;
+        publisher.is_proven = true;
+        // The pause of all begins anew only where one that hung works: between publishers that hang, others may work
+        // for the first time.
+        if std::mem::take(&mut publisher.pause).has_begun() {
+            self.pause = Pause::default();
         }
     }
 
@@ -271,6 +324,24 @@ impl Subscriber {
         if let Some(publisher) = self.publishers.get_mut(place.0) {
             publisher.state = state;
         }
+    }
+}
+
+impl Pause {
+    /// Returns its length.
+    fn begin(&mut self, limits: (Duration, Duration), now: Timestamp) -> Duration {
+        let length = self.length.next(limits);
+        self.until = now + length;
+        length
+    }
+
+    fn is_over(&self, now: Timestamp) -> bool {
+        self.until <= now
+    }
+
+    /// There was a pause since a fetch has worked.
+    fn has_begun(&self) -> bool {
+        !self.length.0.is_zero()
     }
 }
 
