@@ -352,7 +352,7 @@ impl Exchange {
 
     /// Fetches the blocks of a prompt from `first` on, from the engines that offer it, one after the other. Waits until
     /// they are here, `timeout` at most, and not for long after `is_interrupted` says so. Returns their slots, and why
-    /// others have not handed it over.
+    /// others have not handed it over; no slots if `is_interrupted` has said so.
     pub fn fetch(
         &self,
         prompt: &Prompt,
@@ -655,9 +655,11 @@ impl Shared {
                 break;
             }
             guard = wait_while(&self.ended, guard, Some(left.min(INTERRUPT_INTERVAL)), runs);
-            drop(guard);
-            interrupted = is_interrupted();
-            guard = self.lock();
+            if runs(&mut guard) {
+                drop(guard);
+                interrupted = is_interrupted();
+                guard = self.lock();
+            }
         }
         let state = &mut *guard;
         let known = self.known(&request, prompt);
@@ -675,6 +677,11 @@ impl Shared {
         self.carry(state, None);
         let why = lock(&self.observer.failures).remove(&request);
         match self.end(state, &request) {
+            // The caller does not take them: the interrupt raises an error there.
+            Some(slots) if interrupted => {
+                state.give(slots);
+                Ok(None)
+            }
             None => Err(Missed::Failed(why.unwrap_or_default())),
             slots => Ok(slots),
         }
@@ -745,5 +752,56 @@ impl State {
         if let Err(error) = self.slots.give(slots) {
             tracing::error!(%error, "slots of staging memory");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvferry_testkit::{PATIENCE, Watchdog, eventually};
+
+    fn agent() -> Agent {
+        let listen = std::net::SocketAddr::from(([127, 0, 0, 1], 0));
+        Agent::builder().listen(listen).silence(PATIENCE).start().expect("it starts")
+    }
+
+    #[test]
+    fn a_fetch_that_ends_while_it_is_interrupted_keeps_no_slots() {
+        let _bounded = Watchdog::new(PATIENCE);
+        let (publisher, control) = (agent(), agent());
+        let config = DirectoryConfig {
+            engine: EngineId(7),
+            publishes: Some(publisher.advertised().to_owned()),
+            follows: Vec::new(),
+            limits: DirectoryLimits::default(),
+        };
+        let directory = Directory::start(&publisher, config).expect("no other message handler");
+        let config = ExchangeConfig {
+            groups: 1,
+            block_tokens: 4,
+            slots: 8,
+            timeout: PATIENCE,
+            model: Model::default(),
+            producers: None,
+            publishes: false,
+            follows: vec![publisher.advertised().to_owned()],
+        };
+        // Without ranks, a fetch ends when this test says so.
+        let exchange = Exchange::start(&control, Vec::new(), config).expect("it starts");
+        let key = ContentKey([1; 32]);
+        let transfer = HandoffId::new("offered").expect("short");
+        directory.publish(key, &transfer).expect("room");
+        let gauge = |name: &str| {
+            let gauges = exchange.gauges();
+            gauges.into_iter().find(|(it, _)| *it == name).map_or(0, |(_, count)| count)
+        };
+        eventually("the offer is heard", || gauge("heard") == 1);
+        let prompt = Prompt { key, identity: PromptId::new(&[], &[1]), blocks: 2 };
+        let interrupt = || {
+            exchange.shared.received(&mut exchange.shared.lock(), 0, &request_of('d', 1), false);
+            true
+        };
+        assert_eq!(exchange.fetch(&prompt, 0, PATIENCE, &interrupt), (None, vec![]));
+        assert_eq!((gauge("fetches"), gauge("slots")), (0, 0));
     }
 }
