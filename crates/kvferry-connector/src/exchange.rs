@@ -360,7 +360,9 @@ impl Exchange {
         timeout: Duration,
         is_interrupted: &dyn Fn() -> bool,
     ) -> (Option<Range<u32>>, Vec<Missed>) {
-        let deadline = Instant::now() + timeout;
+        // A time beyond the clock's range is no limit.
+        let deadline = Instant::now().checked_add(timeout);
+        let is_late = || deadline.is_some_and(|deadline| Instant::now() >= deadline);
         let (mut fetched, mut missed) = (None, Vec::new());
         while let Some(found) = self.shared.directory.take(&prompt.key) {
             let Some(state) = self.lock().filter(|state| !state.closed) else { break };
@@ -373,7 +375,7 @@ impl Exchange {
                 Ok(None) => {}
                 Err(why) => missed.push((why, found.place, began.elapsed())),
             }
-            if first >= prompt.blocks || Instant::now() >= deadline || is_interrupted() {
+            if first >= prompt.blocks || is_late() || is_interrupted() {
                 break;
             }
         }
@@ -642,7 +644,7 @@ impl Shared {
         prompt: &Prompt,
         first: u32,
         found: &Found,
-        (deadline, is_interrupted): (Instant, &dyn Fn() -> bool),
+        (deadline, is_interrupted): (Option<Instant>, &dyn Fn() -> bool),
     ) -> Result<Option<Range<u32>>, Missed> {
         let Some(request) = self.begin(&mut guard, prompt, first, found)? else { return Ok(None) };
         let runs = |state: &mut State| {
@@ -650,11 +652,12 @@ impl Shared {
         };
         let mut interrupted = false;
         while runs(&mut guard) && !interrupted {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            let left = deadline.map(|it| it.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
                 break;
             }
-            guard = wait_while(&self.ended, guard, Some(left.min(INTERRUPT_INTERVAL)), runs);
+            let slice = left.map_or(INTERRUPT_INTERVAL, |left| left.min(INTERRUPT_INTERVAL));
+            guard = wait_while(&self.ended, guard, Some(slice), runs);
             if runs(&mut guard) {
                 drop(guard);
                 interrupted = is_interrupted();

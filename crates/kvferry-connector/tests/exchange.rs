@@ -337,6 +337,18 @@ fn an_engine_is_paused_only_for_what_it_cost_itself() {
 }
 
 #[test]
+fn a_time_beyond_the_clock_is_no_limit() {
+    let _bounded = bounded();
+    let (mut prefill, decode) = pair();
+    prefill.prefill(1, 2);
+    decode.hears(1);
+    let (slots, missed) = decode.exchange.fetch(&prompt(1, 2), 0, Duration::MAX, &|| false);
+    assert_eq!(missed, []);
+    decode.exchange.give(slots.expect("it is handed over"));
+    decode.settled();
+}
+
+#[test]
 fn i1_a_fetch_ends_when_it_is_interrupted_or_its_exchange_is_closed() {
     let _bounded = bounded();
     let forger = Forger::new();

@@ -2,7 +2,7 @@
 
 use super::refused;
 use super::worker::producers_of;
-use crate::agent::Agent;
+use crate::agent::{Agent, seconds};
 use crate::blocking::{self, Stop};
 use crate::error::Failure;
 use crate::memory::Region;
@@ -14,7 +14,6 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// A prompt as Python gives it: key, identity, blocks.
 type GivenPrompt = ([u8; 32], [u8; 16], u32);
@@ -70,7 +69,7 @@ impl Exchange {
             groups,
             block_tokens,
             slots,
-            timeout: Duration::try_from_secs_f64(timeout).map_err(refused)?,
+            timeout: seconds(py, timeout)?,
             model: Model(model),
             producers: producers_of(producers)?,
             publishes,
@@ -109,7 +108,7 @@ impl Exchange {
         first: u32,
         timeout: f64,
     ) -> PyResult<Fetched> {
-        let timeout = Duration::try_from_secs_f64(timeout).map_err(refused)?;
+        let timeout = seconds(py, timeout)?;
         let prompt = prompt(given);
         let (slots, missed) = blocking::run(py, |interrupt| {
             Ok::<_, Failure>(self.0.0.fetch(&prompt, first, timeout, interrupt))

@@ -2,6 +2,7 @@
 
 use super::ints::{self, Ids};
 use super::{Group, group_rule, refused, values};
+use crate::agent::seconds;
 use crate::blocking::lock;
 use kvferry_connector::{
     EngineId, FinishReason, IdleLimit, Match, Producers, PromptHasher, PromptId, Refused, Request,
@@ -12,7 +13,6 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyDict};
 use std::sync::Mutex;
-use std::time::Duration;
 
 /// A request in a step: its id, tokens in the cache before the step, tokens that the step computes,
 /// whether the blocks are all it has, and the blocks per group.
@@ -59,7 +59,9 @@ pub(crate) fn counted_reasons(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 impl SchedulerHalf {
     #[new]
     #[pyo3(signature = (groups, *, ranks, timeout, eager = true, recomputed_tokens = 0, null_block = None, idle = None))]
+    #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python call")]
     fn new(
+        py: Python<'_>,
         groups: Vec<Group>,
         ranks: usize,
         timeout: f64,
@@ -69,7 +71,7 @@ impl SchedulerHalf {
         idle: Option<(u32, u32)>,
     ) -> PyResult<Self> {
         let groups = groups.into_iter().map(group_rule).collect::<PyResult<_>>()?;
-        let timeout = Duration::try_from_secs_f64(timeout).map_err(refused)?;
+        let timeout = seconds(py, timeout)?;
         let limit = |(pool_blocks, idle_blocks)| IdleLimit { pool_blocks, idle_blocks };
         let config = SchedulerConfig {
             groups,

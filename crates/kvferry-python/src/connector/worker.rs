@@ -1,7 +1,7 @@
 //! The worker half.
 
 use super::refused;
-use crate::agent::Agent;
+use crate::agent::{Agent, seconds};
 use crate::blocking::{self, Stop, lock};
 use crate::memory::Region;
 use kvferry_connector::{
@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Ends of loads that are kept for [`WorkerHalf::take_loads`]; the oldest is dropped first.
 const LOADS_MAX: usize = 65_536;
@@ -131,8 +131,8 @@ impl WorkerHalf {
             "end" => Announce::End,
             other => return Err(refused(format!("no way of announcing: {other:?}"))),
         };
-        let cap = Duration::try_from_secs_f64(timeout).map_err(refused)?;
-        let wait = Duration::try_from_secs_f64(wait).map_err(refused)?.min(cap);
+        let cap = seconds(py, timeout)?;
+        let wait = seconds(py, wait)?.min(cap);
         let limits = Limits { cap, rendezvous: wait, offer_ttl: wait, ..Limits::default() };
         let config = WorkerConfig { rank, model: Model(model), announce, limits, producers };
         let worker =
