@@ -21,7 +21,7 @@ from typing import Any
 
 import kvferry
 from kvferry._engine.identity import bounded
-from kvferry.connector import Exchange, prompt_id
+from kvferry.connector import Exchange, log_to_stderr, prompt_id
 from kvferry.trtllm._engine_facts import Facts
 from kvferry.trtllm._meta import Part
 from kvferry.trtllm._pages import Group, Pages
@@ -110,6 +110,10 @@ class Handoff:
         self._thread.start()
 
     def _open(self, facts: Facts, model: str) -> None:
+        # What the exchange has to say, such as that an engine of `prefill` can't be reached, is said by no logger of
+        # Python.
+        if "KVFERRY_LOG" not in os.environ:
+            log_to_stderr("warn")
         settings, secret = self._settings, self._settings.secret()
         host = None if settings.listen is None else settings.listen.rpartition(":")[0] + ":0"
         self._agents: list[Any] = []

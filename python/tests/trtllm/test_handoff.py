@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import socket
 import time
@@ -422,13 +423,21 @@ def test_a_second_engine_is_asked_where_the_first_has_gone(pair: Pair) -> None:
     settled(first)
 
 
-def test_an_engine_does_not_follow_itself(pair: Pair) -> None:
+def test_an_engine_does_not_follow_itself(pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
+    told = ""
+
+    def is_refused() -> bool:
+        nonlocal told
+        told += capfd.readouterr().err
+        return "an engine does not follow itself" in told
+
     with socket.socket() as kept:
         # Agents may listen at the address of a socket that does not.
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))
         own = f"127.0.0.1:{kept.getsockname()[1]}"
         both = pair._make("both", None, 0, 1, handoff="both", listen=own, prefill=own)
+        until(is_refused, lambda: told)
         assert handoff(both).followers == 0
         ended = both.engine.run(requests())
         assert [it.computed_tokens for it in ended] == list(LENGTHS)
@@ -496,6 +505,50 @@ def test_a_process_ends_whatever_engines_do_not_answer(tmp_path: Path, silent: l
     env = {f"TLLM_KVFERRY_{name}": str(value) for name, value in settings.items()}
     ended = run_python(ENDING, env=env | {"PYTHONPATH": str(Path(__file__).parents[1])})
     assert (ended.returncode, ended.stdout) == (0, "ends\n"), ended.stderr
+
+
+WARNING = """
+    import os
+    import sys
+    import trtllm_kit
+    from kvferry.trtllm import KVFerryConnectorWorker
+    from trtllm_reference import Cache, Shape
+
+    sys.modules["tensorrt_llm._utils"] = trtllm_kit._utilities()
+    lines, stderr = os.pipe()
+    os.dup2(stderr, 2)
+    worker = KVFerryConnectorWorker(trtllm_kit.args())
+    worker.register_kv_caches(Cache(Shape()).tensors[0])
+    # Stays open: what is written to stderr at the end needs a reader.
+    reader = os.fdopen(lines)
+    for line in reader:
+        if "can't be reached" in line:
+            print(line, flush=True)
+            break
+"""
+
+
+def test_a_wrong_address_of_an_engine_that_prefills_leaves_a_line(tmp_path: Path) -> None:
+    with socket.socket() as kept:
+        # Nothing listens there.
+        kept.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{kept.getsockname()[1]}"
+        settings = {"DISK": tmp_path / "kv", "DISK_GIB": "0.0625", "HANDOFF_GIB": 1 / 64}
+        settings |= {"HANDOFF": "decode", "PREFILL": address}
+        env = {f"TLLM_KVFERRY_{name}": str(value) for name, value in settings.items()}
+        ended = run_python(WARNING, env=env | {"PYTHONPATH": str(Path(__file__).parents[1])})
+    assert ended.returncode == 0
+    assert f'an engine that prefills can\'t be reached; it is tried again publisher="{address}"' in ended.stdout
+
+
+def test_a_time_to_fetch_is_refused_or_bounded(pair: Pair) -> None:
+    pair.prefill()
+    exchange = handoff(pair.decode())._exchange
+    for refused in (-1.0, math.nan, -math.inf):
+        with pytest.raises(ValueError, match="can't be negative or not a number"):
+            exchange.fetch((bytes(32), bytes(16), 1), 0, refused)
+    for long in (1e9, 1e19, math.inf):
+        assert exchange.fetch((bytes(32), bytes(16), 1), 0, long) == (None, [])
 
 
 def test_an_offer_that_no_request_comes_for_ends_with_its_time(pair: Pair) -> None:
