@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kit import PATIENCE
 from trtllm_kit import HAS_TORCH, SOURCE, Bench, Puts, Served, fake_modules, upstream
 from trtllm_reference import Manager, Shape
 
@@ -16,6 +17,11 @@ def _settings_of_trtllm_come_from_the_tests(monkeypatch: pytest.MonkeyPatch) -> 
     for name in list(os.environ):
         if name.startswith("TLLM_KVFERRY_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _a_stall_of_the_machine_ends_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_SILENCE_MS", str(int(PATIENCE * 1000)))
 
 
 @pytest.fixture(params=["restated", "upstream"] if SOURCE else ["restated"])
