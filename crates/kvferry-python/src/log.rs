@@ -22,6 +22,8 @@ pub(crate) fn log_to_stderr(filter: &str) {
     let _ = tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::builder().parse_lossy(format!("{QUIET},{filter}")))
         .with_writer(std::io::stderr)
+        // It would be reported on stderr, and panics where nothing reads that.
+        .log_internal_errors(false)
         .try_init();
 }
 
