@@ -5,10 +5,9 @@ use crate::fabric::{
 };
 use crate::memory::Memory;
 use crate::region::moved;
-use crate::slow::{Direction, SlowMemory};
 use kvferry::{
-    Access, Agent, AgentBuilder, Batch, Checksum, DeviceMemory, HostSpan, Incarnation,
-    Notification, Options, Peer, RegionId, RemoteRegion, Stage, Transfer, Transports,
+    Access, Agent, AgentBuilder, Batch, Checksum, Incarnation, Notification, Options, Peer,
+    RegionId, RemoteRegion, Transfer, Transports,
 };
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::BorrowedFd;
@@ -115,25 +114,6 @@ fn outcome(result: Result<kvferry::TransferStats, kvferry::Error>) -> Outcome {
     result.map(|m| TransferStats { bytes: m.bytes, descriptors: m.descriptors }).map_err(failure)
 }
 
-impl DeviceMemory for SlowMemory {
-    fn len(&self) -> u64 {
-        Self::len(self) as u64
-    }
-
-    fn copy_out(&self, offset: u64, to: Stage) {
-        self.start(Direction::Out, offset, span(&to), Box::new(|result| to.complete(result)));
-    }
-
-    fn copy_in(&self, offset: u64, from: Stage) {
-        self.start(Direction::In, offset, span(&from), Box::new(|result| from.complete(result)));
-    }
-}
-
-fn span(stage: &Stage) -> HostSpan {
-    // SAFETY: the memory calls `done`, which owns the stage, when it has stopped to use the span.
-    unsafe { HostSpan::new(stage.as_ptr(), stage.len()) }
-}
-
 /// The memory that was registered with an agent. Kept until the agent ends: if it fails to stop a copier,
 /// the suite finds the bytes, and the process does not crash.
 #[derive(Default)]
@@ -153,7 +133,7 @@ impl Memories {
         let inner = match memory.device() {
             Some(device) => {
                 assert_eq!((offset, len), (0, memory.len()), "a device is registered as a whole");
-                agent.register_device(Arc::new(device.clone()), access)
+                agent.register_device(device.memory(), access)
             }
             // SAFETY: this value keeps the memory mapped until the agent is gone, it is writable, and no
             // reference to its bytes exists.

@@ -10,6 +10,7 @@ use crate::session::channel::Channel;
 use crate::session::connect::PeerState;
 use crate::transfer::batch::Batch;
 use crate::transfer::drive;
+use crate::transfer::edges;
 use crate::transfer::job::{Job, Op, TransferStats};
 use crate::transfer::kind::{Capabilities, TransportKind};
 use crate::transfer::link::Link;
@@ -248,6 +249,10 @@ impl Peer {
         if batch.is_empty() && options.notify.is_none() {
             return Ok(TransferStats { bytes: 0, descriptors: 0, streams: 0, transport: None });
         }
+        if batch.local.has_edges() {
+            let Transfer(job) = self.asynchronous(op, batch, options);
+            return drive::outcome(&job, options.interrupt);
+        }
         // The fast path: a live session whose transport copies directly needs no job and no lane.
         if let Some(link) = self.state.live()
             && self.check(&link, batch, options.notify.as_ref()).is_ok()
@@ -290,8 +295,11 @@ impl Peer {
         } else if batch.is_empty() && options.notify.is_none() {
             job.finish(Ok(TransferStats { bytes: 0, descriptors: 0, streams: 0, transport: None }));
         } else {
-            let (peer, job) = (self.clone(), Arc::clone(&job));
-            self.state.link(Box::new(move |link| peer.submit(link, &job, true)));
+            let (state, peer) = (Arc::clone(&self.state), self.clone());
+            let submitted = Arc::clone(&job);
+            edges::when_happened(&job, move || {
+                state.link(Box::new(move |link| peer.submit(link, &submitted, true)));
+            });
         }
         Transfer(job)
     }

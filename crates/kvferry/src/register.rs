@@ -130,8 +130,8 @@ impl Agent {
     /// Registers device memory, which is accessed by asynchronous copies.
     ///
     /// # Errors
-    /// `InvalidArgument` if the memory has no bytes.
-    pub fn register_device(&self, memory: Arc<dyn DeviceMemory>, access: Access) -> Result<Region> {
+    /// `InvalidArgument` if the memory has no bytes, or wraps around the end of the device's addresses.
+    pub fn register_device(&self, memory: DeviceMemory, access: Access) -> Result<Region> {
         let core = self.core();
         core.check()?;
         let len = usize::try_from(memory.len()).map_err(|_| {
@@ -140,6 +140,10 @@ impl Agent {
                 "the memory has more bytes than this process can address",
             )
         })?;
+        if memory.is_wrapped() {
+            let what = "the memory wraps around the end of the device's addresses";
+            return Err(Error::invalid(what).with("len", len));
+        }
         core.memory.regions.insert(core.incarnation, 0, len, access, Backing::Device(memory))
     }
 

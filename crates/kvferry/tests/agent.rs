@@ -1,8 +1,9 @@
 //! The agent as a program uses it: in one process, over loopback.
 
 use kvferry::{
-    Access, Agent, Batch, Channel, DeviceMemory, Error, ErrorKind, Message, MessageHandler,
-    Notification, Options, Region, RemoteRegion, Stage, Transfer, TransportKind, Transports,
+    Access, Agent, Batch, Channel, Device, DeviceCopy, DeviceMemory, Error, ErrorKind, Message,
+    MessageHandler, Notification, Options, Region, RemoteRegion, StagePool, Transfer,
+    TransportKind, Transports,
 };
 use kvferry_sys::map::Mapping;
 use kvferry_testkit::pattern::Pattern;
@@ -500,7 +501,7 @@ fn transports_are_parsed_from_names_and_aliases() {
 fn held_device(agent: &Agent, len: usize) -> (SlowMemory, Region) {
     let device = SlowMemory::new(Arc::new(Mapping::anonymous(len).expect("memory")), 0, len, 1);
     device.hold();
-    let region = agent.register_device(Arc::new(device.clone()), Access::READ_WRITE);
+    let region = agent.register_device(device.memory(), Access::READ_WRITE);
     (device, region.expect("a region"))
 }
 
@@ -610,18 +611,22 @@ fn one_thread_agent() -> Agent {
     Agent::builder().io_threads(1).transports(transports).start().expect("an agent starts")
 }
 
-struct PanickingDevice;
+struct PanickingDevice(Arc<StagePool>);
 
-impl DeviceMemory for PanickingDevice {
-    fn len(&self) -> u64 {
-        4096
+impl Device for PanickingDevice {
+    fn stages(&self) -> Arc<StagePool> {
+        Arc::clone(&self.0)
     }
 
-    fn copy_out(&self, _: u64, _: Stage) {
+    fn pieces_max(&self) -> usize {
+        1
+    }
+
+    fn copy_out(&self, _: DeviceCopy) {
         panic!("a panic of a device");
     }
 
-    fn copy_in(&self, _: u64, _: Stage) {
+    fn copy_in(&self, _: DeviceCopy) {
         panic!("a panic of a device");
     }
 }
@@ -632,7 +637,9 @@ fn a_device_that_panics_fails_its_transfers_and_no_others() {
     let (near, far) = (one_thread_agent(), one_thread_agent());
     let host = filled(&near, 4096, Access::NONE, 1);
     let device = |agent: &Agent| {
-        agent.register_device(Arc::new(PanickingDevice), Access::READ_WRITE).expect("a region")
+        let stages = StagePool::new(4096, 1).expect("memory");
+        let memory = DeviceMemory::new(Arc::new(PanickingDevice(stages)), 0, 4096);
+        agent.register_device(memory, Access::READ_WRITE).expect("a region")
     };
     let (ours, theirs) = (device(&near), device(&far));
     let other = far.allocate(4096, Access::READ_WRITE).expect("memory");

@@ -809,7 +809,7 @@ mod tests {
         let mapping = Arc::new(Mapping::anonymous(LEN).expect("memory"));
         let device = SlowMemory::new(mapping, 0, LEN, 1);
         device.hold();
-        let from = sends.register_device(Arc::new(device.clone()), Access::READ).expect("a region");
+        let from = sends.register_device(device.memory(), Access::READ).expect("a region");
         let into = receives.allocate(LEN, Access::NONE).expect("memory");
         let wanted = vec![Wanted { key: 1, lens: vec![LEN as u64] }];
         let places = vec![Some((into, 0))];

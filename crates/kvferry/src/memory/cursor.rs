@@ -4,26 +4,20 @@
 //! after its region was seen alive, for the duration of one call. So a transport can't hold a span
 //! for longer than a revoker waits (see [`gate`](super::gate)).
 
-use crate::callback::contain;
-use crate::memory::device::{Copy, Stage, Wake};
+use crate::memory::device::{After, DeviceMemory, Wait, Wake};
 use crate::memory::gate::{Gate, Touches};
 use crate::memory::region::{Backing, RegionInner};
+use crate::memory::staging::Staging;
 use kvferry_proto::WireCode;
-use kvferry_sys::map::Mapping;
 use kvferry_sys::socket::SPANS_MAX;
 use kvferry_sys::span::HostSpan;
 use std::cell::RefCell;
-use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 
-/// Bytes of one staging buffer for device memory.
-const STAGE_BYTES: u64 = 512 * 1024;
 /// Number of a batch's last regions that are compared with a new piece's: about as many as a model
 /// has layers.
 const LOOK_BACK: usize = 128;
-/// Staging buffers that one cursor uses at the same time, at most.
-const STAGES: usize = 4;
 
 thread_local! {
     static SPANS: RefCell<Vec<HostSpan>> = const { RefCell::new(Vec::new()) };
@@ -45,11 +39,13 @@ impl Piece {
 }
 
 /// The local memory of a batch, in order.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Pieces {
     pub(crate) regions: Vec<Arc<RegionInner>>,
     pub(crate) pieces: Vec<Piece>,
     pub(crate) bytes: u64,
+    /// What has to happen before a device reads or writes the memory.
+    pub(crate) after: After,
 }
 
 impl Pieces {
@@ -85,6 +81,7 @@ impl Pieces {
         self.pieces.clear();
         self.regions.clear();
         self.bytes = 0;
+        self.after = After::default();
     }
 
     /// Regions that a copier of these pieces touches.
@@ -94,6 +91,32 @@ impl Pieces {
 
     fn is_host(&self, piece: &Piece) -> bool {
         piece.region == Piece::RAW || !self.regions[piece.region as usize].is_device()
+    }
+
+    /// The device memory of a piece, by its index; `None` for host memory.
+    pub(super) fn device(&self, piece: usize) -> Option<&DeviceMemory> {
+        match &self.regions.get(self.pieces[piece].region as usize)?.backing {
+            Backing::Device(memory) => Some(memory),
+            _ => None,
+        }
+    }
+
+    /// Whether a device has to wait before the memory is touched.
+    pub(crate) fn has_edges(&self) -> bool {
+        !self.after.edges().is_empty() && !self.all_host()
+    }
+
+    /// Asks each device to wait for the edges, and to call `wake` once they have happened.
+    pub(crate) fn wait_for_edges(&self, wake: &Wake) -> Vec<Arc<Wait>> {
+        let mut asked: Vec<&DeviceMemory> = Vec::new();
+        for region in &self.regions {
+            if let Backing::Device(memory) = &region.backing
+                && !asked.iter().any(|other| other.is_beside(memory))
+            {
+                asked.push(memory);
+            }
+        }
+        asked.into_iter().map(|memory| Wait::start(&*memory.device, &self.after, wake)).collect()
     }
 
     pub(crate) fn all_host(&self) -> bool {
@@ -150,16 +173,29 @@ pub(crate) enum Lent {
 #[derive(Debug)]
 pub(crate) enum Fault {
     /// The memory of a descriptor can't be used any more.
-    Memory {
-        /// `Revoked` or `Internal`.
-        code: WireCode,
-        /// The index of the descriptor in the batch.
-        index: u32,
-    },
+    Memory(MemoryFault),
     /// The copier was stopped.
     Shut,
     /// The recipient of the spans failed.
     Io(io::Error),
+}
+
+/// The reason why memory of a descriptor can't be used any more.
+#[derive(Debug)]
+pub(crate) struct MemoryFault {
+    /// `Revoked` or `Internal`.
+    pub(crate) code: WireCode,
+    /// The index of the descriptor in the batch.
+    pub(crate) index: u32,
+    /// The error of the device that failed to copy it.
+    pub(crate) device: Option<io::Error>,
+}
+
+impl MemoryFault {
+    /// The region of a piece was unregistered.
+    pub(super) fn revoked(piece: usize) -> Self {
+        Self { code: WireCode::Revoked, index: index_of(piece), device: None }
+    }
 }
 
 /// Whether a cursor's memory is read or written.
@@ -204,7 +240,7 @@ impl Cursor {
         gate: Arc<Gate>,
         wake: Wake,
     ) -> Self {
-        let staging = (!pieces.all_host()).then(|| Staging::new(wake, at, len));
+        let staging = (!pieces.all_host()).then(|| Staging::new(direction, wake));
         Self { direction, pieces, gate, at, remaining: len, staging }
     }
 
@@ -239,7 +275,8 @@ impl Cursor {
     /// # Errors
     /// A copy to the device failed, or the memory can't be used any more.
     pub(crate) fn flush(&mut self) -> Result<Lent, Fault> {
-        self.staging.as_mut().map_or(Ok(Lent::Moved(0)), Staging::flush)
+        let is_flushed = self.staging.as_mut().map_or(Ok(true), Staging::flush)?;
+        Ok(if is_flushed { Lent::Moved(0) } else { Lent::NotReady })
     }
 
     fn walk_host(&mut self, limit: usize, use_spans: &mut UseSpans<'_>) -> Result<Lent, Fault> {
@@ -267,10 +304,9 @@ impl Cursor {
             }
             let len = (piece.len - within).min(budget);
             if len > 0 {
+                let span = self.host_span(piece, within, len, &mut alive);
                 spans.push(
-                    self.host_span(piece, within, len, &mut alive).map_err(|code| {
-                        Fault::Memory { code, index: index_of(self.at.piece + i) }
-                    })?,
+                    span.ok_or_else(|| Fault::Memory(MemoryFault::revoked(self.at.piece + i)))?,
                 );
             }
             budget -= len;
@@ -279,29 +315,23 @@ impl Cursor {
         Ok(())
     }
 
-    /// `alive` is the region that was last seen alive inside this gate.
-    fn host_span(
-        &self,
-        piece: &Piece,
-        within: u64,
-        len: u64,
-        alive: &mut u32,
-    ) -> Result<HostSpan, WireCode> {
+    /// `None` if the region was unregistered. `alive` is the region that was last seen alive inside this gate.
+    fn host_span(&self, piece: &Piece, within: u64, len: u64, alive: &mut u32) -> Option<HostSpan> {
         let len = usize::try_from(len).expect("bounded by the limit of the call");
         if piece.region == Piece::RAW {
             let at = usize::try_from(piece.offset + within).expect("an address of this process");
             // SAFETY: the caller of `Pieces::push_raw` promised the range until the transfer's
             // outcome, and a cursor is used only before it.
-            return Ok(unsafe { HostSpan::new(at as *mut u8, len) });
+            return Some(unsafe { HostSpan::new(at as *mut u8, len) });
         }
         let region = &self.pieces.regions[piece.region as usize];
         if *alive != piece.region {
             if !region.is_alive() {
-                return Err(WireCode::Revoked);
+                return None;
             }
             *alive = piece.region;
         }
-        Ok(region.span(piece.offset + within, len))
+        Some(region.span(piece.offset + within, len))
     }
 
     fn advance(&mut self, moved: usize) {
@@ -314,7 +344,7 @@ impl Cursor {
     fn walk_device(&mut self, limit: usize, use_spans: &mut UseSpans<'_>) -> Result<Lent, Fault> {
         let staging = self.staging.as_mut().expect("made for pieces that are not all host");
         let ready = match self.direction {
-            Direction::Out => staging.fetch(&self.pieces, &self.gate)?,
+            Direction::Out => staging.fetch(&self.pieces, &self.gate, self.at, self.remaining)?,
             Direction::In => staging.free_span(&self.pieces, self.at, self.remaining)?,
         };
         let Some(span) = ready else { return Ok(Lent::NotReady) };
@@ -323,207 +353,18 @@ impl Cursor {
         }
         let span = span.truncated(span.len().min(limit));
         let lent = lent(use_spans(&[span]))?;
-        let Lent::Moved(moved) = lent else { return Ok(lent) };
+        let Lent::Moved(moved) = lent else {
+            staging.blocked(&self.pieces, &self.gate)?;
+            return Ok(lent);
+        };
         // The bytes have left the socket, whether their copy succeeds or not, so they count as
         // moved.
-        let staged = match self.direction {
-            Direction::Out => {
-                staging.taken(moved);
-                Ok(())
-            }
-            Direction::In => staging.filled(moved, &self.pieces, &self.gate),
-        };
+        let staged = staging.moved(moved, &self.pieces, &self.gate);
         self.advance(moved);
         staged.map(|()| lent)
     }
 }
 
-fn index_of(piece: usize) -> u32 {
+pub(super) fn index_of(piece: usize) -> u32 {
     u32::try_from(piece).unwrap_or(u32::MAX)
-}
-
-/// Staging buffers between device memory and a socket.
-struct Staging {
-    wake: Wake,
-    free: Vec<Mapping>,
-    made: usize,
-    /// Copies from the device, in the order of the bytes (out), or to it, in any order (in).
-    copies: VecDeque<Staged>,
-    /// Out: where the next copy starts, and how many bytes no copy was started for.
-    ahead: Position,
-    ahead_left: u64,
-    /// In: the buffer being filled.
-    filling: Option<Filling>,
-}
-
-struct Staged {
-    copy: Arc<Copy>,
-    piece: usize,
-    len: usize,
-    /// Out: how many of its bytes were sent.
-    taken: usize,
-}
-
-struct Filling {
-    buffer: Mapping,
-    start: Position,
-    len: usize,
-    filled: usize,
-}
-
-impl Staging {
-    fn new(wake: Wake, at: Position, len: u64) -> Self {
-        Self {
-            wake,
-            free: Vec::new(),
-            made: 0,
-            copies: VecDeque::new(),
-            ahead: at,
-            ahead_left: len,
-            filling: None,
-        }
-    }
-
-    fn buffer(&mut self) -> Result<Option<Mapping>, Fault> {
-        if let Some(buffer) = self.free.pop() {
-            return Ok(Some(buffer));
-        }
-        if self.made == STAGES {
-            return Ok(None);
-        }
-        let bytes = usize::try_from(STAGE_BYTES).expect("a small constant");
-        let buffer = Mapping::anonymous(bytes).map_err(Fault::Io)?;
-        self.made += 1;
-        Ok(Some(buffer))
-    }
-
-    fn failed(piece: usize, e: &io::Error) -> Fault {
-        tracing::warn!(piece, error = %e, "a copy between device and staging memory failed");
-        Fault::Memory { code: WireCode::Internal, index: index_of(piece) }
-    }
-
-    /// Starts a copy of the part of `piece` at `within`, inside the gate.
-    fn start(
-        &self,
-        pieces: &Pieces,
-        gate: &Arc<Gate>,
-        at: Position,
-        len: usize,
-        buffer: Mapping,
-        direction: Direction,
-    ) -> Result<Staged, Fault> {
-        let piece = pieces.pieces[at.piece];
-        let region = &pieces.regions[piece.region as usize];
-        let Backing::Device(device) = &region.backing else {
-            unreachable!("only device pieces are staged");
-        };
-        let _inside = gate.enter().map_err(|_| Fault::Shut)?;
-        if !region.is_alive() {
-            return Err(Fault::Memory { code: WireCode::Revoked, index: index_of(at.piece) });
-        }
-        let copy = Copy::start(buffer, region, gate, &self.wake);
-        let (offset, stage) = (piece.offset + at.within, Stage::new(&copy, len));
-        // If the call panics, the copy fails once the device drops or completes the stage.
-        contain("a device's copy", || match direction {
-            Direction::Out => device.copy_out(offset, stage),
-            Direction::In => device.copy_in(offset, stage),
-        });
-        Ok(Staged { copy, piece: at.piece, len, taken: 0 })
-    }
-
-    /// Out: starts copies ahead of the position, and returns the bytes that are ready to be sent.
-    fn fetch(&mut self, pieces: &Pieces, gate: &Arc<Gate>) -> Result<Option<HostSpan>, Fault> {
-        while self.ahead_left > 0 && self.copies.len() < STAGES {
-            let piece = pieces.pieces[self.ahead.piece];
-            let left = piece.len - self.ahead.within;
-            if left == 0 || pieces.is_host(&piece) {
-                let skip = left.min(self.ahead_left);
-                self.ahead_left -= skip;
-                self.ahead = Position { piece: self.ahead.piece + 1, within: 0 };
-                continue;
-            }
-            let Some(buffer) = self.buffer()? else { break };
-            let len = left.min(self.ahead_left).min(STAGE_BYTES);
-            let at = self.ahead;
-            let size = usize::try_from(len).expect("at most one staging buffer");
-            self.copies.push_back(self.start(pieces, gate, at, size, buffer, Direction::Out)?);
-            self.ahead_left -= len;
-            self.ahead.within += len;
-        }
-        let front =
-            self.copies.front().expect("while device bytes remain, a copy of them is in progress");
-        match front.copy.outcome() {
-            None => Ok(None),
-            Some(Ok(())) => Ok(Some(front.copy.span(front.taken, front.len - front.taken))),
-            Some(Err(e)) => Err(Self::failed(front.piece, &e)),
-        }
-    }
-
-    fn taken(&mut self, bytes: usize) {
-        let front = self.copies.front_mut().expect("bytes were taken from it");
-        front.taken += bytes;
-        if front.taken == front.len {
-            let done = self.copies.pop_front().expect("looked at above");
-            self.recycle(done);
-        }
-    }
-
-    fn recycle(&mut self, staged: Staged) {
-        match staged.copy.into_buffer() {
-            Some(buffer) => self.free.push(buffer),
-            // The device still holds the completion for a moment: leave this buffer to it and
-            // allocate another one.
-            None => self.made -= 1,
-        }
-    }
-
-    /// In: the rest of the buffer that is being filled, or a new buffer.
-    fn free_span(
-        &mut self,
-        pieces: &Pieces,
-        at: Position,
-        remaining: u64,
-    ) -> Result<Option<HostSpan>, Fault> {
-        if self.filling.is_none() {
-            self.reap()?;
-            let Some(buffer) = self.buffer()? else { return Ok(None) };
-            let left = pieces.pieces[at.piece].len - at.within;
-            let len = left.min(remaining).min(STAGE_BYTES);
-            let len = usize::try_from(len).expect("at most one staging buffer");
-            self.filling = Some(Filling { buffer, start: at, len, filled: 0 });
-        }
-        let filling = self.filling.as_ref().expect("set above");
-        Ok(Some(filling.buffer.span(filling.filled, filling.len - filling.filled)))
-    }
-
-    fn filled(&mut self, bytes: usize, pieces: &Pieces, gate: &Arc<Gate>) -> Result<(), Fault> {
-        let filling = self.filling.as_mut().expect("bytes were received into it");
-        filling.filled += bytes;
-        if filling.filled < filling.len {
-            return Ok(());
-        }
-        let full = self.filling.take().expect("looked at above");
-        let (start, len) = (full.start, full.len);
-        let staged = self.start(pieces, gate, start, len, full.buffer, Direction::In)?;
-        self.copies.push_back(staged);
-        Ok(())
-    }
-
-    /// In: takes back the buffers of copies that have ended.
-    fn reap(&mut self) -> Result<(), Fault> {
-        for _ in 0..self.copies.len() {
-            let staged = self.copies.pop_front().expect("counted");
-            match staged.copy.outcome() {
-                None => self.copies.push_back(staged),
-                Some(Ok(())) => self.recycle(staged),
-                Some(Err(e)) => return Err(Self::failed(staged.piece, &e)),
-            }
-        }
-        Ok(())
-    }
-
-    fn flush(&mut self) -> Result<Lent, Fault> {
-        self.reap()?;
-        Ok(if self.copies.is_empty() { Lent::Moved(0) } else { Lent::NotReady })
-    }
 }

@@ -1,154 +1,307 @@
-//! Device memory that the CPU can't address, copied through bounded staging buffers.
+//! Device memory that the CPU can't address, copied in batches through the stages of its device.
 //!
-//! Ownership: a staging buffer belongs to the copy that uses it. A copy is in progress from its
-//! start until its [`Stage`] is completed or dropped; the cursor that started it only observes it. So a cursor may be dropped at any time, and the device still writes into live memory.
+//! Ownership: the device owns a batch ([`DeviceCopy`]), with its stage and its regions, until it completes or
+//! drops it; the cursor that started it only observes it. So a cursor may be dropped at any time, and the device
+//! still writes into live memory. The stage of a batch that was copied from the device goes to the cursor, which
+//! sends it; any other goes back to the pool.
 //!
-//! Wake-up: a cursor that finds no ready bytes returns `NotReady`; the completion of any of its
-//! copies calls the waker afterwards. A completion before that check is seen by the check, because
-//! the state is set before the waker is called.
+//! Wake-up: a cursor that finds no ready bytes returns `NotReady`; the end of any of its copies calls the waker
+//! afterwards. An end before that check is seen by the check, because the outcome is set before the waker is called.
+//! The waker writes to a descriptor: the reactor's, or that of the caller who drives the transfer.
 
+use crate::callback::contain;
+use crate::memory::cursor::Direction;
 use crate::memory::gate::Gate;
 use crate::memory::region::RegionInner;
-use crate::sync::atomic::{AtomicU8, Ordering};
+use crate::memory::stages::{Stage, StagePool};
+use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex, lock};
-use kvferry_sys::map::Mapping;
 use kvferry_sys::span::HostSpan;
-use std::io;
+use smallvec::SmallVec;
+use std::any::Any;
+use std::{fmt, io};
 
-/// Memory that is read and written by asynchronous copies: a GPU's, or memory that behaves alike.
+/// A GPU, or something that behaves alike: it copies between its own memory and host memory.
 ///
-/// Offsets count from the start of the memory. Copies may complete in any order, on any thread, or
-/// before the call returns. A call that panics fails its transfer.
-pub trait DeviceMemory: Send + Sync + 'static {
-    /// Bytes of the memory; constant.
-    fn len(&self) -> u64;
+/// No method may wait for the device: an I/O thread of the agent calls it. Copies complete later, in any order,
+/// on a thread of the device or of its driver, or before the call returns. A call that panics fails its transfer.
+/// A device that is lost completes every batch with an error.
+pub trait Device: Send + Sync + 'static {
+    /// The stages of the device's copies, the same for each call. They also tell devices apart: memories with
+    /// the same stages are copied by the same device.
+    fn stages(&self) -> Arc<StagePool>;
 
-    /// Whether the memory has no bytes.
-    fn is_empty(&self) -> bool {
-        self.len() == 0
+    /// Pieces of one batch, at most; constant. The device may divide a batch among several calls of its driver.
+    fn pieces_max(&self) -> usize;
+
+    /// Starts to copy all pieces of a batch from the device to its stage, and completes it when all bytes are there.
+    fn copy_out(&self, copy: DeviceCopy);
+
+    /// Starts to copy the stage of a batch to its pieces on the device, and completes it when all bytes are there.
+    fn copy_in(&self, copy: DeviceCopy);
+
+    /// Completes `happened` once all edges of `after` have happened, on a thread of the device, or before the call
+    /// returns. The transfer begins after that, so that neither a stage nor a connection waits for an edge: what an
+    /// edge stands for may itself wait for another transfer. The device forgets waits that are not needed any more
+    /// ([`Happened::is_needed`]).
+    fn wait_for(&self, _after: &After, happened: Happened) {
+        let what = "the device knows no edges: wait for what uses the memory, and pass none";
+        happened.complete(Err(io::Error::new(io::ErrorKind::Unsupported, what)));
+    }
+}
+
+/// Memory of a device.
+#[derive(Clone)]
+pub struct DeviceMemory {
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) stages: Arc<StagePool>,
+    pub(crate) pieces_max: usize,
+    address: u64,
+    len: u64,
+}
+
+impl DeviceMemory {
+    /// `len` bytes of a device's memory from `address` on. Addresses mean something to the device only.
+    pub fn new(device: Arc<dyn Device>, address: u64, len: u64) -> Self {
+        let (stages, pieces_max) = (device.stages(), device.pieces_max().max(1));
+        Self { device, stages, pieces_max, address, len }
     }
 
-    /// Starts to copy `to.len()` bytes at `offset` of the device to `to`, and completes it when they
-    /// are there.
-    fn copy_out(&self, offset: u64, to: Stage);
+    /// Bytes of the memory.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
 
-    /// Starts to copy `from` to `offset` of the device, and completes it when the bytes are there.
-    fn copy_in(&self, offset: u64, from: Stage);
+    /// Whether the memory has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Whether its end is beyond the last address.
+    pub(crate) fn is_wrapped(&self) -> bool {
+        self.address.checked_add(self.len).is_none()
+    }
+
+    /// The device's address of the byte at `offset`.
+    pub(crate) fn at(&self, offset: u64) -> u64 {
+        self.address + offset
+    }
+
+    /// Whether one batch can have pieces of both memories.
+    pub(crate) fn is_beside(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.stages, &other.stages)
+    }
+}
+
+impl fmt::Debug for DeviceMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceMemory[{:#x}+{:#x}]", self.address, self.len)
+    }
+}
+
+/// A contiguous piece of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DevicePiece {
+    /// The device's address of the first byte.
+    pub address: u64,
+    /// Bytes, not zero.
+    pub len: usize,
+}
+
+/// What has to happen before a device may touch memory: edges, such as the event after a kernel. An edge is of a
+/// type that the device knows, and is kept until the transfers that wait for it have ended. Without edges, the
+/// caller has waited for what uses the memory.
+#[derive(Clone, Default)]
+pub struct After(Option<Arc<[Arc<dyn Any + Send + Sync>]>>);
+
+impl After {
+    /// After all of these edges.
+    pub fn all(edges: impl IntoIterator<Item = Arc<dyn Any + Send + Sync>>) -> Self {
+        let edges: Arc<[_]> = edges.into_iter().collect();
+        Self((!edges.is_empty()).then_some(edges))
+    }
+
+    /// The edges; none if the order is kept on the host.
+    pub fn edges(&self) -> &[Arc<dyn Any + Send + Sync>] {
+        self.0.as_deref().unwrap_or_default()
+    }
+}
+
+impl fmt::Debug for After {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "After[{} edges]", self.edges().len())
+    }
+}
+
+/// A transfer's wait for edges, which the device completes. Dropping it fails the transfer.
+#[derive(Debug)]
+pub struct Happened(Arc<Wait>);
+
+/// The wait, as the transfer sees it.
+pub(crate) struct Wait {
+    wake: Wake,
+    /// `None` until the device has completed the wait.
+    pub(crate) outcome: Mutex<Option<io::Result<()>>>,
+}
+
+impl Wait {
+    /// Asks the device to complete a wait, which then calls `wake`.
+    pub(crate) fn start(device: &dyn Device, after: &After, wake: &Wake) -> Arc<Self> {
+        let wait = Arc::new(Self { wake: Arc::clone(wake), outcome: Mutex::new(None) });
+        let happened = Happened(Arc::clone(&wait));
+        contain("a device's wait", || device.wait_for(after, happened));
+        wait
+    }
+}
+
+impl Happened {
+    /// Whether the transfer still waits.
+    pub fn is_needed(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
+    }
+
+    /// Ends the wait. An error, such as for an edge that the device does not know, fails the transfer.
+    pub fn complete(self, result: io::Result<()>) {
+        *lock(&self.0.outcome) = Some(result);
+    }
+}
+
+impl Drop for Happened {
+    fn drop(&mut self) {
+        let dropped = || Err(io::Error::other("the device dropped a wait for edges"));
+        lock(&self.0.outcome).get_or_insert_with(dropped);
+        (self.0.wake)();
+    }
+}
+
+impl fmt::Debug for Wait {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Wait[{:?}]", lock(&self.outcome))
+    }
 }
 
 /// Called when memory that was not ready may be ready.
 pub(crate) type Wake = Arc<dyn Fn() + Send + Sync>;
 
-const RUNNING: u8 = 0;
-const DONE: u8 = 1;
-const FAILED: u8 = 2;
+/// Regions of a batch: of a model with a region for each layer, a batch touches many.
+pub(crate) type Regions = SmallVec<[Arc<RegionInner>; 2]>;
 
+/// What became of a batch: its stage, if that has bytes of the device.
+type Outcome = io::Result<Option<Stage>>;
+
+/// A batch that was given to a device, as its cursor sees it.
 pub(crate) struct Copy {
-    buffer: Mapping,
-    state: AtomicU8,
-    error: Mutex<Option<io::Error>>,
-    region: Arc<RegionInner>,
-    gate: Arc<Gate>,
-    wake: Wake,
+    pub(crate) direction: Direction,
+    pub(crate) memory: DeviceMemory,
+    pub(crate) pieces: Vec<DevicePiece>,
+    /// Bytes of all pieces.
+    pub(crate) len: usize,
+    pub(crate) regions: Regions,
+    pub(crate) gate: Arc<Gate>,
+    pub(crate) wake: Wake,
+    /// `None` until the device has completed or dropped the batch, and once the cursor has taken it.
+    pub(crate) outcome: Mutex<Option<Outcome>>,
 }
 
 impl Copy {
-    /// Marks a copy as started. The caller is inside `gate` and has seen `region` alive.
-    pub(crate) fn start(
-        buffer: Mapping,
-        region: &Arc<RegionInner>,
-        gate: &Arc<Gate>,
-        wake: &Wake,
-    ) -> Arc<Self> {
-        region.copies.fetch_add(1, Ordering::SeqCst);
-        gate.copy_started();
-        Arc::new(Self {
-            buffer,
-            state: AtomicU8::new(RUNNING),
-            error: Mutex::new(None),
-            region: Arc::clone(region),
-            gate: Arc::clone(gate),
-            wake: Arc::clone(wake),
-        })
-    }
-
-    pub(crate) fn span(&self, offset: usize, len: usize) -> HostSpan {
-        self.buffer.span(offset, len)
-    }
-
-    /// The outcome of the copy, or `None` while it is in progress.
-    pub(crate) fn outcome(&self) -> Option<io::Result<()>> {
-        match self.state.load(Ordering::Acquire) {
-            RUNNING => None,
-            DONE => Some(Ok(())),
-            _ => {
-                let error = lock(&self.error).take();
-                Some(Err(error.unwrap_or_else(|| io::Error::other("a device copy failed"))))
-            }
+    /// Gives the batch and its stage to the device. The caller is inside the gate and has seen the regions alive.
+    pub(crate) fn start(self: &Arc<Self>, stage: Stage) {
+        for region in &self.regions {
+            region.copies.fetch_add(1, Ordering::SeqCst);
         }
+        self.gate.copy_started();
+        let copy = DeviceCopy { owned: Some((Arc::clone(self), stage)) };
+        let device = &self.memory.device;
+        // If the call panics, the copy fails once the device drops or completes the batch.
+        contain("a device's copy", || match self.direction {
+            Direction::Out => device.copy_out(copy),
+            Direction::In => device.copy_in(copy),
+        });
     }
 
-    /// Returns the buffer if the copy has ended and no other reference to it is left.
-    pub(crate) fn into_buffer(self: Arc<Self>) -> Option<Mapping> {
-        Arc::try_unwrap(self).ok().map(|copy| copy.buffer)
+    pub(crate) fn is_running(&self) -> bool {
+        lock(&self.outcome).is_none()
     }
 
-    fn end(&self, state: u8) {
-        self.state.store(state, Ordering::Release);
-        self.region.copies.fetch_sub(1, Ordering::SeqCst);
+    /// The outcome of the batch, or `None` while it is in progress.
+    pub(crate) fn take_outcome(&self) -> Option<Outcome> {
+        lock(&self.outcome).take()
+    }
+
+    fn end(&self, stage: Stage, result: io::Result<()>) {
+        let outcome = match self.direction {
+            Direction::Out => result.map(|()| Some(stage)),
+            Direction::In => {
+                drop(stage);
+                result.map(|()| None)
+            }
+        };
+        *lock(&self.outcome) = Some(outcome);
+        for region in &self.regions {
+            region.copies.fetch_sub(1, Ordering::SeqCst);
+        }
         self.gate.copy_ended();
         (self.wake)();
     }
 }
 
-/// The staging buffer of one device's copy, which ends with it.
+/// A batch of pieces and the stage that it is copied to or from, for the device that copies it.
 ///
-/// A device that holds the stage owns its bytes; one that has completed or dropped it can't name them any
-/// more. Dropping it without [`Stage::complete`] fails the copy.
+/// The pieces lie in the stage one after the other, in their order; they may be copied in any order. The first
+/// byte of the stage has the alignment of the first piece's address, up to 128 bytes. So pieces whose addresses and
+/// lengths are multiples of the unit of a copy are aligned to it in the stage, too.
 ///
-/// A copy by [`Stage::as_ptr`], such as a GPU's, must have ended before the stage is completed or dropped:
-/// a device that loses track of it must leak the stage (`std::mem::forget`), which leaves the region in
-/// quarantine.
+/// A device that holds the batch owns the bytes of its stage; one that has completed or dropped it can't name
+/// them any more. Dropping it without [`DeviceCopy::complete`] fails the copy.
 ///
-/// The bytes can't outlive the stage:
+/// A copy by [`DeviceCopy::as_ptr`], such as a GPU's, must have ended before the batch is completed or dropped:
+/// a device that loses track of it must leak the batch (`std::mem::forget`), which leaves its stage in use and its
+/// regions in quarantine.
+///
+/// The bytes can't outlive the batch:
 /// ```compile_fail
-/// fn keep(stage: kvferry::Stage) -> impl Fn(&[u8]) {
-///     let kept = &stage;
-///     stage.complete(Ok(()));
+/// fn keep(copy: kvferry::DeviceCopy) -> impl Fn(&[u8]) {
+///     let kept = &copy;
+///     copy.complete(Ok(()));
 ///     move |bytes| kept.copy_from(0, bytes)
 /// }
 /// ```
 #[derive(Debug)]
-pub struct Stage {
-    /// The copy of the stage; `None` only while it is dropped.
-    copy: Option<Arc<Copy>>,
-    len: usize,
+pub struct DeviceCopy {
+    /// `None` only while it is dropped.
+    owned: Option<(Arc<Copy>, Stage)>,
 }
 
-impl Stage {
-    pub(crate) fn new(copy: &Arc<Copy>, len: usize) -> Self {
-        Self { copy: Some(Arc::clone(copy)), len }
+impl DeviceCopy {
+    fn copy(&self) -> &Copy {
+        &self.owned.as_ref().expect("there until it is dropped").0
     }
 
     fn span(&self, at: usize, len: usize) -> HostSpan {
-        let is_inside = at.checked_add(len).is_some_and(|end| end <= self.len);
-        assert!(is_inside, "the range is outside the stage");
-        self.copy.as_ref().expect("there until it is dropped").span(at, len)
+        let (copy, stage) = self.owned.as_ref().expect("there until it is dropped");
+        let is_inside = at.checked_add(len).is_some_and(|end| end <= copy.len);
+        assert!(is_inside, "the range is outside the batch");
+        stage.span(at, len)
     }
 
-    /// Bytes to be copied.
+    /// The pieces of the device's memory.
+    pub fn pieces(&self) -> &[DevicePiece] {
+        &self.copy().pieces
+    }
+
+    /// Bytes of all pieces.
     pub fn len(&self) -> usize {
-        self.len
+        self.copy().len
     }
 
     /// Whether there are no bytes to be copied.
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.len() == 0
     }
 
-    /// Where the bytes are in this process, for the calls of a device's driver.
+    /// Where the stage is in this process, for the calls of a device's driver.
     pub fn as_ptr(&self) -> *mut u8 {
-        self.span(0, self.len).as_ptr()
+        self.span(0, self.len()).as_ptr()
     }
 
     /// Copies `bytes` to the stage's bytes from `at` on.
@@ -167,30 +320,31 @@ impl Stage {
         self.span(at, bytes.len()).copy_to(bytes);
     }
 
-    /// Ends the copy.
+    /// Ends the copy. An error fails the transfer, which reports it as its source: the bytes of the pieces, or of
+    /// the stage, may be those of before or those that were to be copied.
     pub fn complete(mut self, result: io::Result<()>) {
-        if let Some(copy) = self.copy.take() {
-            match result {
-                Ok(()) => copy.end(DONE),
-                Err(e) => {
-                    *lock(&copy.error) = Some(e);
-                    copy.end(FAILED);
-                }
-            }
+        self.end(result);
+    }
+
+    fn end(&mut self, result: io::Result<()>) {
+        if let Some((copy, stage)) = self.owned.take() {
+            copy.end(stage, result);
         }
     }
 }
 
-impl Drop for Stage {
+impl Drop for DeviceCopy {
     fn drop(&mut self) {
-        if let Some(copy) = self.copy.take() {
-            copy.end(FAILED);
+        if self.owned.is_some() {
+            let what = "the device dropped a copy that it had not completed";
+            self.end(Err(io::Error::other(what)));
         }
     }
 }
 
-impl std::fmt::Debug for Copy {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Copy[{:?} state {}]", self.region, self.state.load(Ordering::Relaxed))
+impl fmt::Debug for Copy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let pieces = self.pieces.len();
+        write!(f, "Copy[{pieces} pieces of {:?}]", self.regions)
     }
 }

@@ -20,10 +20,13 @@ pub(crate) mod gate;
 pub(crate) mod held;
 pub(crate) mod region;
 pub(crate) mod remote;
+mod stages;
+mod staging;
 pub(crate) mod user;
 
-pub use device::{DeviceMemory, Stage};
+pub use device::{After, Device, DeviceCopy, DeviceMemory, DevicePiece, Happened};
 pub use region::{Access, Region, RemoteRegion};
+pub use stages::StagePool;
 
 use crate::sync::Arc;
 use kvferry_proto::{RegionId, Timestamp};

@@ -67,8 +67,8 @@ pub(crate) enum Backing {
     /// Host memory that kvferry allocated, and that other processes of this host may map as far as
     /// the region's access allows.
     Shared(Arc<Shared>),
-    /// Memory that is copied through staging buffers.
-    Device(Arc<dyn DeviceMemory>),
+    /// Memory that is copied through the stages of its device.
+    Device(DeviceMemory),
 }
 
 pub(crate) struct RegionInner {

@@ -2,6 +2,7 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::cursor::{Piece, Pieces, Position};
+use crate::memory::device::After;
 use crate::memory::region::{Region, RemoteRegion};
 use kvferry_proto::{Incarnation, RegionId, WireDescriptor};
 use std::sync::Arc;
@@ -39,12 +40,6 @@ pub struct Batch {
     pub(crate) incarnation: Option<Incarnation>,
 }
 
-impl Clone for Pieces {
-    fn clone(&self) -> Self {
-        Self { regions: self.regions.clone(), pieces: self.pieces.clone(), bytes: self.bytes }
-    }
-}
-
 impl Batch {
     /// An empty batch.
     pub fn new() -> Self {
@@ -72,7 +67,16 @@ impl Batch {
         self.local.bytes
     }
 
-    /// Removes all pairs; keeps the memory unless a transfer still uses it.
+    /// Makes transfers of this batch begin only after these edges, if it has local memory of a device: a write
+    /// reads the memory after the work that computes the bytes, a read writes it after the work that used the memory
+    /// last, or that initialises it. Without edges, the caller has waited for that work. Until the edges have happened, a
+    /// transfer uses nothing that others could wait for; cancelling it and its deadline end it at once. Then
+    /// the I/O threads move the bytes, also those of a blocking call.
+    pub fn set_after(&mut self, after: After) {
+        Arc::make_mut(&mut self.local).after = after;
+    }
+
+    /// Removes all pairs and edges; keeps the memory unless a transfer still uses it.
     pub fn clear(&mut self) {
         Arc::make_mut(&mut self.local).clear();
         Arc::make_mut(&mut self.remote).clear();

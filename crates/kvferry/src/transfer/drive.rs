@@ -351,7 +351,7 @@ fn wait<S: Drive>(
 
 /// Waits for the outcome of a job whose shares have ended. A quiesce may be in progress; the
 /// session bounds its duration.
-fn outcome(job: &Job, interrupt: Interrupt<'_>) -> Result<TransferStats> {
+pub(crate) fn outcome(job: &Job, interrupt: Interrupt<'_>) -> Result<TransferStats> {
     loop {
         if let Some(outcome) = job.wait(INTERRUPT_EVERY) {
             return outcome;

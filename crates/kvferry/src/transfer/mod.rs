@@ -2,6 +2,7 @@
 
 pub(crate) mod batch;
 pub(crate) mod drive;
+pub(crate) mod edges;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 pub(crate) mod job;

@@ -1,6 +1,7 @@
 //! Errors that all transports share.
 
 use crate::error::{Error, ErrorKind};
+use crate::memory::cursor::MemoryFault;
 use crate::transfer::batch::Batch;
 use crate::transfer::link::Link;
 use kvferry_proto::WireCode;
@@ -21,7 +22,11 @@ pub(crate) fn refusal(link: &Link, batch: &Batch, code: WireCode, pair: Option<u
 }
 
 /// The error of a batch whose local memory was unregistered or failed during the transfer.
-pub(crate) fn local_fault(code: WireCode, index: u32) -> Error {
-    let what = "local memory of the transfer can't be used any more";
-    Error::new(ErrorKind::from_wire(code), what).with("descriptor", index)
+pub(crate) fn local_fault(fault: MemoryFault) -> Error {
+    let kind = ErrorKind::from_wire(fault.code);
+    let error = match fault.device {
+        None => Error::new(kind, "local memory of the transfer can't be used any more"),
+        Some(e) => Error::new(kind, "a device failed to copy local memory").caused_by(e),
+    };
+    error.with("descriptor", fault.index)
 }

@@ -253,7 +253,7 @@ fn a_cancelled_transfer_whose_device_hangs_holds_up_no_other_one() {
     let peer = peer(&agent, &fake);
     let source = filled(&agent, 1, PAGE);
     let device = SlowMemory::new(Arc::new(Mapping::anonymous(PAGE).expect("memory")), 0, PAGE, 1);
-    let region = agent.register_device(Arc::new(device.clone()), Access::NONE).expect("a region");
+    let region = agent.register_device(device.memory(), Access::NONE).expect("a region");
     for write in [true, false] {
         device.hold();
         let batch = scattered(&region, BASE, PAGE, 1);

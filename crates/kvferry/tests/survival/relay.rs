@@ -336,7 +336,7 @@ fn a_peer_that_half_closes_and_never_reads_uses_no_cpu() {
 fn held_device(agent: &Agent, len: usize) -> (SlowMemory, Region) {
     let device = SlowMemory::new(Arc::new(Mapping::anonymous(len).expect("memory")), 0, len, 1);
     device.hold();
-    let region = agent.register_device(Arc::new(device.clone()), Access::READ_WRITE);
+    let region = agent.register_device(device.memory(), Access::READ_WRITE);
     (device, region.expect("a region"))
 }
 

@@ -132,7 +132,7 @@ impl Way<'_> {
     fn failed(&self, fault: Fault) -> Error {
         match (self.link.end(), fault) {
             (Some(end), _) => end.clone(),
-            (None, Fault::Memory { code, index }) => local_fault(code, index),
+            (None, Fault::Memory(fault)) => local_fault(fault),
             (None, Fault::Shut | Fault::Io(_)) => {
                 Error::new(ErrorKind::Internal, "a copy within the host was stopped")
             }

@@ -15,7 +15,7 @@ use super::wire::{Opcode, Request, Status};
 use super::{KEEPALIVE, MooncakeServer};
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::cursor::{Cursor, Direction, Fault, Lent, Pieces, Position};
+use crate::memory::cursor::{Cursor, Direction, Fault, Lent, MemoryFault, Pieces, Position};
 use crate::memory::device::Wake;
 use crate::memory::gate::Gate;
 use crate::memory::region::Access;
@@ -597,7 +597,7 @@ impl Connection {
     /// The memory of a request can't be used any more: only the end of the connection can report
     /// it.
     fn fault(&mut self, fault: &Fault) -> Step {
-        if let Fault::Memory { code, .. } = fault {
+        if let Fault::Memory(MemoryFault { code, .. }) = fault {
             tracing::debug!(peer = %self.link.address, %code, "region unregistered during a request");
             self.core().counters.requests_refused.one();
         }

@@ -583,8 +583,8 @@ impl Share {
         match fault {
             Fault::Io(e) => self.lost(e),
             Fault::Shut => self.lost(io::ErrorKind::ConnectionAborted.into()),
-            Fault::Memory { code, index } => {
-                self.job.fail(local_fault(code, index));
+            Fault::Memory(fault) => {
+                self.job.fail(local_fault(fault));
                 drop_lane(&self.peer, &self.link, &self.lane);
                 self.over(true)
             }

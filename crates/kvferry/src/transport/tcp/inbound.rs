@@ -5,7 +5,7 @@
 
 use super::{digest_spans, forged, transmit_once};
 use crate::core::Core;
-use crate::memory::cursor::{Cursor, Direction, Fault, Lent, Piece, Pieces, Position};
+use crate::memory::cursor::{Cursor, Direction, Fault, Lent, MemoryFault, Piece, Pieces, Position};
 use crate::memory::device::Wake;
 use crate::memory::gate::Gate;
 use crate::memory::region::Access;
@@ -195,7 +195,7 @@ impl InboundStream {
                     }
                     Ok(Lent::WouldBlock) => Step::Write,
                     Ok(Lent::NotReady) => Step::Memory,
-                    Err(Fault::Memory { code, index }) => self.abandon(code, index),
+                    Err(Fault::Memory(fault)) => self.abandon(fault.code, fault.index),
                     Err(Fault::Shut | Fault::Io(_)) => Step::Over,
                 }
             }
@@ -290,7 +290,7 @@ impl InboundStream {
     }
 
     fn sink_fault(&mut self, fault: &Fault) -> Step {
-        let Fault::Memory { code, index } = *fault else { return Step::Over };
+        let Fault::Memory(MemoryFault { code, index, .. }) = *fault else { return Step::Over };
         self.sink = None;
         self.lane.fail(code, index);
         self.refused(code, index);
@@ -310,6 +310,7 @@ impl InboundStream {
             self.core().settings.silence,
             Box::new(move |_, _| socket.shutdown(Shutdown::Both)),
         );
+        self.source = None;
         self.lane.abandon();
         Step::Memory
     }

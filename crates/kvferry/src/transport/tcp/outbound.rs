@@ -307,8 +307,8 @@ impl Share {
         match fault {
             Fault::Io(e) => self.lost(e),
             Fault::Shut => self.lost(io::ErrorKind::ConnectionAborted.into()),
-            Fault::Memory { code, index } => {
-                self.job.fail(local_fault(code, index));
+            Fault::Memory(fault) => {
+                self.job.fail(local_fault(fault));
                 Step::Broken
             }
         }

@@ -1,0 +1,362 @@
+//! Stages: bounded host memory through which a device's copies go.
+//!
+//! Ownership: the pool belongs to the device, so that the device can register the memory with its driver
+//! ("pin" it) once. A [`Stage`] is one part of it, held by a batch or a cursor until it is dropped.
+//!
+//! Bound and fairness: the pool never grows. A user that has no stage and finds none free waits in a queue, and
+//! a stage that is given back goes to the user at the head of it. A user that has stages takes further ones only
+//! while nobody waits, and only up to its part: the stages divided by the users. It never waits for one.
+//!
+//! Progress: a stage in a device's copy comes back when the copy ends. A stage that waits for a peer instead is
+//! *parked*: a user that begins to wait wakes the users that have parked stages, and they give them back
+//! (`Staging::blocked`). So a slow peer delays the transfers of other peers by no more than that. As a user that
+//! waits has no stage, of any device, transfers can't wait for each other.
+//!
+//! Wake-up: a user that was refused is woken when it has been granted a stage; the grant is made under the lock
+//! that the refusal was made under.
+
+use crate::memory::device::Wake;
+use crate::sync::{Arc, Mutex, MutexGuard, lock};
+use kvferry_sys::map::Mapping;
+use kvferry_sys::span::HostSpan;
+use rustc_hash::FxHashMap;
+use std::collections::VecDeque;
+use std::{fmt, io};
+
+/// What a stage's size is a multiple of: whole pages are pinned.
+const PAGE: usize = 4096;
+
+/// The largest alignment of a device's address that its byte has in the stage, too: a cache line of a GPU.
+const LINE: u64 = 128;
+
+/// The host memory of a device's copies: stages of one size, as many as the device allows.
+pub struct StagePool {
+    memory: Mapping,
+    stage_bytes: usize,
+    stages: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Free stages, the first to be used last. Empty while users wait.
+    free: Vec<usize>,
+    users: FxHashMap<u64, User>,
+    /// Users that wait for a stage, in the order of their arrival.
+    waiting: VecDeque<u64>,
+    next_user: u64,
+}
+
+struct User {
+    wake: Wake,
+    standing: Standing,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Standing {
+    /// It has what it needs, or needs nothing.
+    Idle,
+    /// It is in the queue.
+    Waiting,
+    /// It was first in the queue when this stage was given back.
+    Granted(usize),
+    /// Its stages wait for a peer.
+    Parked,
+}
+
+impl State {
+    /// Passes a free stage to the first user that waits. Returns the waker to call.
+    fn pass(&mut self, stage: usize) -> Option<Wake> {
+        let first = self.waiting.pop_front();
+        let Some(user) = first.and_then(|user| self.users.get_mut(&user)) else {
+            self.free.push(stage);
+            return None;
+        };
+        user.standing = Standing::Granted(stage);
+        Some(Arc::clone(&user.wake))
+    }
+
+    fn standing(&mut self, user: u64) -> &mut Standing {
+        &mut self.users.get_mut(&user).expect("a user leaves when it is dropped").standing
+    }
+}
+
+impl StagePool {
+    /// A pool of `stages` stages of `stage_bytes` each. The address space is taken at once, memory only by
+    /// stages that are used.
+    ///
+    /// # Errors
+    /// `InvalidInput` if there are no stages, if `stage_bytes` is not a multiple of 4096, or for more bytes than
+    /// can be addressed; else the kernel's error.
+    pub fn new(stage_bytes: usize, stages: usize) -> io::Result<Arc<Self>> {
+        if !stage_bytes.is_multiple_of(PAGE) {
+            let what = format!("a stage of {stage_bytes} bytes, not a multiple of {PAGE}");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+        }
+        let bytes = stage_bytes.checked_mul(stages).ok_or(io::ErrorKind::InvalidInput)?;
+        let memory = Mapping::anonymous(bytes)?;
+        let state = State { free: (0..stages).rev().collect(), ..State::default() };
+        Ok(Arc::new(Self { memory, stage_bytes, stages, state: Mutex::new(state) }))
+    }
+
+    /// Bytes of one stage.
+    pub fn stage_bytes(&self) -> usize {
+        self.stage_bytes
+    }
+
+    /// Number of stages.
+    pub fn stages(&self) -> usize {
+        self.stages
+    }
+
+    /// Start address of the stages, which follow each other, for the calls that pin them. Whole stages must be
+    /// pinned: a device may refuse a copy across two registrations.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.memory.as_ptr()
+    }
+
+    /// Stages that no copy and no transfer has. For leak tests.
+    pub fn free(&self) -> usize {
+        self.state().free.len()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    fn give_back(&self, stage: usize) {
+        let wake = self.state().pass(stage);
+        if let Some(wake) = wake {
+            wake();
+        }
+    }
+
+    /// Bytes that a stage takes whose first byte is copied from or to this address of the device.
+    pub(crate) fn room(&self, address: u64) -> usize {
+        self.stage_bytes - lead(address)
+    }
+
+    /// A user of the pool, which calls `wake` when it has been granted a stage, or when it should give back those
+    /// that it has parked.
+    pub(crate) fn join(self: &Arc<Self>, wake: &Wake) -> StageUser {
+        let mut state = self.state();
+        let id = state.next_user;
+        state.next_user += 1;
+        state.users.insert(id, User { wake: Arc::clone(wake), standing: Standing::Idle });
+        StageUser { pool: Arc::clone(self), id }
+    }
+}
+
+/// How far into its stage a byte lies that comes first and has this address on the device.
+fn lead(address: u64) -> usize {
+    usize::try_from(address % LINE).expect("less than a line")
+}
+
+impl fmt::Debug for StagePool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "StagePool[{} of {} bytes, {} free]", self.stages, self.stage_bytes, self.free())
+    }
+}
+
+/// A cursor that uses stages of a pool. The stages outlive it: copies may still be in progress.
+pub(crate) struct StageUser {
+    pool: Arc<StagePool>,
+    id: u64,
+}
+
+impl StageUser {
+    pub(crate) fn is_of(&self, pool: &Arc<StagePool>) -> bool {
+        Arc::ptr_eq(&self.pool, pool)
+    }
+
+    /// A stage for a user that has so many, or `None`: one that has none is woken when it has been granted one.
+    pub(crate) fn take(&self, has: usize) -> Option<Stage> {
+        let mut state = self.pool.state();
+        let part = self.pool.stages / state.users.len();
+        let standing = state.standing(self.id);
+        let index = match *standing {
+            Standing::Waiting => return None,
+            Standing::Granted(stage) => Some(stage),
+            Standing::Idle | Standing::Parked if has == 0 || has < part => state.free.pop(),
+            Standing::Idle | Standing::Parked => None,
+        };
+        if index.is_some() || has > 0 {
+            *state.standing(self.id) = Standing::Idle;
+            drop(state);
+            return index.map(|index| Stage { pool: Arc::clone(&self.pool), index, lead: 0 });
+        }
+        *state.standing(self.id) = Standing::Waiting;
+        state.waiting.push_back(self.id);
+        let mut wakes = Vec::new();
+        for user in state.users.values_mut().filter(|user| user.standing == Standing::Parked) {
+            user.standing = Standing::Idle;
+            wakes.push(Arc::clone(&user.wake));
+        }
+        drop(state);
+        wakes.iter().for_each(|wake| wake());
+        None
+    }
+
+    /// The stages of the user, which has some, wait for a peer. True if another user waits for a stage; if one
+    /// begins to wait later, this user is woken.
+    pub(crate) fn park(&self) -> bool {
+        let mut state = self.pool.state();
+        let is_contended = !state.waiting.is_empty();
+        let standing = state.standing(self.id);
+        if *standing == Standing::Idle && !is_contended {
+            *standing = Standing::Parked;
+        }
+        is_contended
+    }
+}
+
+impl Drop for StageUser {
+    fn drop(&mut self) {
+        let mut state = self.pool.state();
+        let user = state.users.remove(&self.id);
+        state.waiting.retain(|id| *id != self.id);
+        drop(state);
+        if let Some(Standing::Granted(stage)) = user.map(|user| user.standing) {
+            self.pool.give_back(stage);
+        }
+    }
+}
+
+/// One stage, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Stage {
+    pool: Arc<StagePool>,
+    index: usize,
+    lead: usize,
+}
+
+impl Stage {
+    /// The stage, whose first byte has the alignment of this address of the device.
+    pub(crate) fn aligned_as(mut self, address: u64) -> Self {
+        self.lead = lead(address);
+        self
+    }
+
+    /// A part of the stage's bytes.
+    pub(crate) fn span(&self, at: usize, len: usize) -> HostSpan {
+        let bytes = self.pool.stage_bytes;
+        let end = at.checked_add(len).and_then(|end| end.checked_add(self.lead));
+        assert!(end.is_some_and(|end| end <= bytes), "outside the stage");
+        self.pool.memory.span(self.index * bytes + self.lead + at, len)
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        self.pool.give_back(self.index);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// A user, and how often it was woken.
+    fn user(pool: &Arc<StagePool>) -> (StageUser, Arc<AtomicUsize>) {
+        let woken = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&woken);
+        let wake: Wake = Arc::new(move || _ = count.fetch_add(1, Ordering::SeqCst));
+        (pool.join(&wake), woken)
+    }
+
+    fn times(woken: &AtomicUsize) -> usize {
+        woken.load(Ordering::SeqCst)
+    }
+
+    #[test]
+    fn a_stage_that_is_given_back_goes_to_the_user_that_waits_longest() {
+        let pool = StagePool::new(PAGE, 1).expect("memory");
+        let [(a, _), (b, b_woken), (c, c_woken)] = [(); 3].map(|()| user(&pool));
+        let stage = a.take(0).expect("free");
+        assert!(b.take(0).is_none() && c.take(0).is_none() && b.take(0).is_none());
+        drop(stage);
+        assert_eq!((times(&b_woken), times(&c_woken)), (1, 0));
+        assert!(a.take(0).is_none() && c.take(0).is_none(), "it is granted to another user");
+        let stage = b.take(0).expect("granted");
+        drop((b, stage));
+        assert_eq!(times(&c_woken), 1);
+        drop(c.take(0).expect("granted"));
+        drop(a.take(0).expect("granted"));
+        assert_eq!(pool.free(), 1);
+    }
+
+    #[test]
+    fn a_user_that_leaves_gives_its_grant_to_the_next_one() {
+        let pool = StagePool::new(PAGE, 1).expect("memory");
+        let [(a, _), (b, _), (c, woken)] = [(); 3].map(|()| user(&pool));
+        let stage = a.take(0).expect("free");
+        assert!(b.take(0).is_none() && c.take(0).is_none());
+        drop(stage);
+        drop(b);
+        assert_eq!(times(&woken), 1);
+        drop(c.take(0).expect("granted"));
+        drop((a, c));
+        let state = pool.state();
+        assert_eq!((state.free.len(), state.waiting.len(), state.users.len()), (1, 0, 0));
+    }
+
+    #[test]
+    fn users_get_equal_parts_of_the_stages() {
+        let pool = StagePool::new(PAGE, 8).expect("memory");
+        let (a, _) = user(&pool);
+        let mut of_a: Vec<Stage> = Vec::new();
+        let mut of_b: Vec<Stage> = Vec::new();
+        let take = |user: &StageUser, of: &mut Vec<Stage>| {
+            while let Some(stage) = user.take(of.len()) {
+                of.push(stage);
+            }
+        };
+        take(&a, &mut of_a);
+        assert_eq!(of_a.len(), 8, "one user may take all");
+        let (b, woken) = user(&pool);
+        assert!(b.take(0).is_none());
+        of_a.truncate(6);
+        assert_eq!(times(&woken), 1);
+        take(&a, &mut of_a);
+        take(&b, &mut of_b);
+        assert_eq!((of_a.len(), of_b.len()), (6, 2), "six of eight are more than a part");
+        of_a.truncate(2);
+        take(&b, &mut of_b);
+        take(&a, &mut of_a);
+        assert_eq!((of_a.len(), of_b.len()), (4, 4));
+    }
+
+    #[test]
+    fn a_user_that_begins_to_wait_wakes_those_whose_stages_wait_for_a_peer() {
+        let pool = StagePool::new(PAGE, 2).expect("memory");
+        let [(a, a_woken), (b, b_woken), (c, c_woken)] = [(); 3].map(|()| user(&pool));
+        let (of_a, _of_b) = (a.take(0).expect("free"), b.take(0).expect("free"));
+        assert!(!a.park(), "nobody waits");
+        assert!(c.take(0).is_none());
+        assert_eq!((times(&a_woken), times(&b_woken)), (1, 0));
+        assert!(a.park() && b.park(), "another user waits");
+        drop(of_a);
+        assert_eq!(times(&c_woken), 1);
+    }
+
+    #[test]
+    fn the_first_byte_of_a_stage_has_the_alignment_of_its_address() {
+        let pool = StagePool::new(PAGE, 2).expect("memory");
+        let (user, _) = user(&pool);
+        for address in [0, 1, 16, 127, 128, 4096, u64::MAX] {
+            let room = pool.room(address);
+            let stage = user.take(0).expect("free").aligned_as(address);
+            let start = stage.span(0, room).as_ptr() as u64;
+            assert_eq!(start % LINE, address % LINE);
+            assert_eq!((start + room as u64) % PAGE as u64, 0, "to the end of the stage");
+        }
+    }
+
+    #[test]
+    fn a_pool_without_stages_or_of_parts_of_pages_is_refused() {
+        assert!(StagePool::new(0, 4).is_err() && StagePool::new(PAGE, 0).is_err());
+        assert!(StagePool::new(PAGE / 2, 4).is_err() && StagePool::new(PAGE + 1, 4).is_err());
+        assert!(StagePool::new(usize::MAX - (PAGE - 1), 2).is_err());
+    }
+}

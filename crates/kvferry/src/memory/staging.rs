@@ -1,0 +1,687 @@
+//! A cursor's use of stages: batches of device pieces between device memory and a socket.
+//!
+//! Out: batches are copied ahead of the position, and their stages are sent. In: a stage is filled, then copied.
+//! A batch has pieces that follow each other in the cursor and are memory of one device, as many as fit into a
+//! stage and the device allows.
+
+use crate::memory::cursor::{Direction, Fault, MemoryFault, Pieces, Position, index_of};
+use crate::memory::device::{Copy, DeviceMemory, DevicePiece, Wake};
+use crate::memory::gate::Gate;
+use crate::memory::stages::{Stage, StageUser};
+use crate::sync::{Arc, Mutex};
+use kvferry_proto::WireCode;
+use kvferry_sys::span::HostSpan;
+use smallvec::SmallVec;
+use std::collections::VecDeque;
+use std::io;
+
+/// Stages that one cursor has at the same time, at most: of two that are sent or received and two that are copied,
+/// one of each may be late and none waits for the other.
+const AHEAD: usize = 4;
+
+/// The batches of one cursor.
+pub(super) struct Staging {
+    direction: Direction,
+    wake: Wake,
+    /// One for each device.
+    users: SmallVec<[StageUser; 1]>,
+    /// Batches from the device, in the order of the bytes (out), or to it, in any order (in).
+    batches: VecDeque<Batch>,
+    /// Out: where the bytes begin that no batch has, and how many follow, while there are batches.
+    ahead: Position,
+    ahead_left: u64,
+    /// In: the batch being filled.
+    filling: Option<Filling>,
+    /// The peer was not ready while another cursor waited for a stage, and this one asked to be called once more.
+    is_asked: bool,
+}
+
+enum Batch {
+    /// The device copies it. The index is that of its first piece.
+    Copying { copy: Arc<Copy>, piece: usize },
+    /// Out: bytes to be sent, of which the first `sent` are.
+    Ready { stage: Stage, len: usize, sent: usize },
+}
+
+impl Batch {
+    fn is_copying(&self) -> bool {
+        matches!(self, Self::Copying { copy, .. } if copy.is_running())
+    }
+}
+
+struct Filling {
+    stage: Stage,
+    packed: Packed,
+    filled: usize,
+}
+
+/// Pieces that one stage takes.
+struct Packed {
+    /// Memory of the first piece.
+    memory: DeviceMemory,
+    /// Index of the first piece.
+    first: usize,
+    pieces: Vec<DevicePiece>,
+    /// The regions, by their indexes in the cursor's pieces, each with the index of its first piece.
+    regions: SmallVec<[(u32, usize); 2]>,
+    len: usize,
+}
+
+impl Packed {
+    /// Pieces from `at` on, which is device memory, of at most `left` bytes.
+    fn new(pieces: &Pieces, at: Position, left: u64) -> Self {
+        let memory = pieces.device(at.piece).expect("the caller has looked").clone();
+        let room = memory.stages.room(memory.at(pieces.pieces[at.piece].offset + at.within));
+        let mut packed =
+            Self { memory, first: at.piece, pieces: Vec::new(), regions: SmallVec::new(), len: 0 };
+        let mut left = usize::try_from(left).unwrap_or(usize::MAX).min(room);
+        let mut within = at.within;
+        let (mut last_region, mut seen) = (None, Seen::default());
+        for (index, piece) in pieces.pieces.iter().enumerate().skip(at.piece) {
+            let Some(memory) = pieces.device(index) else { break };
+            if left == 0 || !memory.is_beside(&packed.memory) {
+                break;
+            }
+            let len = usize::try_from(piece.len - within).unwrap_or(usize::MAX).min(left);
+            let address = memory.at(piece.offset + within);
+            within = 0;
+            if len == 0 {
+                continue;
+            }
+            let count = packed.pieces.len();
+            // Not across regions: those that are neighbours may be two allocations of the device.
+            let is_of_last = last_region.replace(piece.region) == Some(piece.region);
+            match packed.pieces.last_mut() {
+                Some(last) if is_of_last && last.address + last.len as u64 == address => {
+                    last.len += len;
+                }
+                _ if count == packed.memory.pieces_max => break,
+                _ => packed.pieces.push(DevicePiece { address, len }),
+            }
+            if !is_of_last && seen.insert(piece.region) {
+                packed.regions.push((piece.region, index));
+            }
+            packed.len += len;
+            left -= len;
+        }
+        packed
+    }
+
+    /// Drops what is beyond the first `len` bytes. Their regions stay: they are seen alive, and held, too.
+    fn truncate(&mut self, len: usize) {
+        let mut left = len;
+        self.pieces.retain_mut(|piece| {
+            piece.len = piece.len.min(left);
+            left -= piece.len;
+            piece.len > 0
+        });
+        self.len = len;
+    }
+}
+
+/// The regions that a batch has, by their indexes: a bit for each.
+#[derive(Default)]
+struct Seen(SmallVec<[u64; 4]>);
+
+impl Seen {
+    /// Whether the region is new.
+    fn insert(&mut self, region: u32) -> bool {
+        let (word, bit) = (region as usize / 64, 1 << (region % 64));
+        if self.0.len() <= word {
+            self.0.resize(word + 1, 0);
+        }
+        let is_new = self.0[word] & bit == 0;
+        self.0[word] |= bit;
+        is_new
+    }
+}
+
+impl Staging {
+    pub(super) fn new(direction: Direction, wake: Wake) -> Self {
+        Self {
+            direction,
+            wake,
+            users: SmallVec::new(),
+            batches: VecDeque::new(),
+            ahead: Position::default(),
+            ahead_left: 0,
+            filling: None,
+            is_asked: false,
+        }
+    }
+
+    /// A stage of the memory's device. Without one, this cursor is woken when it has been granted one, or when
+    /// one of its copies ends.
+    fn stage(&mut self, memory: &DeviceMemory) -> Option<Stage> {
+        let known = self.users.iter().position(|user| user.is_of(&memory.stages));
+        let user = known.unwrap_or_else(|| {
+            self.users.push(memory.stages.join(&self.wake));
+            self.users.len() - 1
+        });
+        self.users[user].take(self.batches.len())
+    }
+
+    /// Starts a copy, inside the gate.
+    fn start(
+        &mut self,
+        pieces: &Pieces,
+        gate: &Arc<Gate>,
+        stage: Stage,
+        packed: Packed,
+    ) -> Result<(), Fault> {
+        let _inside = gate.enter().map_err(|_| Fault::Shut)?;
+        let dead = |(region, _): &&(u32, usize)| !pieces.regions[*region as usize].is_alive();
+        if let Some((_, piece)) = packed.regions.iter().find(dead) {
+            return Err(Fault::Memory(MemoryFault::revoked(*piece)));
+        }
+        let regions = packed.regions.iter().map(|(i, _)| Arc::clone(&pieces.regions[*i as usize]));
+        let copy = Arc::new(Copy {
+            direction: self.direction,
+            memory: packed.memory,
+            pieces: packed.pieces,
+            len: packed.len,
+            regions: regions.collect(),
+            gate: Arc::clone(gate),
+            wake: Arc::clone(&self.wake),
+            outcome: Mutex::new(None),
+        });
+        self.batches.push_back(Batch::Copying { copy: Arc::clone(&copy), piece: packed.first });
+        copy.start(stage);
+        Ok(())
+    }
+
+    /// Out: starts copies ahead of the position, and returns the bytes that are ready to be sent.
+    pub(super) fn fetch(
+        &mut self,
+        pieces: &Pieces,
+        gate: &Arc<Gate>,
+        at: Position,
+        remaining: u64,
+    ) -> Result<Option<HostSpan>, Fault> {
+        if self.batches.is_empty() {
+            (self.ahead, self.ahead_left) = (at, remaining);
+        }
+        while self.ahead_left > 0 && self.batches.len() < AHEAD {
+            self.ahead.leave_ended(pieces);
+            // Not across host memory: while that is sent, no stage waits for the peer.
+            let Some(memory) = pieces.device(self.ahead.piece) else { break };
+            let Some(stage) = self.stage(memory) else { break };
+            let packed = Packed::new(pieces, self.ahead, self.ahead_left);
+            let len = packed.len as u64;
+            self.start(pieces, gate, stage.aligned_as(packed.pieces[0].address), packed)?;
+            self.ahead.advance(pieces, len);
+            self.ahead_left -= len;
+        }
+        let Some(front) = self.batches.front_mut() else { return Ok(None) };
+        if let Batch::Copying { copy, piece } = front {
+            let Some(outcome) = copy.take_outcome() else { return Ok(None) };
+            let stage = outcome.map_err(|e| device_fault(*piece, e))?;
+            let stage = stage.expect("a copy from the device has a stage");
+            *front = Batch::Ready { stage, len: copy.len, sent: 0 };
+        }
+        let Batch::Ready { stage, len, sent } = front else { unreachable!("set above") };
+        Ok(Some(stage.span(*sent, *len - *sent)))
+    }
+
+    /// In: the rest of the stage that is being filled, or a new stage.
+    pub(super) fn free_span(
+        &mut self,
+        pieces: &Pieces,
+        at: Position,
+        remaining: u64,
+    ) -> Result<Option<HostSpan>, Fault> {
+        if self.filling.is_none() {
+            self.reap()?;
+            if self.batches.len() == AHEAD {
+                return Ok(None);
+            }
+            let memory = pieces.device(at.piece).expect("the caller has looked");
+            let Some(stage) = self.stage(memory) else { return Ok(None) };
+            let packed = Packed::new(pieces, at, remaining);
+            let stage = stage.aligned_as(packed.pieces[0].address);
+            self.filling = Some(Filling { stage, packed, filled: 0 });
+        }
+        let filling = self.filling.as_ref().expect("set above");
+        Ok(Some(filling.stage.span(filling.filled, filling.packed.len - filling.filled)))
+    }
+
+    /// Bytes of the last span moved between it and the socket.
+    pub(super) fn moved(
+        &mut self,
+        bytes: usize,
+        pieces: &Pieces,
+        gate: &Arc<Gate>,
+    ) -> Result<(), Fault> {
+        self.is_asked = false;
+        match self.direction {
+            Direction::Out => {
+                if let Some(Batch::Ready { len, sent, .. }) = self.batches.front_mut() {
+                    *sent += bytes;
+                    if sent == len {
+                        self.batches.pop_front();
+                    }
+                }
+                Ok(())
+            }
+            Direction::In => {
+                let filling = self.filling.as_mut().expect("bytes were received into it");
+                filling.filled += bytes;
+                if filling.filled == filling.packed.len { self.fill(pieces, gate) } else { Ok(()) }
+            }
+        }
+    }
+
+    /// In: copies what the stage that is being filled has, if it has any bytes.
+    fn fill(&mut self, pieces: &Pieces, gate: &Arc<Gate>) -> Result<(), Fault> {
+        match self.filling.take() {
+            Some(Filling { stage, mut packed, filled }) if filled > 0 => {
+                packed.truncate(filled);
+                self.start(pieces, gate, stage, packed)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The peer is not ready. While another cursor waits for a stage, this one gives back what it has: out,
+    /// the bytes are copied again later; in, those that have arrived are copied. It does so only if the peer is still
+    /// not ready when the other handlers of the thread have been called, because most peers soon are.
+    pub(super) fn blocked(&mut self, pieces: &Pieces, gate: &Arc<Gate>) -> Result<(), Fault> {
+        if self.filling.as_ref().is_some_and(|filling| filling.filled == 0) {
+            self.filling = None;
+        }
+        // A copy in progress ends on its own, and then wakes this cursor. Once none is left, nothing but the peer
+        // does: a cursor that has given its stages back does not ask for others before the peer is ready.
+        let has_ready = match self.direction {
+            Direction::Out => !self.batches.iter().any(Batch::is_copying),
+            Direction::In => self.filling.is_some(),
+        };
+        let is_contended = self.users.iter().fold(false, |before, user| user.park() | before);
+        if !has_ready || !is_contended {
+            return Ok(());
+        }
+        self.is_asked = !self.is_asked;
+        if self.is_asked {
+            (self.wake)();
+            return Ok(());
+        }
+        match self.direction {
+            Direction::Out => {
+                self.batches.clear();
+                Ok(())
+            }
+            Direction::In => self.fill(pieces, gate),
+        }
+    }
+
+    /// In: drops the batches whose copies have ended.
+    fn reap(&mut self) -> Result<(), Fault> {
+        let mut fault = None;
+        self.batches.retain(|batch| {
+            let Batch::Copying { copy, piece } = batch else { return false };
+            let outcome = copy.take_outcome();
+            let is_running = outcome.is_none();
+            if let Some(Err(e)) = outcome {
+                fault.get_or_insert_with(|| device_fault(*piece, e));
+            }
+            is_running
+        });
+        fault.map_or(Ok(()), Err)
+    }
+
+    /// In: whether all copies have ended.
+    pub(super) fn flush(&mut self) -> Result<bool, Fault> {
+        self.reap()?;
+        Ok(self.batches.is_empty())
+    }
+}
+
+fn device_fault(piece: usize, error: io::Error) -> Fault {
+    warn_limited!(piece, %error, "a copy between device and staging memory failed");
+    let (code, index) = (WireCode::Internal, index_of(piece));
+    Fault::Memory(MemoryFault { code, index, device: Some(error) })
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::memory::cursor::{Cursor, Lent};
+    use crate::memory::device::{Device, DeviceCopy};
+    use crate::memory::region::{Access, Backing, Region, RegionTable};
+    use crate::memory::stages::StagePool;
+    use kvferry_proto::Incarnation;
+    use kvferry_sys::map::Mapping;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    const STAGE: usize = 4096;
+
+    /// A device that copies when a test says so.
+    struct Manual {
+        stages: Arc<StagePool>,
+        bytes: Mutex<Vec<u8>>,
+        started: Mutex<Vec<(Direction, DeviceCopy)>>,
+        /// It completes copies before the call that starts them returns.
+        is_immediate: bool,
+    }
+
+    impl Device for Manual {
+        fn stages(&self) -> Arc<StagePool> {
+            Arc::clone(&self.stages)
+        }
+
+        fn pieces_max(&self) -> usize {
+            4
+        }
+
+        fn copy_out(&self, copy: DeviceCopy) {
+            self.start(Direction::Out, copy);
+        }
+
+        fn copy_in(&self, copy: DeviceCopy) {
+            self.start(Direction::In, copy);
+        }
+    }
+
+    impl Manual {
+        fn new(len: usize, stages: usize) -> Arc<Self> {
+            Arc::new(Self::with(len, stages, false))
+        }
+
+        fn with(len: usize, stages: usize, is_immediate: bool) -> Self {
+            Self {
+                stages: StagePool::new(STAGE, stages).expect("memory"),
+                bytes: Mutex::new((0..len).map(|i| (i / 7) as u8).collect()),
+                started: Mutex::default(),
+                is_immediate,
+            }
+        }
+
+        fn start(&self, direction: Direction, copy: DeviceCopy) {
+            self.started.lock().expect("no panic").push((direction, copy));
+            if self.is_immediate {
+                self.run();
+            }
+        }
+
+        fn region(self: &Arc<Self>, table: &RegionTable, address: usize, len: usize) -> Region {
+            let device = Arc::clone(self) as Arc<dyn Device>;
+            let memory = DeviceMemory::new(device, address as u64, len as u64);
+            let backing = Backing::Device(memory);
+            table.insert(Incarnation(7), 0, len, Access::NONE, backing).expect("a region")
+        }
+
+        /// Ends all copies; returns how many pieces each had.
+        fn run(&self) -> Vec<usize> {
+            let started = std::mem::take(&mut *self.started.lock().expect("no panic"));
+            let counts = started.iter().map(|(_, copy)| copy.pieces().len()).collect();
+            for (direction, copy) in started {
+                let mut bytes = self.bytes.lock().expect("no panic");
+                let mut at = 0;
+                for piece in copy.pieces() {
+                    let from = piece.address as usize;
+                    let range = &mut bytes[from..from + piece.len];
+                    match direction {
+                        Direction::Out => copy.copy_from(at, range),
+                        Direction::In => copy.copy_to(at, range),
+                    }
+                    at += piece.len;
+                }
+                copy.complete(Ok(()));
+            }
+            counts
+        }
+    }
+
+    fn counted() -> (Wake, Arc<AtomicUsize>) {
+        let woken = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&woken);
+        (Arc::new(move || _ = count.fetch_add(1, Ordering::SeqCst)), woken)
+    }
+
+    fn cursor(direction: Direction, pieces: &Arc<Pieces>, wake: &Wake) -> Cursor {
+        let (pieces, at) = (Arc::clone(pieces), Position::default());
+        let len = pieces.bytes;
+        Cursor::new(direction, pieces, at, len, Gate::new(), Arc::clone(wake))
+    }
+
+    /// Pieces of `len` bytes, each at twice its place.
+    fn scattered(region: &Region, count: usize, len: usize) -> Pieces {
+        let mut pieces = Pieces::default();
+        for i in 0..count {
+            pieces.push(&region.0, (2 * i * len) as u64, len as u64);
+        }
+        pieces
+    }
+
+    /// Takes what is ready, at most `limit` bytes.
+    fn take(cursor: &mut Cursor, limit: usize, into: &mut Vec<u8>) -> Lent {
+        let lent = cursor.lend(limit, &mut |spans| {
+            let before = into.len();
+            spans.iter().for_each(|span| span.for_each_copy(|bytes| into.extend(bytes)));
+            Ok(into.len() - before)
+        });
+        lent.expect("no fault")
+    }
+
+    fn block(cursor: &mut Cursor) -> Lent {
+        cursor.lend(STAGE, &mut |_| Err(io::ErrorKind::WouldBlock.into())).expect("no fault")
+    }
+
+    fn wanted(device: &Manual, pieces: &Pieces) -> Vec<u8> {
+        let bytes = device.bytes.lock().expect("no panic");
+        let of = |piece: &crate::memory::cursor::Piece| {
+            bytes[piece.offset as usize..(piece.offset + piece.len) as usize].to_vec()
+        };
+        pieces.pieces.iter().flat_map(of).collect()
+    }
+
+    #[test]
+    fn batches_have_as_many_pieces_as_the_device_allows_and_adjacent_ones_are_one() {
+        let (table, device) = (RegionTable::default(), Manual::new(1 << 16, 8));
+        let layers = [0, 1 << 15].map(|at| device.region(&table, at, 1 << 15));
+        let mut pieces = Pieces::default();
+        for i in 0..10 {
+            pieces.push(&layers[i % 2].0, (i * 64) as u64, 32);
+        }
+        // Two that are one to the device, and one that is longer than a stage.
+        pieces.push(&layers[0].0, 1000, 10);
+        pieces.push(&layers[0].0, 1010, 10);
+        pieces.push(&layers[0].0, 2000, 5000);
+        let pieces = Arc::new(pieces);
+        let mut cursor = cursor(Direction::Out, &pieces, &counted().0);
+        let mut bytes = Vec::new();
+        assert_eq!(take(&mut cursor, 1, &mut bytes), Lent::NotReady);
+        assert_eq!(device.run(), [4, 4, 4, 1], "the fourth piece of the third is cut");
+        while cursor.remaining() > 0 {
+            take(&mut cursor, STAGE, &mut bytes);
+            device.run();
+        }
+        let memory = device.bytes.lock().expect("no panic");
+        let at = |i: usize| (i % 2) * (1 << 15) + i * 64;
+        let mut wanted: Vec<u8> =
+            (0..10).flat_map(|i| memory[at(i)..at(i) + 32].to_vec()).collect();
+        wanted.extend(&memory[1000..1020]);
+        wanted.extend(&memory[2000..7000]);
+        assert!(bytes == wanted);
+    }
+
+    #[test]
+    fn a_cursor_whose_peer_is_not_ready_gives_its_stage_to_one_that_waits() {
+        let (table, device) = (RegionTable::default(), Manual::new(4 * STAGE, 1));
+        let region = device.region(&table, 0, 4 * STAGE);
+        let pieces = Arc::new(scattered(&region, 2, STAGE));
+        let ((slow_wake, slow_woken), (wake, woken)) = (counted(), counted());
+        let mut slow = cursor(Direction::Out, &pieces, &slow_wake);
+        let (mut sent, mut other) = (Vec::new(), Vec::new());
+        assert_eq!(take(&mut slow, 100, &mut sent), Lent::NotReady);
+        device.run();
+        assert_eq!(take(&mut slow, 100, &mut sent), Lent::Moved(100));
+        assert_eq!(block(&mut slow), Lent::WouldBlock);
+        let before = slow_woken.load(Ordering::SeqCst);
+        let mut waits = cursor(Direction::Out, &pieces, &wake);
+        assert_eq!(take(&mut waits, STAGE, &mut other), Lent::NotReady);
+        assert_eq!(slow_woken.load(Ordering::SeqCst), before + 1, "it is asked for its stage");
+        assert_eq!(block(&mut slow), Lent::WouldBlock);
+        assert_eq!(woken.load(Ordering::SeqCst), 0, "the peer may be ready in a moment");
+        assert_eq!(block(&mut slow), Lent::WouldBlock);
+        assert_eq!(woken.load(Ordering::SeqCst), 1);
+        while waits.remaining() > 0 {
+            take(&mut waits, STAGE, &mut other);
+            device.run();
+        }
+        drop(waits);
+        // The peer is ready: what was given back is copied again.
+        while slow.remaining() > 0 {
+            take(&mut slow, 1000, &mut sent);
+            device.run();
+        }
+        assert!(sent == wanted(&device, &pieces) && other == sent);
+        drop(slow);
+        assert_eq!(device.stages.free(), 1);
+    }
+
+    #[test]
+    fn what_arrived_so_far_is_copied_when_another_cursor_waits_for_the_stage() {
+        let (table, device) = (RegionTable::default(), Manual::new(4 * STAGE, 1));
+        let region = device.region(&table, 0, 4 * STAGE);
+        let pieces = Arc::new(scattered(&region, 4, 512));
+        let mut slow = cursor(Direction::In, &pieces, &counted().0);
+        let receive = |cursor: &mut Cursor, len: usize| {
+            let lent = cursor.lend(len, &mut |spans| {
+                spans[0].copy_from(&vec![0xEE; spans[0].len()]);
+                Ok(spans[0].len())
+            });
+            lent.expect("no fault")
+        };
+        assert_eq!(receive(&mut slow, 700), Lent::Moved(700));
+        let (wake, woken) = counted();
+        let mut waits = cursor(Direction::In, &pieces, &wake);
+        assert_eq!(receive(&mut waits, 1), Lent::NotReady);
+        block(&mut slow);
+        block(&mut slow);
+        assert_eq!(woken.load(Ordering::SeqCst), 0, "the device copies");
+        assert_eq!(device.run(), [2], "one whole piece and a part of the next");
+        assert_eq!(woken.load(Ordering::SeqCst), 1, "the stage is free with the end of its copy");
+        drop(waits);
+        while slow.remaining() > 0 {
+            receive(&mut slow, STAGE);
+            device.run();
+        }
+        assert_eq!(slow.flush().expect("no fault"), Lent::Moved(0));
+        assert!(wanted(&device, &pieces).iter().all(|byte| *byte == 0xEE));
+    }
+
+    #[test]
+    fn copies_of_a_cursor_that_is_dropped_keep_stage_and_region() {
+        let (table, device) = (RegionTable::default(), Manual::new(4 * STAGE, 2));
+        let region = device.region(&table, 0, 4 * STAGE);
+        let pieces = Arc::new(scattered(&region, 2, STAGE));
+        let mut cursor = cursor(Direction::Out, &pieces, &counted().0);
+        assert_eq!(take(&mut cursor, STAGE, &mut Vec::new()), Lent::NotReady);
+        drop(cursor);
+        assert_eq!((device.stages.free(), region.0.copies.load(Ordering::SeqCst)), (0, 2));
+        device.run();
+        assert_eq!((device.stages.free(), region.0.copies.load(Ordering::SeqCst)), (2, 0));
+    }
+
+    #[test]
+    fn a_device_may_complete_copies_before_its_calls_return() {
+        let (table, device) = (RegionTable::default(), Manual::with(16 * STAGE, 1, true));
+        let device = Arc::new(device);
+        let region = device.region(&table, 0, 16 * STAGE);
+        let pieces = Arc::new(scattered(&region, 4, 2 * STAGE - 1));
+        let mut out = cursor(Direction::Out, &pieces, &counted().0);
+        let mut bytes = Vec::new();
+        while out.remaining() > 0 {
+            assert!(matches!(take(&mut out, 1000, &mut bytes), Lent::Moved(1..)));
+        }
+        assert!(bytes == wanted(&device, &pieces));
+        bytes.reverse();
+        let mut into = cursor(Direction::In, &pieces, &counted().0);
+        let mut at = 0;
+        while into.remaining() > 0 {
+            let lent = into.lend(1000, &mut |spans| {
+                let len = spans[0].len();
+                spans[0].copy_from(&bytes[at..at + len]);
+                at += len;
+                Ok(len)
+            });
+            assert!(matches!(lent, Ok(Lent::Moved(1..))), "{lent:?}");
+        }
+        assert_eq!(into.flush().expect("no fault"), Lent::Moved(0));
+        assert!(bytes == wanted(&device, &pieces));
+        assert_eq!(device.stages.free(), 1);
+    }
+
+    #[test]
+    fn a_batch_that_its_device_loses_keeps_stage_and_region_in_use() {
+        let (table, device) = (RegionTable::default(), Manual::new(STAGE, 2));
+        let region = device.region(&table, 0, STAGE);
+        let pieces = Arc::new(scattered(&region, 1, 512));
+        let mut cursor = cursor(Direction::Out, &pieces, &counted().0);
+        assert_eq!(take(&mut cursor, STAGE, &mut Vec::new()), Lent::NotReady);
+        std::mem::forget(device.started.lock().expect("no panic").remove(0));
+        drop(cursor);
+        table.remove(&region).expect("registered");
+        assert!(region.is_quarantined());
+        assert_eq!(device.stages.free(), 1);
+    }
+
+    #[test]
+    fn a_cursor_that_sends_host_memory_holds_no_stage() {
+        let (table, device) = (RegionTable::default(), Manual::new(4 * STAGE, 8));
+        let region = device.region(&table, 0, 4 * STAGE);
+        let map = Mapping::anonymous(STAGE).expect("memory");
+        let (base, backing) = (map.as_ptr() as usize, Backing::Owned(map));
+        let host = table.insert(Incarnation(7), base, STAGE, Access::NONE, backing);
+        let mut pieces = Pieces::default();
+        let host = host.expect("a region");
+        for (region, at, len) in [(&region, 0, 500), (&host, 0, 300), (&region, 1000, 500)] {
+            pieces.push(&region.0, at, len);
+        }
+        let pieces = Arc::new(pieces);
+        let mut cursor = cursor(Direction::Out, &pieces, &counted().0);
+        let mut bytes = Vec::new();
+        assert_eq!(take(&mut cursor, STAGE, &mut bytes), Lent::NotReady);
+        assert_eq!(device.run(), [1]);
+        assert_eq!(take(&mut cursor, STAGE, &mut bytes), Lent::Moved(500));
+        assert_eq!(block(&mut cursor), Lent::WouldBlock);
+        assert_eq!(device.stages.free(), 8);
+        assert_eq!(take(&mut cursor, STAGE, &mut bytes), Lent::Moved(300));
+        assert_eq!(take(&mut cursor, STAGE, &mut bytes), Lent::NotReady);
+        assert_eq!(device.run(), [1]);
+        assert_eq!(take(&mut cursor, STAGE, &mut bytes), Lent::Moved(500));
+        assert_eq!((cursor.remaining(), bytes.len()), (0, 1300));
+    }
+
+    #[test]
+    fn bytes_have_the_alignment_in_the_stage_that_they_have_on_the_device() {
+        let (table, device) = (RegionTable::default(), Manual::new(8 * STAGE, 8));
+        let region = device.region(&table, 0, 8 * STAGE);
+        let mut pieces = Pieces::default();
+        pieces.push(&region.0, 16, 1000);
+        pieces.push(&region.0, 5000, 0);
+        pieces.push(&region.0, 5000, 8000);
+        let pieces = Arc::new(pieces);
+        // As after a part of the batch was given back.
+        let at = Position { piece: 0, within: 333 };
+        let (left, wake) = (pieces.bytes - 333, counted().0);
+        let mut cursor = Cursor::new(Direction::Out, pieces, at, left, Gate::new(), wake);
+        assert_eq!(take(&mut cursor, STAGE, &mut Vec::new()), Lent::NotReady);
+        let started = device.started.lock().expect("no panic");
+        assert_eq!(started.iter().map(|(_, copy)| copy.len() as u64).sum::<u64>(), left);
+        for (_, copy) in &*started {
+            assert_eq!(copy.as_ptr() as u64 % 128, copy.pieces()[0].address % 128, "{copy:?}");
+        }
+        assert_eq!(started.len(), 3, "the second and the third have whole stages");
+    }
+
+    #[test]
+    fn a_cursor_without_bytes_from_its_peer_holds_no_stage() {
+        let (table, device) = (RegionTable::default(), Manual::new(STAGE, 1));
+        let region = device.region(&table, 0, STAGE);
+        let pieces = Arc::new(scattered(&region, 1, STAGE));
+        let mut cursor = cursor(Direction::In, &pieces, &counted().0);
+        assert_eq!(block(&mut cursor), Lent::WouldBlock);
+        assert_eq!(device.stages.free(), 1);
+    }
+}
