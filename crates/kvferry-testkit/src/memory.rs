@@ -12,7 +12,7 @@
 //! write them at any time.
 
 use crate::pattern::{MARKER, Pattern};
-use crate::slow::{Direction, SlowMemory};
+use crate::slow::{DeviceFault, Direction, SlowMemory};
 use crate::violation::{Violation, ensure};
 use kvferry_sys::HostSpan;
 use kvferry_sys::map::Mapping;
@@ -32,10 +32,12 @@ pub enum MemoryKind {
     Host,
     /// Memory that behaves like a device ([`SlowMemory`]).
     Slow,
+    /// The same, with an error that the suite must notice.
+    Broken(DeviceFault),
 }
 
 impl MemoryKind {
-    /// Every kind.
+    /// Every kind that keeps its promises.
     pub const ALL: [Self; 2] = [Self::Host, Self::Slow];
 }
 
@@ -44,6 +46,7 @@ impl fmt::Display for MemoryKind {
         f.write_str(match self {
             Self::Host => "host",
             Self::Slow => "slow",
+            Self::Broken(_) => "broken",
         })
     }
 }
@@ -67,8 +70,14 @@ impl Memory {
         let guard = GUARD.bytes(GUARD_BYTES);
         mapping.span(0, GUARD_BYTES).copy_from(&guard);
         mapping.span(GUARD_BYTES + len, GUARD_BYTES).copy_from(&guard);
-        let device = (kind == MemoryKind::Slow)
-            .then(|| SlowMemory::new(Arc::clone(&mapping), GUARD_BYTES, len, len as u64));
+        let slow = |fault| {
+            SlowMemory::with_fault(Arc::clone(&mapping), GUARD_BYTES, len, len as u64, fault)
+        };
+        let device = match kind {
+            MemoryKind::Host => None,
+            MemoryKind::Slow => Some(slow(None)),
+            MemoryKind::Broken(fault) => Some(slow(Some(fault))),
+        };
         let memory =
             Self(Arc::new(Inner { mapping, len, device, expected: Mutex::new(Vec::new()) }));
         memory.refill();
@@ -85,7 +94,7 @@ impl Memory {
         self.0.len == 0
     }
 
-    /// The kind of memory.
+    /// The kind of memory; a device with an error is slow memory, too.
     pub fn kind(&self) -> MemoryKind {
         if self.0.device.is_some() { MemoryKind::Slow } else { MemoryKind::Host }
     }

@@ -1,8 +1,9 @@
 //! The suite fails every transport that breaks a promise, and says which.
 
 use kvferry_testkit::broken::{Fault, InMemory};
+use kvferry_testkit::slow::DeviceFault;
 use kvferry_testkit::suite::{SCENARIOS, Scenario};
-use kvferry_testkit::{Fabric, MemoryKind, PATIENCE};
+use kvferry_testkit::{AgentFabric, Effort, Fabric, MemoryKind, PATIENCE};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -56,6 +57,22 @@ fn every_fault_is_caught_by_the_promise_it_breaks() {
         workers.into_iter().flat_map(|w| w.join().expect("no panic escapes a scenario")).collect()
     });
     assert!(missed.is_empty(), "the suite does not notice, or not for the reason: {missed:?}");
+}
+
+#[test]
+fn every_fault_of_a_device_is_caught_by_the_promise_it_breaks() {
+    for transports in ["tcp", "local"] {
+        let agents = AgentFabric { effort: Effort::Brief, ..AgentFabric::new(transports) };
+        let fabric: Arc<dyn Fabric> = Arc::new(agents);
+        for fault in DeviceFault::ALL {
+            let scenario = Scenario::named(fault.breaks()).expect("a fault names a scenario");
+            let caught = scenario.run_within(&fabric, MemoryKind::Broken(fault), PATIENCE);
+            let Err(violation) = caught else { panic!("{fault:?} is not noticed") };
+            let violation = violation.to_string();
+            println!("{fault:?} over {transports}: {violation}");
+            assert!(!violation.contains("did not end"), "{fault:?}: {violation}");
+        }
+    }
 }
 
 fn is_caught(fault: Fault) -> bool {

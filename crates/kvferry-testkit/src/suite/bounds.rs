@@ -11,7 +11,7 @@ const REFUSED: [&str; 3] = ["out_of_bounds", "not_registered", "invalid_argument
 fn aims(kind: MemoryKind) -> &'static [Aim] {
     match kind {
         MemoryKind::Host => &[Aim::Honest, Aim::Forged, Aim::Address],
-        MemoryKind::Slow => &[Aim::Honest, Aim::Forged],
+        MemoryKind::Slow | MemoryKind::Broken(_) => &[Aim::Honest, Aim::Forged],
     }
 }
 
@@ -60,7 +60,9 @@ fn beyond_is_refused(rig: &Rig<'_>, way: Way) -> Result<(Region, Region)> {
             let memory = Memory::new(rig.kind, 192 * KIB);
             rig.register(Side::Far, &memory, 64 * KIB, 64 * KIB, Access::READ_WRITE)?
         }
-        MemoryKind::Slow => rig.area(Side::Far, 64 * KIB, Access::READ_WRITE)?,
+        MemoryKind::Slow | MemoryKind::Broken(_) => {
+            rig.area(Side::Far, 64 * KIB, Access::READ_WRITE)?
+        }
     };
     healthy(rig, &near, &far, "nothing")?;
     let mut fastest = Duration::MAX;
@@ -112,7 +114,7 @@ pub(super) fn unregistered_ranges_are_refused(rig: &Rig<'_>) -> Result {
 }
 
 pub(super) fn neighbouring_regions_are_not_one(rig: &Rig<'_>) -> Result {
-    if rig.kind == MemoryKind::Slow {
+    if rig.kind != MemoryKind::Host {
         println!("nothing to test: a device's memory is registered as a whole");
         return Ok(());
     }
