@@ -182,12 +182,20 @@ impl Engine {
 #[derive(Debug, Clone, Args)]
 pub struct StoreBench {
     /// A trace to replay
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["folder", "bytes", "sizes", "rounds", "quick", "rows"])]
+    #[arg(long, value_name = "FILE", group = "replay",
+          conflicts_with_all = ["folder", "bytes", "sizes", "rounds", "quick", "rows"])]
     pub trace: Option<PathBuf>,
-    /// Capacities, in blocks
+    /// Replay requests that are made like those of tools and agents
+    #[arg(long, group = "replay",
+          conflicts_with_all = ["folder", "bytes", "sizes", "rounds", "quick", "rows"])]
+    pub tool_calls: bool,
+    /// Capacities, in blocks; 1/N: of the different blocks of the requests
     #[arg(long, value_delimiter = ',', default_value = "1000,10000,30000", value_name = "COUNT",
-          value_parser = between(1, u32::MAX.into()), requires = "trace")]
-    pub blocks: Vec<usize>,
+          value_parser = parse_capacity, requires = "replay")]
+    pub blocks: Vec<Capacity>,
+    /// Replay through policies alone, not through a store of segments
+    #[arg(long, requires = "replay")]
+    pub policies_only: bool,
     /// Where the store is made, and removed in the end [default: the folder of temporary files]
     #[arg(long, value_name = "FOLDER")]
     pub folder: Option<PathBuf>,
@@ -205,11 +213,31 @@ pub struct StoreBench {
     #[arg(long, value_enum, default_value = "speed")]
     pub rows: StoreRows,
     /// With --rows full: seconds of puts into each full store [default: 60, with --quick 5]
-    #[arg(long, value_parser = value_parser!(u32).range(1..=3600), conflicts_with = "trace")]
+    #[arg(long, value_parser = value_parser!(u32).range(1..=3600), conflicts_with = "replay")]
     pub seconds: Option<u32>,
     #[allow(missing_docs, reason = "a group of flags has no help of its own")]
     #[command(flatten)]
     pub effort: Effort,
+}
+
+/// Capacity of the caches of a replay.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Capacity {
+    /// Number of blocks; at least 1.
+    Blocks(usize),
+    /// One part of so many, at least 1, of the different blocks of all requests.
+    OneOf(usize),
+}
+
+fn parse_capacity(text: &str) -> Result<Capacity, String> {
+    let (number, capacity): (_, fn(usize) -> Capacity) = match text.strip_prefix("1/") {
+        Some(parts) => (parts, Capacity::OneOf),
+        None => (text, Capacity::Blocks),
+    };
+    let number: u32 = number.parse().ok().filter(|number| *number > 0).ok_or_else(|| {
+        format!("give a number of blocks from 1 to {}, or a part of them such as 1/8", u32::MAX)
+    })?;
+    Ok(capacity(number as usize))
 }
 
 /// Rows that the bench of the store measures.
@@ -386,6 +414,15 @@ impl FromStr for Streams {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_capacity_is_a_number_of_blocks_or_a_part_of_them() {
+        assert_eq!(parse_capacity("5000"), Ok(Capacity::Blocks(5000)));
+        assert_eq!(parse_capacity("1/16"), Ok(Capacity::OneOf(16)));
+        for text in ["0", "1/0", "2/3", "1/", "-1", "many", "4294967296"] {
+            assert!(parse_capacity(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn impossible_sizes_and_streams_are_refused() {

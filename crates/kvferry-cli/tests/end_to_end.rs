@@ -262,6 +262,7 @@ fn a_bench_of_the_store_replays_a_trace_beside_last_use_and_the_optimum() {
     assert_eq!(median(row, "least recently used"), 0.0);
     let [ours, best] = ["kvferry", "the optimum"].map(|who| median(row, who));
     assert!(ours > 60.0 && ours <= best, "{report}");
+    assert!(median(row, "S3-FIFO") <= best, "{report}");
 
     std::fs::write(&file, trace.replacen("hash_ids", "hashes", 1)).expect("a file can be written");
     let output = run(&["bench", "store", "--trace", at]);

@@ -1,27 +1,29 @@
-//! Least recently used, and the optimum. Both give the hits of each request: how many of its blocks, from
-//! the first, are cached when it comes.
+//! Policies that know nothing of chains of blocks, and the optimum. Each gives the hits of each request: how many of
+//! its blocks, from the first, are cached when it comes.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+mod lru;
+mod s3_fifo;
+
+use std::collections::{BTreeSet, HashMap};
 
 use super::trace::Request;
 
+pub(super) use lru::Lru;
+pub(super) use s3_fifo::S3Fifo;
+
+/// A cache of blocks.
+pub(super) trait Cache {
+    fn contains(&self, block: u64) -> bool;
+
+    /// A request uses a block, which is stored if it is missing.
+    fn used(&mut self, block: u64);
+}
+
 /// A request uses its last block first, so that the beginnings of chains stay longer.
-pub(super) fn lru(requests: &[Request], capacity: usize) -> Vec<usize> {
-    let (mut used, mut by_use) = (HashMap::new(), BTreeMap::new());
-    let mut clock = 0u64;
+pub(super) fn hits(requests: &[Request], mut cache: impl Cache) -> Vec<usize> {
     let hits = requests.iter().map(|request| {
-        let hits = request.blocks.iter().take_while(|block| used.contains_key(*block)).count();
-        for &block in request.blocks.iter().rev() {
-            clock += 1;
-            if let Some(before) = used.insert(block, clock) {
-                by_use.remove(&before);
-            }
-            by_use.insert(clock, block);
-            if by_use.len() > capacity {
-                let (_, oldest) = by_use.pop_first().expect("more than the capacity");
-                used.remove(&oldest);
-            }
-        }
+        let hits = request.blocks.iter().take_while(|block| cache.contains(**block)).count();
+        request.blocks.iter().rev().for_each(|block| cache.used(*block));
         hits
     });
     hits.collect()
@@ -71,9 +73,9 @@ mod tests {
     #[test]
     fn a_block_is_a_hit_only_behind_its_prefix() {
         let requests = requests(&[&[1, 2, 3], &[1, 2, 4], &[1, 2, 3]]);
-        assert_eq!(lru(&requests, 10), [0, 2, 3]);
+        assert_eq!(hits(&requests, Lru::new(10)), [0, 2, 3]);
         // With three places: 3 was used before 4 and 2 and 1.
-        assert_eq!(lru(&requests, 3), [0, 2, 2]);
+        assert_eq!(hits(&requests, Lru::new(3)), [0, 2, 2]);
         assert_eq!(optimum(&requests, 3), [0, 2, 3], "4 is not used again");
         assert_eq!(optimum(&requests, 1), [0, 1, 1]);
     }
@@ -83,7 +85,7 @@ mod tests {
         let blocks: Vec<[u64; 1]> = (0..1000).map(|i| [i % 12]).collect();
         let chains: Vec<&[u64]> = blocks.iter().map(|block| &block[..]).collect();
         let requests = requests(&chains);
-        assert_eq!(lru(&requests, 10).iter().sum::<usize>(), 0);
+        assert_eq!(hits(&requests, Lru::new(10)).iter().sum::<usize>(), 0);
         assert!(optimum(&requests, 10).iter().sum::<usize>() > 800);
     }
 }

@@ -1,12 +1,13 @@
 //! Hits of the store's policy on a trace: `kvferry bench store --trace FILE`.
 //!
-//! Beside it: least recently used, as the engines' own caches are, and Belady's optimum, which knows
+//! Beside it: least recently used, as the engines' own caches are, S3-FIFO, and Belady's optimum, which knows
 //! the future. A replay is exact: the same trace has the same hits. And the hits of a store of real segments, which frees
 //! space by segments, while nothing waits for it and while puts wait all the time.
 
 mod baselines;
 mod full;
 mod speed;
+mod tool_calls;
 mod trace;
 
 use indicatif::ProgressBar;
@@ -14,11 +15,12 @@ use kvferry_store::policy::Keyed;
 use kvferry_store::replay::{Press, Replay};
 
 use crate::failure::Failure;
-use crate::options::{StoreBench, StoreRows};
+use crate::options::{Capacity, StoreBench, StoreRows};
 use crate::report::{Bound, Report, Row};
 use crate::stats::Spread;
 use crate::units;
 
+use baselines::{Lru, S3Fifo};
 pub use speed::fill;
 use trace::{Request, Trace};
 
@@ -42,28 +44,36 @@ pub const SCHEMAS: [&str; 3] = [SCHEMA, speed::SCHEMA, full::SCHEMA];
 pub fn measure(options: &StoreBench, bar: &ProgressBar) -> Result<Report, Failure> {
     match (&options.trace, options.rows) {
         (Some(trace), _) => replay(&Trace::read(trace)?, options, bar),
+        (None, _) if options.tool_calls => replay(&Trace::of(tool_calls::requests()), options, bar),
         (None, StoreRows::Speed) => speed::measure(options, bar),
         (None, StoreRows::Full) => full::measure(options, bar),
     }
 }
 
 fn replay(trace: &Trace, options: &StoreBench, bar: &ProgressBar) -> Result<Report, Failure> {
-    bar.inc_length(5 * options.blocks.len() as u64);
+    bar.inc_length(6 * options.blocks.len() as u64);
     let mut rows = Vec::new();
-    for &blocks in &options.blocks {
+    for capacity in &options.blocks {
+        let blocks = match *capacity {
+            Capacity::Blocks(blocks) => blocks,
+            Capacity::OneOf(parts) => (trace.different / parts).max(1),
+        };
         let replay = |name: &str, hits: &dyn Fn() -> Vec<usize>| {
             bar.set_message(format!("{} blocks: {name}", units::count(blocks as u64)));
             let hits = hits();
             bar.inc(1);
             hits
         };
-        let lru = replay("least recently used", &|| baselines::lru(&trace.requests, blocks));
+        let lru = || baselines::hits(&trace.requests, Lru::new(blocks));
+        let s3_fifo = || baselines::hits(&trace.requests, S3Fifo::new(blocks));
+        let lru = replay("least recently used", &lru);
+        let s3_fifo = replay("S3-FIFO", &s3_fifo);
         let best = replay("the optimum", &|| baselines::optimum(&trace.requests, blocks));
         let ours = replay("kvferry", &|| policy(&trace.requests, blocks));
-        rows.extend(rows_of(trace, blocks, [&lru, &ours, &best]));
+        rows.extend(rows_of(trace, blocks, [&lru, &s3_fifo, &ours, &best]));
         for press in [Press::Not, Press::Always] {
             bar.set_message(format!("{} blocks: in segments", units::count(blocks as u64)));
-            if blocks >= SEGMENTED_MIN {
+            if blocks >= SEGMENTED_MIN && !options.policies_only {
                 rows.extend(in_segments(trace, blocks, press, &ours)?);
             }
             bar.inc(1);
@@ -129,16 +139,17 @@ fn in_segments(
     ])
 }
 
-/// Rows for one capacity. The hits are those of least recently used, kvferry and the optimum.
-fn rows_of(trace: &Trace, blocks: usize, hits: [&Vec<usize>; 3]) -> Vec<Row> {
+/// Rows for one capacity. The hits are those of least recently used, S3-FIFO, kvferry and the optimum.
+fn rows_of(trace: &Trace, blocks: usize, hits: [&Vec<usize>; 4]) -> Vec<Row> {
     let row = |(part, from): (&str, usize)| {
         let all: usize = trace.requests[from..].iter().map(|request| request.blocks.len()).sum();
         let share = |hits: &[usize]| hits[from..].iter().sum::<usize>() as f64 / all.max(1) as f64;
-        let [lru, ours, best] = hits.map(|hits| share(hits));
+        let [lru, s3_fifo, ours, best] = hits.map(|hits| share(hits));
         let percent = |share: f64| Spread::of(vec![100.0 * share]);
         let work = format!("{} blocks, {part}", units::count(blocks as u64));
         let mut row = Row::new("hits", work, "%", percent(ours))
             .beside("least recently used", percent(lru))
+            .beside("S3-FIFO", percent(s3_fifo))
             .beside("the optimum", percent(best));
         if best > lru {
             let closed = Spread::of(vec![(ours - lru) / (best - lru)]);

@@ -45,7 +45,7 @@ impl Trace {
         Ok(Trace::of(requests))
     }
 
-    fn of(requests: Vec<Request>) -> Trace {
+    pub(super) fn of(requests: Vec<Request>) -> Trace {
         let all = || requests.iter().flat_map(|request| &request.blocks);
         let different: std::collections::HashSet<_> = all().collect();
         let (blocks, different) = (all().count(), different.len());

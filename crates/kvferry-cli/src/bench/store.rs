@@ -15,6 +15,7 @@ Examples:
   kvferry bench store --rows full --folder /mnt/nvme --check  puts into a full store, a minute each
   kvferry bench store --trace conversation_trace.jsonl
   kvferry bench store --trace conversation_trace.jsonl --blocks 50000 --json
+  kvferry bench store --tool-calls --policies-only --blocks 1/32,1/16,1/8,1/4
 
 A trace has one request per line, as the Mooncake project publishes them:
   {\"timestamp\": 27482, \"input_length\": 6955, \"output_length\": 52, \"hash_ids\": [46, 47, 48]}
@@ -24,8 +25,8 @@ ids mean an equal prompt up to and with that block. Other fields are ignored.
 A hit is a block that is there together with all blocks before it. A replay is exact: it has the
 same result each time.";
 
-/// Measure the store of blocks: puts and gets beside the file transport, and the index by itself. With --trace,
-/// replay requests instead: hits of the store's policy beside LRU and the optimum.
+/// Measure the store of blocks: puts and gets beside the file transport, and the index by itself. With --trace
+/// or --tool-calls, replay requests instead: hits of the store's policy beside LRU, S3-FIFO and the optimum.
 #[derive(Debug, Clone, Args)]
 #[command(after_long_help = EXAMPLES)]
 pub(super) struct StoreArgs {
