@@ -71,7 +71,8 @@ impl AgentBuilder {
         self
     }
 
-    /// The transports that the agent may use. Default: all of this build.
+    /// The transports that the agent may use. Default: all that the program
+    /// has ([`transport::link`](crate::transport::link)).
     #[must_use]
     pub fn transports(mut self, transports: Transports) -> Self {
         self.transports = Some(transports);

@@ -53,7 +53,7 @@ impl Checksum {
 /// | `name` | `KVFERRY_NAME` | `kvferry-<pid>` |
 /// | `listen` | `KVFERRY_LISTEN` | `127.0.0.1:0` |
 /// | `advertise` | `KVFERRY_ADVERTISE`, `HOST_IP`, `POD_IP` | see [`AgentBuilder::advertise`](crate::AgentBuilder::advertise) |
-/// | `transports` | `KVFERRY_TRANSPORTS` | all of this build |
+/// | `transports` | `KVFERRY_TRANSPORTS` | all that the program has |
 /// | `secret` | `KVFERRY_SECRET_FILE` (trailing white space removed), `KVFERRY_SECRET` | none |
 /// | `io_threads` | `KVFERRY_IO_THREADS` | half of the cores, 1 to 64 |
 /// | `streams_per_peer` | `KVFERRY_STREAMS` | 2 × I/O threads, 4 to 64 |

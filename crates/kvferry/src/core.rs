@@ -4,19 +4,23 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::host::is_on_this_host;
-use crate::memory::Memory;
-use crate::notify::Inbox;
-use crate::peer_memory::PeerMemory;
-use crate::quota::Quota;
+use crate::memory::cursor::{Cursor, Direction};
+use crate::memory::device::Wake;
+use crate::memory::gate::Gate;
+use crate::memory::{Memory, Region};
+use crate::notify::{Inbox, Notification};
+use crate::peer_memory::{self, Account, PeerMemory};
+use crate::quota::{self, Quota};
 use crate::reactor::Threads;
 use crate::stats::Counters;
 use crate::suspend::SuspendDetector;
 use crate::sync::Arc;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::users::Users;
-use kvferry_proto::{Incarnation, TransferId};
+use crate::users::{Owner, Users};
+use kvferry_proto::{Incarnation, Timestamp, TransferId, WireCode};
 use kvferry_sys::fd;
-use std::net::SocketAddr;
+use kvferry_sys::socket::Socket;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 /// The minimum time for connecting to a peer, however short the silence limit is.
@@ -79,17 +83,21 @@ impl Sizing {
     }
 }
 
-/// The state that every layer of an agent shares.
+/// The state that every layer of an agent shares. The public methods are for transports; all may be called
+/// on any thread.
 #[derive(Debug)]
-pub(crate) struct Core {
-    pub(crate) incarnation: Incarnation,
+pub struct Core {
+    /// The random id that the agent drew when it started.
+    pub incarnation: Incarnation,
     pub(crate) settings: Settings,
     pub(crate) sizing: Sizing,
     pub(crate) memory: Memory,
-    pub(crate) threads: Threads,
+    /// The agent's threads.
+    pub threads: Threads,
     pub(crate) suspend: SuspendDetector,
     pub(crate) inbox: Inbox,
-    pub(crate) counters: Counters,
+    /// The agent's counters.
+    pub counters: Counters,
     /// The users of this host that may connect without a secret.
     pub(crate) users: Users,
     /// Limits the connections that peers open.
@@ -155,6 +163,87 @@ impl Core {
     /// Marks the agent as shut down.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::Release);
+    }
+
+    /// Longest silence of a peer while something is in progress.
+    pub fn silence(&self) -> Duration {
+        self.settings.silence
+    }
+
+    /// The time for connecting to a peer, handshake included.
+    pub fn handshake_timeout(&self) -> Duration {
+        self.settings.handshake_timeout()
+    }
+
+    /// The interval at which a link is looked at while something is in progress.
+    pub fn ping_interval(&self) -> Duration {
+        self.settings.ping_interval()
+    }
+
+    /// Whether this process has been running without a stop. After one, nothing of a peer may be applied to
+    /// memory: the peer may have given this process up, and the memory may be in other use.
+    pub fn is_awake(&self, now: Timestamp) -> bool {
+        self.suspend.is_fresh(now)
+    }
+
+    /// The number of connections of one kind that peers may open, by the descriptors that the process may
+    /// have now.
+    pub fn connections_max(&self) -> usize {
+        quota::quarter()
+    }
+
+    /// A new gate, for one copier.
+    pub fn gate(&self) -> Arc<Gate> {
+        self.memory.gates.gate()
+    }
+
+    /// The registered regions, by their ids.
+    pub fn regions(&self) -> Vec<Region> {
+        self.memory.regions.all()
+    }
+
+    /// A cursor over `len` bytes of host memory at an address, for the request of a peer: `Direction::In` if the
+    /// peer writes. One region must hold all of it. Touched inside `gate`; `wake` is for device memory.
+    ///
+    /// # Errors
+    /// The code to refuse the request with.
+    pub fn cursor_at(
+        &self,
+        direction: Direction,
+        addr: u64,
+        len: u64,
+        gate: &Arc<Gate>,
+        wake: &Wake,
+    ) -> Result<Cursor, WireCode> {
+        self.memory.cursor_at(direction, addr, len, gate, wake)
+    }
+
+    /// The account of a new connection of a peer, which counts the bytes that the peer makes this agent hold.
+    pub fn account(&self, peer: IpAddr) -> Account {
+        self.peer_memory.account(peer, peer_memory::Memory::Received)
+    }
+
+    /// Queues a notification for the agent's user. `Busy` if the queue is full, `TooLarge` if it exceeds the
+    /// limit of a notification.
+    pub fn deliver(&self, notification: Notification) -> WireCode {
+        let code = self.inbox.push(notification);
+        if code.is_ok() {
+            self.counters.notifications_received.one();
+        }
+        code
+    }
+
+    /// The user whose process has opened a connection that proves no session's key.
+    pub fn owner_of(&self, socket: &Socket) -> Owner {
+        self.users.caller(socket)
+    }
+
+    /// Checks the process that this agent has connected to, before anything is sent to it.
+    ///
+    /// # Errors
+    /// `AccessDenied` if it is another user's, `PeerReset` if its user can't be known any more.
+    pub fn check_target(&self, socket: &Socket) -> Result<()> {
+        self.users.check_target(socket)
     }
 
     pub(crate) fn next_transfer(&self) -> TransferId {

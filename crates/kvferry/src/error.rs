@@ -144,7 +144,8 @@ struct Inner {
 }
 
 impl Error {
-    /// An error that a layer above the agent gives to it, as to [`Channel::close`](crate::Channel::close).
+    /// An error that a layer above the agent gives to it, as to [`Channel::close`](crate::Channel::close), or that a
+    /// transport reports.
     pub fn new(kind: ErrorKind, what: impl Into<String>) -> Self {
         Self(Arc::new(Inner {
             kind,
@@ -155,15 +156,18 @@ impl Error {
         }))
     }
 
-    pub(crate) fn invalid(what: impl Into<String>) -> Self {
+    /// An error of the kind `InvalidArgument`.
+    pub fn invalid(what: impl Into<String>) -> Self {
         Self::new(ErrorKind::InvalidArgument, what)
     }
 
-    pub(crate) fn shutdown() -> Self {
+    /// The error of calls to an agent that was shut down.
+    pub fn shutdown() -> Self {
         Self::new(ErrorKind::Shutdown, "the agent was shut down")
     }
 
-    pub(crate) fn io(what: impl Into<String>, source: std::io::Error) -> Self {
+    /// An error of the kind `Io`, caused by `source`.
+    pub fn io(what: impl Into<String>, source: std::io::Error) -> Self {
         Self::new(ErrorKind::Io, what).caused_by(source)
     }
 
@@ -182,7 +186,9 @@ impl Error {
         self.edit(|e| e.context.push((key, value)))
     }
 
-    pub(crate) fn caused_by(self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+    /// Sets the cause, which the error's text ends with.
+    #[must_use]
+    pub fn caused_by(self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
         self.edit(|e| e.source = Some(Arc::new(source)))
     }
 

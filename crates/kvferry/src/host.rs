@@ -20,7 +20,7 @@ pub(crate) fn is_same_host(here: IpAddr, peer: SocketAddr) -> bool {
 /// is no congestion, and the system's choice of congestion control can cost throughput: BBR paces,
 /// which halves the rate of loopback. Reno has no effect unless bytes are lost, is part of every
 /// kernel, and needs no privilege.
-pub(crate) fn prepare(socket: &Socket) {
+pub fn prepare(socket: &Socket) {
     let _ = socket.set_nodelay();
     if let (Ok(here), Ok(there)) = (socket.local_addr(), socket.peer_addr())
         && is_same_host(here.ip(), there)

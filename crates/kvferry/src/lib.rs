@@ -47,7 +47,7 @@ mod stats;
 mod suspend;
 mod sync;
 mod transfer;
-mod transport;
+pub mod transport;
 mod users;
 
 pub use address::AdvertisedBy;

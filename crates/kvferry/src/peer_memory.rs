@@ -135,7 +135,7 @@ impl PeerMemory {
 
 /// Bytes that one connection holds. Dropping the account gives them back.
 #[derive(Debug)]
-pub(crate) struct Account {
+pub struct Account {
     of: Arc<PeerMemory>,
     memory: Memory,
     peer: Origin,
@@ -147,7 +147,7 @@ impl Account {
     /// The connection holds `bytes` from now on. False if that is more than before and more than it may
     /// hold; then nothing changes.
     #[must_use]
-    pub(crate) fn hold(&mut self, bytes: usize) -> bool {
+    pub fn hold(&mut self, bytes: usize) -> bool {
         let counted = bytes.saturating_sub(FREE_PER_CONNECTION);
         // Most connections never hold more than what is free: no lock.
         if counted == self.counted {

@@ -22,7 +22,7 @@ use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 /// The agent's clock: `CLOCK_BOOTTIME`.
-pub(crate) fn now() -> Timestamp {
+pub fn now() -> Timestamp {
     Timestamp::from_nanos(clock::boottime_ns())
 }
 
@@ -34,18 +34,24 @@ pub(crate) const LINGER: Duration = Duration::from_micros(50);
 /// The reason for a handler's call: its descriptor is ready. Nothing is ready if the handler is
 /// new, was woken, or its deadline has passed.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Cause {
-    pub(crate) ready: Ready,
+pub struct Cause {
+    /// The events of the handler's descriptor.
+    pub ready: Ready,
 }
 
 /// Connections that a listener's handler accepts in one call, so that other handlers go on.
-pub(crate) const ACCEPTS_PER_CALL: usize = 64;
+pub const ACCEPTS_PER_CALL: usize = 64;
 
 /// Action that a handler asks the reactor for when a call returns.
 #[derive(Debug)]
-pub(crate) enum Next {
+pub enum Next {
     /// Call it again on one of these events.
-    Wait { interest: Interest, deadline: Option<Timestamp> },
+    Wait {
+        /// Events of its descriptor.
+        interest: Interest,
+        /// The time of the next call if no event comes.
+        deadline: Option<Timestamp>,
+    },
     /// Call it again soon, after the other handlers.
     Again,
     /// Drop it.
@@ -56,20 +62,25 @@ pub(crate) enum Next {
 
 /// The context of a handler's call.
 #[derive(Debug)]
-pub(crate) struct Cx<'a> {
-    pub(crate) now: Timestamp,
-    pub(crate) token: u64,
-    pub(crate) remote: &'a Remote,
+pub struct Cx<'a> {
+    /// The time at which the reactor's wait ended.
+    pub now: Timestamp,
+    /// The handler's token.
+    pub token: u64,
+    /// The reactor that calls the handler.
+    pub remote: &'a Remote,
 }
 
-/// A handler that a reactor calls. Its descriptor never changes.
-pub(crate) trait Handler: Send {
+/// A handler that a reactor calls. Its descriptor never changes. A handler that panics is dropped.
+pub trait Handler: Send {
     /// The descriptor that [`Next::Wait`] waits for, if there is one.
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
+    /// Does a bounded amount of work without blocking; returns what the handler waits for.
     fn handle(&mut self, cause: Cause, cx: &Cx<'_>) -> Next;
+
     /// Called after [`Next::Detach`], once the descriptor is not watched any more.
     fn detached(self: Box<Self>, _cx: &Cx<'_>) {}
 }
@@ -90,7 +101,7 @@ struct Shared {
 
 /// A handle to a reactor, for any thread.
 #[derive(Clone)]
-pub(crate) struct Remote(Arc<Shared>);
+pub struct Remote(Arc<Shared>);
 
 impl std::fmt::Debug for Remote {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -100,13 +111,13 @@ impl std::fmt::Debug for Remote {
 
 impl Remote {
     /// A token for a handler that will be added.
-    pub(crate) fn token(&self) -> u64 {
+    pub fn token(&self) -> u64 {
         self.0.next_token.fetch_add(1, Ordering::Relaxed)
     }
 
     /// Adds a handler, which is called once at once. After the reactor has stopped, the handler is
     /// dropped.
-    pub(crate) fn add(&self, token: u64, handler: Box<dyn Handler>) {
+    pub fn add(&self, token: u64, handler: Box<dyn Handler>) {
         self.0.handlers.fetch_add(1, Ordering::Relaxed);
         self.send(Command::Add(token, handler));
     }
@@ -117,13 +128,13 @@ impl Remote {
     }
 
     /// A callback that calls a handler soon, from any thread.
-    pub(crate) fn waker(&self, token: u64) -> Arc<dyn Fn() + Send + Sync> {
+    pub fn waker(&self, token: u64) -> Arc<dyn Fn() + Send + Sync> {
         let remote = self.clone();
         Arc::new(move || remote.wake(token))
     }
 
     /// Calls a handler soon. Tokens of dropped handlers are ignored.
-    pub(crate) fn wake(&self, token: u64) {
+    pub fn wake(&self, token: u64) {
         self.send(Command::Wake(token));
     }
 
@@ -186,9 +197,9 @@ impl Remote {
 
 /// Handles to an agent's threads.
 #[derive(Debug)]
-pub(crate) struct Threads {
+pub struct Threads {
     /// Runs sessions, handshakes and heartbeats.
-    pub(crate) control: Remote,
+    pub control: Remote,
     /// The I/O threads (inbound streams, asynchronous transfers), then the threads that only copy.
     all: Vec<Remote>,
     io: usize,
@@ -204,7 +215,7 @@ impl Threads {
     }
 
     /// The I/O thread with the fewest handlers; round robin among equals.
-    pub(crate) fn io(&self) -> Remote {
+    pub fn io(&self) -> Remote {
         self.least_loaded(&self.all[..self.io])
     }
 

@@ -12,9 +12,10 @@ macro_rules! counters {
             $($(#[$doc])* pub $name: u64,)*
         }
 
+        /// The counters of a running agent, by the names of [`Stats`].
         #[derive(Debug, Default)]
-        pub(crate) struct Counters {
-            $(pub(crate) $name: Counter,)*
+        pub struct Counters {
+            $($(#[$doc])* pub $name: Counter,)*
         }
 
         impl Counters {
@@ -92,19 +93,23 @@ counters! {
     slept,
 }
 
+/// A counter or a gauge, for any thread.
 #[derive(Debug, Default)]
-pub(crate) struct Counter(AtomicU64);
+pub struct Counter(AtomicU64);
 
 impl Counter {
-    pub(crate) fn add(&self, n: u64) {
+    /// Adds `n`.
+    pub fn add(&self, n: u64) {
         self.0.fetch_add(n, Ordering::Relaxed);
     }
 
-    pub(crate) fn one(&self) {
+    /// Adds one.
+    pub fn one(&self) {
         self.add(1);
     }
 
-    pub(crate) fn less_one(&self) {
+    /// Takes one from a gauge.
+    pub fn less_one(&self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
 

@@ -12,7 +12,7 @@ use std::net::SocketAddr;
 
 /// Whose process has opened a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Owner {
+pub enum Owner {
     /// One of the agent's own user or of the superuser.
     Trusted,
     /// Another user's, or nothing is known of it.

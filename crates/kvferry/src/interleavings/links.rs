@@ -8,7 +8,7 @@ use crate::memory::device::Wake;
 use crate::memory::region::RemoteRegion;
 use crate::reactor::now;
 use crate::sync::Mutant;
-use crate::transfer::drive::{Drive, LaneRoute, OnLanes, Progress};
+use crate::transfer::drive::{Drive, OnLanes, Progress};
 use crate::transfer::job::Job;
 use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
 use crate::transfer::lanes::Lane;
@@ -97,7 +97,7 @@ impl Backend for Idle {
 pub(super) fn link(core: &Arc<Core>) -> Arc<Link> {
     let peer = SocketAddr::from(([127, 0, 0, 1], 1));
     let link = Link::new(Arc::clone(core), "model".into(), peer, Arc::new(Idle), 1);
-    link.add_route(Arc::new(LaneRoute(Instant)));
+    link.add_lanes(Instant);
     link
 }
 

@@ -12,6 +12,7 @@ use kvferry_proto::WireCode;
 use kvferry_sys::socket::SPANS_MAX;
 use kvferry_sys::span::HostSpan;
 use std::cell::RefCell;
+use std::fmt;
 use std::io;
 use std::sync::Arc;
 
@@ -160,7 +161,7 @@ impl Position {
 
 /// The result of asking for spans.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Lent {
+pub enum Lent {
     /// Number of bytes moved.
     Moved(usize),
     /// The socket, or another recipient of the spans, is not ready.
@@ -171,7 +172,7 @@ pub(crate) enum Lent {
 
 /// The reason why memory can't be used any more.
 #[derive(Debug)]
-pub(crate) enum Fault {
+pub enum Fault {
     /// The memory of a descriptor can't be used any more.
     Memory(MemoryFault),
     /// The copier was stopped.
@@ -182,9 +183,9 @@ pub(crate) enum Fault {
 
 /// The reason why memory of a descriptor can't be used any more.
 #[derive(Debug)]
-pub(crate) struct MemoryFault {
+pub struct MemoryFault {
     /// `Revoked` or `Internal`.
-    pub(crate) code: WireCode,
+    pub code: WireCode,
     /// The index of the descriptor in the batch.
     pub(crate) index: u32,
     /// The error of the device that failed to copy it.
@@ -199,8 +200,8 @@ impl MemoryFault {
 }
 
 /// Whether a cursor's memory is read or written.
-#[derive(Clone, Copy)]
-pub(crate) enum Direction {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
     /// The memory is read: its bytes are sent.
     Out,
     /// The memory is written: it receives bytes.
@@ -211,7 +212,7 @@ pub(crate) enum Direction {
 type UseSpans<'a> = dyn FnMut(&[HostSpan]) -> io::Result<usize> + 'a;
 
 /// A call that moved bytes, as the result of [`Cursor::lend`].
-pub(crate) fn lent(result: io::Result<usize>) -> Result<Lent, Fault> {
+pub fn lent(result: io::Result<usize>) -> Result<Lent, Fault> {
     match result {
         Ok(moved) => Ok(Lent::Moved(moved)),
         Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(Lent::WouldBlock),
@@ -220,13 +221,19 @@ pub(crate) fn lent(result: io::Result<usize>) -> Result<Lent, Fault> {
 }
 
 /// A range of a batch's pieces, read or written once from start to end.
-pub(crate) struct Cursor {
+pub struct Cursor {
     direction: Direction,
     pieces: Arc<Pieces>,
     gate: Arc<Gate>,
     at: Position,
     remaining: u64,
     staging: Option<Staging>,
+}
+
+impl fmt::Debug for Cursor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Cursor[{:?}, {} bytes left]", self.direction, self.remaining)
+    }
 }
 
 impl Cursor {
@@ -245,7 +252,7 @@ impl Cursor {
     }
 
     /// Bytes not yet moved.
-    pub(crate) fn remaining(&self) -> u64 {
+    pub fn remaining(&self) -> u64 {
         self.remaining
     }
 
@@ -254,11 +261,7 @@ impl Cursor {
     /// # Errors
     /// The memory can't be used any more, the copier was stopped, or `use_spans` failed with an
     /// error other than `WouldBlock`.
-    pub(crate) fn lend(
-        &mut self,
-        limit: usize,
-        use_spans: &mut UseSpans<'_>,
-    ) -> Result<Lent, Fault> {
+    pub fn lend(&mut self, limit: usize, use_spans: &mut UseSpans<'_>) -> Result<Lent, Fault> {
         if self.remaining == 0 {
             return Ok(Lent::Moved(0));
         }
@@ -274,7 +277,7 @@ impl Cursor {
     ///
     /// # Errors
     /// A copy to the device failed, or the memory can't be used any more.
-    pub(crate) fn flush(&mut self) -> Result<Lent, Fault> {
+    pub fn flush(&mut self) -> Result<Lent, Fault> {
         let is_flushed = self.staging.as_mut().map_or(Ok(true), Staging::flush)?;
         Ok(if is_flushed { Lent::Moved(0) } else { Lent::NotReady })
     }

@@ -181,7 +181,7 @@ impl fmt::Debug for Wait {
 }
 
 /// Called when memory that was not ready may be ready.
-pub(crate) type Wake = Arc<dyn Fn() + Send + Sync>;
+pub type Wake = Arc<dyn Fn() + Send + Sync>;
 
 /// Regions of a batch: of a model with a region for each layer, a batch touches many.
 pub(crate) type Regions = SmallVec<[Arc<RegionInner>; 2]>;

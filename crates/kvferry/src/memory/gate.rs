@@ -61,7 +61,7 @@ impl Touches {
 
 /// The gate of one copier: odd while inside, with a bit that shuts it permanently.
 #[derive(Debug, Default)]
-pub(crate) struct Gate {
+pub struct Gate {
     state: AtomicU64,
     /// [`Touches`] of the current or next entry.
     touches: AtomicU64,
@@ -107,12 +107,13 @@ impl Gate {
         Ok(inside)
     }
 
-    /// Shuts the gate permanently. A copier may still be inside; see [`Gate::is_quiet`].
-    pub(crate) fn shut(&self) {
+    /// Shuts the gate permanently. A copier may still be inside, for one call.
+    pub fn shut(&self) {
         self.state.fetch_or(SHUT, Ordering::SeqCst);
     }
 
-    pub(crate) fn is_shut(&self) -> bool {
+    /// Whether the gate was shut.
+    pub fn is_shut(&self) -> bool {
         self.state.load(Ordering::SeqCst) & SHUT != 0
     }
 
@@ -123,7 +124,7 @@ impl Gate {
 
     /// Whether a device still copies for this gate's copier. Each copy calls its waker after it has
     /// ended here.
-    pub(crate) fn has_copies(&self) -> bool {
+    pub fn has_copies(&self) -> bool {
         self.pending.load(Ordering::SeqCst) > 0
     }
 

@@ -29,7 +29,8 @@ pub use region::{Access, Region, RemoteRegion};
 pub use stages::StagePool;
 
 use crate::sync::Arc;
-use kvferry_proto::{RegionId, Timestamp};
+use cursor::{Cursor, Direction, Pieces, Position};
+use kvferry_proto::{RegionId, Timestamp, WireCode};
 use smallvec::SmallVec;
 
 /// Copiers that may still touch memory that was unregistered.
@@ -52,6 +53,35 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
+    /// See [`Core::cursor_at`](crate::core::Core::cursor_at).
+    pub(crate) fn cursor_at(
+        &self,
+        direction: Direction,
+        addr: u64,
+        len: u64,
+        gate: &Arc<gate::Gate>,
+        wake: &device::Wake,
+    ) -> Result<Cursor, WireCode> {
+        let need = match direction {
+            Direction::In => Access::WRITE,
+            Direction::Out => Access::READ,
+        };
+        let mut pieces = Pieces::default();
+        let tables = self.regions.read();
+        // The table takes lengths of native descriptors; longer ranges are checked here.
+        let head = u32::try_from(len).unwrap_or(u32::MAX);
+        let (region, offset) = tables.resolve(RegionId::ABSOLUTE, addr, head, need)?;
+        let end = offset.checked_add(len).ok_or(WireCode::Overflow)?;
+        if end > region.len as u64 {
+            return Err(WireCode::Straddles);
+        }
+        if len > 0 {
+            pieces.push(region, offset, len);
+        }
+        let (gate, wake) = (Arc::clone(gate), Arc::clone(wake));
+        Ok(Cursor::new(direction, Arc::new(pieces), Position::default(), len, gate, wake))
+    }
+
     /// Waits until nothing touches these regions, which were removed from the table, at most until `until`.
     /// Copiers of other regions count as well if `are_all`.
     ///

@@ -219,6 +219,11 @@ impl Region {
         self.0.access
     }
 
+    /// Whether the memory is a device's, which has no address in this process.
+    pub fn is_device(&self) -> bool {
+        self.0.is_device()
+    }
+
     /// Whether the region is still registered.
     pub fn is_registered(&self) -> bool {
         self.0.is_alive()

@@ -61,8 +61,8 @@ fn serve(
             let Note { name, message } = parse(body)?;
             let from = link.info().map_or_else(String::new, |info| info.name.clone());
             let from_ip = Some(link.peer_addr.ip());
-            match core.inbox.push(Notification { from, from_ip, name, message }) {
-                WireCode::Ok => core.counters.notifications_received.one(),
+            match core.deliver(Notification { from, from_ip, name, message }) {
+                WireCode::Ok => {}
                 code => return Err(code),
             }
         }

@@ -108,7 +108,7 @@ impl Batch {
             .with("region_len", remote.len));
         }
         if remote.id == RegionId::ABSOLUTE {
-            // A region of a stock Mooncake peer: it has an address, but no incarnation.
+            // A region of a peer of another protocol: it has an address, but no incarnation.
             check_address(remote.addr.saturating_add(remote_offset), len)?;
             let address = remote.addr + remote_offset;
             self.push_parts(local, local_offset, len, RegionId::ABSOLUTE, address);
@@ -182,6 +182,15 @@ impl Batch {
         Arc::make_mut(&mut self.remote).push(RemotePart { region, offset });
     }
 
+    /// The whole range of a pair.
+    ///
+    /// # Panics
+    /// If the batch has no such pair.
+    pub(crate) fn part(&self, pair: usize) -> Part {
+        let (piece, remote) = (&self.local.pieces[pair], &self.remote[pair]);
+        Part { pair, region: remote.region, offset: remote.offset, len: piece.len }
+    }
+
     /// Lets `fill` append pairs; removes them again if it fails.
     pub(crate) fn push_raw_parts<E>(
         &mut self,
@@ -223,9 +232,50 @@ pub(crate) fn check_address(remote: u64, len: u64) -> Result<()> {
     Ok(())
 }
 
+/// A range of one pair of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// The index of the pair in the batch.
+    pub pair: usize,
+    /// The peer's region.
+    pub region: RegionId,
+    /// The offset in the peer's region; an address if the region is [`RegionId::ABSOLUTE`].
+    pub offset: u64,
+    /// The length in bytes.
+    pub len: u64,
+}
+
+/// The ranges of a frame that were not taken yet, in order.
+#[derive(Debug)]
+pub struct Parts {
+    at: Position,
+    left: u64,
+}
+
+impl Parts {
+    /// Takes the next range, of at most `bytes_max` bytes; `None` at the end of the frame.
+    pub(crate) fn next(&mut self, batch: &Batch, bytes_max: u64) -> Option<Part> {
+        if self.is_empty() {
+            return None;
+        }
+        let pair = self.at.piece;
+        let (piece, remote) = (&batch.local.pieces[pair], &batch.remote[pair]);
+        let offset = remote.offset + self.at.within;
+        let len = (piece.len - self.at.within).min(bytes_max).min(self.left);
+        self.left -= len;
+        self.at.advance_within(piece, len);
+        Some(Part { pair, region: remote.region, offset, len })
+    }
+
+    /// Whether every range was taken.
+    pub fn is_empty(&self) -> bool {
+        self.left == 0
+    }
+}
+
 /// A part of a batch that crosses a lane in one message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Frame {
+pub struct Frame {
     /// The position of its first byte.
     pub(crate) at: Position,
     pub(crate) bytes: u64,
@@ -295,17 +345,16 @@ impl Frame {
         batch: &Batch,
         mut f: impl FnMut(usize, RegionId, u64, u32),
     ) {
-        let mut left = self.bytes;
-        let mut at = self.at;
-        while left > 0 {
-            let piece = &batch.local.pieces[at.piece];
-            let remote = &batch.remote[at.piece];
-            let take = (piece.len - at.within).min(DESCRIPTOR_BYTES_MAX).min(left);
-            let len = u32::try_from(take).expect("at most DESCRIPTOR_BYTES_MAX");
-            f(at.piece, remote.region, remote.offset + at.within, len);
-            left -= take;
-            at.advance_within(piece, take);
+        let mut parts = self.parts();
+        while let Some(part) = parts.next(batch, DESCRIPTOR_BYTES_MAX) {
+            let len = u32::try_from(part.len).expect("at most DESCRIPTOR_BYTES_MAX");
+            f(part.pair, part.region, part.offset, len);
         }
+    }
+
+    /// The ranges of the frame.
+    pub fn parts(&self) -> Parts {
+        Parts { at: self.at, left: self.bytes }
     }
 
     /// The pair that wire descriptor `index` of this frame belongs to.

@@ -24,17 +24,17 @@ use std::time::Duration;
 /// warm in its cache. A receiver whose calls are short acknowledges often. Against calls of 256 KiB
 /// both ways, that doubles the rate on loopback under BBR and adds a tenth under Reno. The gain is
 /// there for sends of 512 KiB to 1 MiB, and for receives of 64 to 128 KiB.
-pub(crate) const SEND_CHUNK: usize = 768 * 1024;
+pub const SEND_CHUNK: usize = 768 * 1024;
 
 /// Payload bytes received in one system call; see [`SEND_CHUNK`].
-pub(crate) const RECEIVE_CHUNK: usize = 96 * 1024;
+pub const RECEIVE_CHUNK: usize = 96 * 1024;
 
 /// Payload bytes that one stream moves before the other streams of its thread go on.
-pub(crate) const STEP_BYTES: usize = 4 * 1024 * 1024;
+pub const STEP_BYTES: usize = 4 * 1024 * 1024;
 
 /// The event that a share waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Progress {
+pub enum Progress {
     /// Nothing: it can go on at once, after the other shares of its thread.
     Again,
     /// Readiness of its descriptor.
@@ -49,7 +49,7 @@ pub(crate) enum Progress {
 }
 
 /// A share of a transfer, driven by the caller's thread or by an I/O thread.
-pub(crate) trait Drive: Send {
+pub trait Drive: Send {
     /// The descriptor that [`Progress::Wait`] waits for; it never changes.
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         None
@@ -84,14 +84,14 @@ pub(crate) fn shares(core: &Core, by_size: u64, default: usize, wished: Option<u
 
 /// Decides before which frame a share gives its lane to waiting transfers: never before its first.
 #[derive(Debug, Default)]
-pub(crate) struct Yielding {
+pub struct Yielding {
     has_begun: bool,
     yields: bool,
 }
 
 impl Yielding {
     /// Called before each frame: whether other transfers should get the lane before it.
-    pub(crate) fn before_frame(&mut self, link: &Link, job: &Job) -> bool {
+    pub fn before_frame(&mut self, link: &Link, job: &Job) -> bool {
         if self.has_begun && !self.yields {
             self.yields = link.lanes.has_waiters() && !job.is_handed_out();
         }
@@ -100,7 +100,7 @@ impl Yielding {
     }
 
     /// Whether the lane goes to other transfers once everything sent is answered.
-    pub(crate) fn yields(&self) -> bool {
+    pub fn yields(&self) -> bool {
         self.yields
     }
 }
@@ -137,9 +137,11 @@ pub(crate) fn submit(job: &Arc<Job>, link: &Arc<Link>) {
 }
 
 /// A transport whose shares each use a lane. Clones are the same route.
-pub(crate) trait OnLanes: Clone + Send + Sync + 'static {
+pub trait OnLanes: Clone + Send + Sync + 'static {
+    /// A lane's share of a transfer.
     type Share: Drive + 'static;
 
+    /// The transport that the shares belong to.
     fn transport(&self) -> &'static dyn Transport;
 
     /// Begins a lane's share of a job. The memory calls `wake` when it may be ready after a share
@@ -148,7 +150,7 @@ pub(crate) trait OnLanes: Clone + Send + Sync + 'static {
 }
 
 /// The route of a transport whose shares each use a lane.
-pub(crate) struct LaneRoute<T>(pub(crate) T);
+struct LaneRoute<T>(T);
 
 impl<T: OnLanes> Route for LaneRoute<T> {
     fn uses_lanes(&self) -> bool {
@@ -186,6 +188,13 @@ impl<T: OnLanes> Route for LaneRoute<T> {
     fn submit(&self, link: &Arc<Link>, job: &Arc<Job>) -> Offered {
         submit_to_lanes(&self.0, job, link);
         Offered::Taken
+    }
+}
+
+impl Link {
+    /// Adds a route of a transport whose shares each use a lane. It is faster than the existing ones.
+    pub fn add_lanes(&self, transport: impl OnLanes) {
+        self.add_route(Arc::new(LaneRoute(transport)));
     }
 }
 
@@ -544,7 +553,7 @@ mod tests {
         let agent = Agent::builder().start().expect("an agent");
         let (core, at) = (agent.core(), agent.local_addr());
         let link = Link::new(Arc::clone(core), "peer".into(), at, Arc::new(NoPeer::default()), 1);
-        link.add_route(Arc::new(LaneRoute(Panics)));
+        link.add_lanes(Panics);
         let socket = Socket::connect(at).expect("the agent listens");
         link.lane_opened(Lane::new(StreamId(1), socket, core.memory.gates.gate(), Guard::Crc));
         let region = agent.allocate_private(4096, Access::READ_WRITE).expect("memory");

@@ -11,12 +11,15 @@
 use crate::callback::contain;
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::cursor::{Cursor, Direction};
+use crate::memory::device::Wake;
+use crate::memory::gate::Gate;
 use crate::notify::Notification;
 use crate::reactor::{Cause, Cx, Handler, Next, Remote, now};
 use crate::stats::Counters;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, lock, wait_timeout};
-use crate::transfer::batch::{Batch, Cutter, Frame};
+use crate::transfer::batch::{Batch, Cutter, Frame, Part, Parts};
 use crate::transfer::kind::TransportKind;
 use crate::transfer::link::Link;
 use kvferry_proto::{Limits, StreamId, Timestamp, TransferId};
@@ -113,8 +116,10 @@ pub(crate) enum Frames {
 
 /// The direction in which the bytes move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Op {
+pub enum Op {
+    /// From this agent's memory to the peer's.
     Write,
+    /// From the peer's memory to this agent's.
     Read,
 }
 
@@ -159,13 +164,16 @@ struct State {
 
 /// A transfer, from submission to outcome.
 #[derive(Debug)]
-pub(crate) struct Job {
+pub struct Job {
     pub(crate) core: Arc<Core>,
     pub(crate) id: TransferId,
-    pub(crate) op: Op,
+    /// The direction.
+    pub op: Op,
     pub(crate) batch: Batch,
-    pub(crate) deadline: Timestamp,
-    pub(crate) notify: Option<Notification>,
+    /// The time at which the transfer is stopped.
+    pub deadline: Timestamp,
+    /// The notification that follows the data.
+    pub notify: Option<Notification>,
     /// The number of lanes that the caller asked for.
     pub(crate) streams: Option<usize>,
     /// The transport, once it is chosen.
@@ -235,7 +243,7 @@ impl Job {
     }
 
     /// The next frame; `None` if all are taken or the job is stopping.
-    pub(crate) fn next_frame(&self, limits: &Limits) -> Option<Frame> {
+    pub fn next_frame(&self, limits: &Limits) -> Option<Frame> {
         if self.is_stopped() {
             return None;
         }
@@ -244,14 +252,39 @@ impl Job {
         cutter.0.next(&self.batch, bytes_max, limits.descriptors_max)
     }
 
+    /// The memory of a frame, to be sent or received into. It is touched inside the gate of the share's lane;
+    /// memory that was not ready calls `wake` once it may be.
+    pub fn cursor(&self, frame: &Frame, gate: &Arc<Gate>, wake: &Wake) -> Cursor {
+        let direction = match self.op {
+            Op::Write => Direction::Out,
+            Op::Read => Direction::In,
+        };
+        let (pieces, gate, wake) =
+            (Arc::clone(&self.batch.local), Arc::clone(gate), Arc::clone(wake));
+        Cursor::new(direction, pieces, frame.at, frame.bytes, gate, wake)
+    }
+
+    /// Takes the next range of a frame, of at most `bytes_max` bytes; `None` at the end of the frame.
+    pub fn next_part(&self, parts: &mut Parts, bytes_max: u64) -> Option<Part> {
+        parts.next(&self.batch, bytes_max)
+    }
+
+    /// The whole range of a pair of the batch.
+    ///
+    /// # Panics
+    /// If the batch has no such pair.
+    pub fn part(&self, pair: usize) -> Part {
+        self.batch.part(pair)
+    }
+
     /// Whether shares must end without completing their frame.
-    pub(crate) fn is_stopped(&self) -> bool {
+    pub fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)
     }
 
     /// A frame is complete. Returns the notification if this was the last frame of a batch whose
     /// frames did not carry it: the caller must send it now.
-    pub(crate) fn acknowledged(&self, frame: &Frame) -> Option<Notification> {
+    pub fn acknowledged(&self, frame: &Frame) -> Option<Notification> {
         let mut state = lock(&self.state);
         state.acknowledged += frame.bytes;
         let last = state.acknowledged == self.batch.bytes() && state.error.is_none();
@@ -266,18 +299,18 @@ impl Job {
 
     /// A notification is to follow the data on a connection of its own: a stop before the peer has confirmed it is in
     /// time.
-    pub(crate) fn owe_note(&self) {
+    pub fn owe_note(&self) {
         lock(&self.state).owes_note = true;
     }
 
     /// The peer has confirmed the notification that followed the data.
-    pub(crate) fn noted(&self) {
+    pub fn noted(&self) {
         lock(&self.state).owes_note = false;
     }
 
     /// Whether the notification travels in the message of a frame. This requires a write of a
     /// single frame: then the peer delivers the notification when the bytes are in place.
-    pub(crate) fn carries_notification(&self, frame: &Frame) -> bool {
+    pub fn carries_notification(&self, frame: &Frame) -> bool {
         self.op == Op::Write && frame.whole && !self.is_copied()
     }
 
@@ -286,7 +319,7 @@ impl Job {
     }
 
     /// The notification of a job without bytes; `None` on every further call.
-    pub(crate) fn bare_notification(&self) -> Option<Notification> {
+    pub fn bare_notification(&self) -> Option<Notification> {
         let mut state = lock(&self.state);
         if !self.batch.is_empty() || state.notified {
             return None;
@@ -297,7 +330,7 @@ impl Job {
     }
 
     /// Records an error and stops the shares. The first error becomes the outcome.
-    pub(crate) fn fail(&self, error: Error) {
+    pub fn fail(&self, error: Error) {
         let handlers = {
             let mut state = lock(&self.state);
             if state.outcome.is_some() {
@@ -319,7 +352,7 @@ impl Job {
 
     /// A share gave its lane to other transfers. True if no other share continues the job: then the
     /// caller has to request a lane again.
-    pub(crate) fn share_yielded(&self) -> bool {
+    pub fn share_yielded(&self) -> bool {
         let mut state = lock(&self.state);
         state.shares -= 1;
         state.shares == 0
@@ -327,7 +360,7 @@ impl Job {
 
     /// A share has ended. `dirty` is its lane if the peer may still have requests of it in
     /// progress; the share has closed it.
-    pub(crate) fn share_ended(self: &Arc<Self>, link: &Link, dirty: Option<StreamId>) {
+    pub fn share_ended(self: &Arc<Self>, link: &Link, dirty: Option<StreamId>) {
         let mut state = lock(&self.state);
         state.shares -= 1;
         state.dirty.extend(dirty);

@@ -3,13 +3,14 @@
 use serde::Serialize;
 use std::fmt;
 
-/// A transport, by name. The constants are the transports of this build.
+/// A transport, by name. The constants are the transports of this crate.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(transparent)]
 pub struct TransportKind(&'static str);
 
 impl TransportKind {
-    pub(crate) const fn new(name: &'static str) -> Self {
+    /// The kind of a transport with this name.
+    pub const fn new(name: &'static str) -> Self {
         Self(name)
     }
 
@@ -32,7 +33,8 @@ impl fmt::Debug for TransportKind {
 }
 
 /// A transport's names and capabilities; each transport has one static value.
-pub(crate) trait Transport: Send + Sync {
+pub trait Transport: Send + Sync {
+    /// The transport's name.
     fn kind(&self) -> TransportKind;
 
     /// Alternative names in `KVFERRY_TRANSPORTS`.
@@ -40,6 +42,7 @@ pub(crate) trait Transport: Send + Sync {
         &[]
     }
 
+    /// The transport's capabilities.
     fn capabilities(&self) -> Capabilities;
 }
 
@@ -64,4 +67,11 @@ pub struct Capabilities {
     pub notifications: bool,
     /// Whether payload can carry checksums.
     pub checksums: bool,
+}
+
+impl Capabilities {
+    /// The capabilities of a transport with these fences, without notifications and checksums.
+    pub const fn new(write_fence: Fence, read_fence: Fence) -> Self {
+        Self { write_fence, read_fence, notifications: false, checksums: false }
+    }
 }

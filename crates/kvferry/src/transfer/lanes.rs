@@ -39,10 +39,13 @@ const HEAD_KEPT: usize = 256 * 1024;
 
 /// A connection that data moves on, used by one transfer at a time.
 #[derive(Debug)]
-pub(crate) struct Lane {
-    pub(crate) id: StreamId,
-    pub(crate) socket: Socket,
-    pub(crate) gate: Arc<Gate>,
+pub struct Lane {
+    /// The number of the connection on its link.
+    pub id: StreamId,
+    /// The connection.
+    pub socket: Socket,
+    /// The transfer that uses the lane touches memory inside this gate.
+    pub gate: Arc<Gate>,
     /// The transfer that uses the lane holds a permit.
     has_permit: AtomicBool,
     head_buffer: Mutex<Vec<u8>>,
@@ -54,7 +57,8 @@ pub(crate) struct Lane {
 }
 
 impl Lane {
-    pub(crate) fn new(id: StreamId, socket: Socket, gate: Arc<Gate>, guard: Guard) -> Arc<Self> {
+    /// A lane over a connection. `guard` is the protection of its frames.
+    pub fn new(id: StreamId, socket: Socket, gate: Arc<Gate>, guard: Guard) -> Arc<Self> {
         let (has_permit, head_buffer) = (AtomicBool::new(false), Mutex::default());
         let (is_keyed, used_ns) = (guard.is_keyed(), AtomicU64::new(0));
         let guard = Mutex::new(is_keyed.then_some(guard));

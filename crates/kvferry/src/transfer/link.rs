@@ -1,7 +1,7 @@
 //! The connection between this agent and one incarnation of a peer, as transfers use it: routes,
 //! lanes, activity and the end.
 //!
-//! A link knows its peer through one [`Backend`] (a native session, a stock Mooncake process) and
+//! A link knows its peer through one [`Backend`] (a native session, a process of another protocol) and
 //! its transports through [`Route`]s, fastest first. It knows neither by name.
 //!
 //! When a link ends, it shuts down every lane's socket, which wakes the threads that wait on one;
@@ -37,14 +37,14 @@ pub(crate) type Answered = Box<dyn FnOnce(WireCode, Vec<u8>) + Send>;
 /// The peer behind a link, and the connection for control messages to it.
 ///
 /// All methods may be called on any thread and do not block, except where they take a `timeout`.
-pub(crate) trait Backend: Send + Sync {
+pub trait Backend: Send + Sync {
     /// The peer's part of the native handshake; `None` before it is complete, and for peers that do
     /// not speak the native protocol.
     fn info(&self) -> Option<&PeerInfo> {
         None
     }
 
-    /// Opens one lane. The result comes through [`Link::lane_opened`] or [`Lanes::failed`].
+    /// Opens one lane. The result comes through [`Link::lane_opened`] or [`Link::lane_failed`].
     fn open_lane(&self, link: &Arc<Link>);
 
     /// Wakes the peer's handler on the control thread.
@@ -193,11 +193,13 @@ pub(crate) trait Route: Send + Sync {
 }
 
 /// The connection to one incarnation of a peer.
-pub(crate) struct Link {
-    pub(crate) core: Arc<Core>,
+pub struct Link {
+    /// The agent's state.
+    pub core: Arc<Core>,
     /// The peer's address as the user wrote it, for errors.
-    pub(crate) address: String,
-    pub(crate) peer_addr: SocketAddr,
+    pub address: String,
+    /// The address that the session connects to, or comes from.
+    pub peer_addr: SocketAddr,
     backend: Arc<dyn Backend>,
     /// Routes to the peer, fastest first.
     routes: RwLock<SmallVec<[Arc<dyn Route>; 2]>>,
@@ -225,7 +227,7 @@ impl fmt::Debug for Link {
 
 impl Link {
     /// A link without routes. At most `permits_max` large transfers move at the same time.
-    pub(crate) fn new(
+    pub fn new(
         core: Arc<Core>,
         address: String,
         peer_addr: SocketAddr,
@@ -251,7 +253,8 @@ impl Link {
         })
     }
 
-    pub(crate) fn end(&self) -> Option<&Error> {
+    /// The error that the link has ended with; `None` while it is live.
+    pub fn end(&self) -> Option<&Error> {
         self.lanes.end()
     }
 
@@ -265,7 +268,7 @@ impl Link {
         self.backend.info()
     }
 
-    /// The incarnation of the peer; `None` with stock Mooncake peers.
+    /// The incarnation of the peer; `None` with peers of another protocol.
     pub(crate) fn incarnation(&self) -> Option<kvferry_proto::Incarnation> {
         self.info().map(|info| info.incarnation)
     }
@@ -307,7 +310,7 @@ impl Link {
     }
 
     /// Wakes the session's handler on the control thread.
-    pub(crate) fn wake_control(&self) {
+    pub fn wake_control(&self) {
         self.backend.wake(&self.core);
     }
 
@@ -319,7 +322,7 @@ impl Link {
     }
 
     /// Ends the link, once: shuts down the lanes and fails everything that waits.
-    pub(crate) fn terminate(&self, error: Error) {
+    pub fn terminate(&self, error: Error) {
         let Some((lanes, waiters)) = self.lanes.close(&error) else { return };
         // Not in the head of the loop, which would hold the lock until its end.
         let routes = std::mem::take(&mut *write(&self.routes));
@@ -483,8 +486,8 @@ impl Link {
     }
 
     /// Whether the heartbeat has to run. The control thread calls this about once per interval.
-    /// While nothing is in progress, the next [`Link::begin`] wakes the control thread.
-    pub(crate) fn is_active(&self) -> bool {
+    /// While nothing is in progress, the next transfer wakes the control thread ([`Backend::wake`]).
+    pub fn is_active(&self) -> bool {
         if self.is_busy() {
             return true;
         }
@@ -563,25 +566,37 @@ impl Link {
     }
 
     /// Opens the first lane ahead of need.
-    pub(crate) fn open_ahead(self: &Arc<Self>) {
+    pub fn open_ahead(self: &Arc<Self>) {
         self.open(self.lanes.ahead());
     }
 
-    pub(crate) fn lane_opened(self: &Arc<Self>, lane: Arc<Lane>) {
+    /// A lane that [`Backend::open_lane`] was asked for is open. If the link has ended, the lane is shut down.
+    pub fn lane_opened(self: &Arc<Self>, lane: Arc<Lane>) {
         if self.lanes.opened(&lane) {
             self.core.counters.streams.one();
             self.put(lane);
         }
     }
 
+    /// A lane that [`Backend::open_lane`] was asked for can't be opened: the transfers that wait for one fail,
+    /// unless the link has or opens other lanes.
+    pub fn lane_failed(&self, error: &Error) {
+        self.lanes.failed(error);
+    }
+
+    /// Whether a lane is open or being opened, `besides` opening ones not counted.
+    pub fn has_lanes(&self, besides: usize) -> bool {
+        self.lanes.has_lanes(besides)
+    }
+
     /// Gives back a lane whose last request was answered.
-    pub(crate) fn put(self: &Arc<Self>, lane: Arc<Lane>) {
+    pub fn put(self: &Arc<Self>, lane: Arc<Lane>) {
         let open = self.lanes.put(lane);
         self.open(open);
     }
 
     /// Removes a lane that its peer closed. True if no transfer used it.
-    pub(crate) fn retire(&self, lane: &Lane) -> bool {
+    pub fn retire(&self, lane: &Lane) -> bool {
         let was_idle = self.lanes.retire(lane);
         if was_idle.is_some() {
             self.core.counters.streams.less_one();
@@ -593,7 +608,7 @@ impl Link {
     ///
     /// Only the lane's copier calls this, so it is not inside the gate, and nothing is waited for. A device may
     /// still copy for it; the copier's share ends after that.
-    pub(crate) fn kill(self: &Arc<Self>, lane: &Lane) {
+    pub fn kill(self: &Arc<Self>, lane: &Lane) {
         lane.gate.shut();
         self.discard(lane);
     }
@@ -621,7 +636,7 @@ impl Link {
     }
 
     /// Fails the requests and waiting transfers whose time has passed.
-    pub(crate) fn expire(&self, now: Timestamp) {
+    pub fn expire(&self, now: Timestamp) {
         self.backend.expire(self, now);
         self.lanes.expire(now);
     }
@@ -645,7 +660,7 @@ impl Drop for Copying {
 }
 
 /// The error for a peer whose address refuses connections.
-pub(crate) fn unreachable_peer(e: std::io::Error) -> Error {
+pub fn unreachable_peer(e: std::io::Error) -> Error {
     Error::new(ErrorKind::Unreachable, "can't connect to the peer").caused_by(e)
 }
 

@@ -1,38 +1,85 @@
-//! Transports move the bytes of a batch. Each transport is one folder, one line in the table below,
-//! and one line in the conformance suite (`tests/conformance.rs`); nothing else in the agent knows
-//! a transport's name.
+//! Transports move the bytes of a batch: those of this crate, and the seam for those of others.
 //!
 //! A transport consists of:
 //!
-//! * a [`Start`], one static value: its names, its capabilities, and how it starts with an agent;
+//! * a [`Start`], one static value: its names, its capabilities, its settings, and how it starts with an
+//!   agent;
 //! * a [`Service`], one per agent: what it announces, how it gets a route to a peer, and what it
 //!   does with connections that peers open;
-//! * a [`Route`](crate::transfer::link::Route), one per peer: how a batch moves. A transport whose
-//!   shares each use a connection is an [`OnLanes`](crate::transfer::drive::OnLanes); a share is a
-//!   [`Drive`](crate::transfer::drive::Drive), driven by the caller's thread or by an I/O thread.
+//! * a route, one per peer: how a batch moves. A transport whose shares each use a connection is an
+//!   [`OnLanes`], and gives it to the [`Link`] with [`Link::add_lanes`]. A share is a [`Drive`], driven by the
+//!   caller's thread or by an I/O thread.
 //!
 //! A transport reaches a peer in one of three ways. It uses the native session of a peer and gets
 //! its route once that is established ([`Service::attach`]: `tcp`, `local`; queue pairs would be
-//! set up here). It has a handshake of its own ([`Service::dialer`]: `mooncake`). Or it has no
-//! peer, and makes its [`Link`](crate::transfer::link::Link) itself (files). A completion queue is
+//! set up here). It has a handshake of its own ([`Service::dialer`]): for peers of another protocol. Or it has no
+//! peer, and makes its [`Link`] itself (files). A completion queue is
 //! a `Drive`'s descriptor. A transport that supports device memory takes it from the batch's
 //! pieces; the others see only host spans.
 //!
-//! A transport hears of regions, and keeps keys of them, through `crate::memory::user`. Its settings are
-//! declared in its folder ([`settings`](mod@settings)).
+//! Each transport of this crate is one folder and one line in the table below; nothing else in the agent knows a
+//! transport's name. Inside of this crate, a transport can also implement `Route` for shares without a connection,
+//! and keep keys of regions (`memory/user.rs`).
+//!
+//! # What a transport uses
+//!
+//! | for | there is |
+//! |---|---|
+//! | being a transport of the program | [`link`] |
+//! | its settings | [`TransportSetting`], [`TransportSettings::is_on`] |
+//! | the agent | [`Startup`], [`Core`] with its counters and threads |
+//! | work on the agent's threads | [`Handler`], [`Next`], [`Remote`] |
+//! | a peer | [`Link`]; [`Backend`] is how the transport asks the peer; [`Dialer`] connects |
+//! | moving a batch | [`Job`], [`Frame`], [`Lane`], [`Yielding`] |
+//! | memory of either side | [`Cursor`], [`Gate`], [`Core::cursor_at`] |
+//!
+//! # What a transport promises
+//!
+//! * A handler, a share, and every method of a [`Service`] and a [`Backend`] that takes no time limit do not block:
+//!   they do a bounded amount of work and say what they wait for.
+//! * Memory is touched only through a [`Cursor`], inside the call of [`Cursor::lend`]. A span is an address: the
+//!   compiler does not see that it ends with the call. A transport that keeps one touches memory that its owner uses
+//!   for something else. No cursor of a job is used once its share has ended. So link only transports that you would
+//!   trust with an `unsafe` block.
+//! * A share ends with exactly one of [`Job::share_ended`] and [`Job::share_yielded`], and names its lane as dirty
+//!   while the peer may still apply a request of it.
+//! * Bytes of a peer are applied only while [`Core::is_awake`], and while the link has not ended.
+//! * What peers make the agent hold is bounded and counted ([`Core::account`], [`Core::connections_max`]), and every
+//!   gauge returns to zero.
+//!
+//! The conformance suite of `kvferry-testkit` checks what can be checked: one line per transport.
 
 pub(crate) mod refusal;
 pub(crate) mod service;
 pub(crate) mod settings;
 
+pub use crate::core::Core;
+pub use crate::host::prepare;
+pub use crate::memory::cursor::{Cursor, Direction, Fault, Lent, MemoryFault, lent};
+pub use crate::memory::device::Wake;
+pub use crate::memory::gate::Gate;
+pub use crate::peer_memory::Account;
+pub use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next, Remote, Threads, now};
+pub use crate::stats::{Counter, Counters};
+pub use crate::transfer::batch::{Frame, Part, Parts};
+pub use crate::transfer::drive::{
+    Drive, OnLanes, Progress, RECEIVE_CHUNK, SEND_CHUNK, STEP_BYTES, Yielding,
+};
+pub use crate::transfer::job::{Job, Op};
+pub use crate::transfer::kind::Transport;
+pub use crate::transfer::lanes::Lane;
+pub use crate::transfer::link::{Backend, Link, unreachable_peer};
+pub use crate::users::Owner;
+pub use refusal::local_fault;
+pub use service::{Answer, Attached, Dialed, Dialer, Directory, OnDialed, Service, Start, Startup};
+pub use settings::{TransportSetting, TransportSettings};
+
 use crate::error::{Error, Result};
 use crate::stats::Stats;
-use crate::sync::Arc;
+use crate::sync::{Arc, OnceLock};
 use crate::transfer::kind::TransportKind;
-use crate::transfer::link::Link;
 use serde::{Deserialize, Serialize};
-use service::{Answer, Dialer, Service, Start, Startup, Streams};
-use settings::TransportSetting;
+use service::Streams;
 use std::any::Any;
 use std::fmt;
 
@@ -55,8 +102,8 @@ macro_rules! transports {
         }
 
         impl Transports {
-            /// Every transport to peers that this build has.
-            pub const ALL: Self = Self((1 << [$(stringify!($name)),*].len()) - 1);
+            /// Every transport to peers that the program has.
+            pub const ALL: Self = Self(u32::MAX);
         }
     };
 }
@@ -77,10 +124,46 @@ transports! {
     }
 }
 
+/// The transports that the program has linked, in the order of the calls.
+static LINKED: [OnceLock<&'static dyn Start>; LINKED_MAX] = [const { OnceLock::new() }; LINKED_MAX];
+const LINKED_MAX: usize = 16;
+
+/// Adds a transport to peers to those of the program, for the life of the process; returns its kind. Agents that
+/// start after this call have it, unless their settings exclude it. So the program calls this before it reads a
+/// configuration: [`Transports::parse`], [`Config`](crate::Config), its environment and its JSON know the names and
+/// settings of the transports that are linked at the time. A transport whose name the program has already is not
+/// added again. May be called on any thread.
+///
+/// Transports that are linked count as faster than those of this crate, a later one as faster than an earlier one.
+///
+/// # Panics
+/// If 16 other transports are linked.
+pub fn link(transport: &'static dyn Start) -> TransportKind {
+    let kind = transport.kind();
+    let is_it = |known: &dyn Start| known.kind() == kind;
+    let is_own = TABLE.iter().chain(WITHOUT_PEER).any(|own| is_it(*own));
+    let is_known = is_own || LINKED.iter().any(|place| is_it(*place.get_or_init(|| transport)));
+    assert!(is_known, "at most {LINKED_MAX} transports can be linked; {kind} is one more");
+    kind
+}
+
+/// The transports to peers that the program has, slowest first.
+fn table() -> impl DoubleEndedIterator<Item = &'static dyn Start> {
+    TABLE.iter().copied().chain(LINKED.iter().filter_map(|place| place.get().copied()))
+}
+
 /// A set of permitted transports to peers. Files are not among them: an agent that may use `tcp` only
-/// can open files.
-#[derive(Clone, Copy, PartialEq, Eq)]
+/// can open files. [`link`] adds to the transports of the program.
+#[derive(Clone, Copy)]
 pub struct Transports(u32);
+
+impl PartialEq for Transports {
+    fn eq(&self, other: &Self) -> bool {
+        table().all(|it| self.contains(it.kind()) == other.contains(it.kind()))
+    }
+}
+
+impl Eq for Transports {}
 
 impl Transports {
     /// The set with one transport.
@@ -110,12 +193,12 @@ impl Transports {
     }
 
     fn any(self, is_such: fn(&dyn Start) -> bool) -> bool {
-        TABLE.iter().any(|transport| self.contains(transport.kind()) && is_such(*transport))
+        table().any(|transport| self.contains(transport.kind()) && is_such(transport))
     }
 
     /// The transports of the set.
     pub fn iter(self) -> impl Iterator<Item = TransportKind> {
-        TABLE.iter().map(|transport| transport.kind()).filter(move |kind| self.contains(*kind))
+        table().map(|transport| transport.kind()).filter(move |kind| self.contains(*kind))
     }
 
     /// Parses names separated by commas: a transport's name ([`TransportKind::as_str`]), one of its
@@ -127,12 +210,13 @@ impl Transports {
     pub fn parse(text: &str) -> Result<Self> {
         let mut set = 0;
         for name in text.split(',').map(str::trim).filter(|n| !n.is_empty()) {
-            let named = TABLE.iter().filter(|transport| {
-                let names = [transport.kind().as_str(), "all"];
-                let mut names = names.iter().chain(transport.aliases());
-                names.any(|known| known.eq_ignore_ascii_case(name))
+            let is_name = |known: &str| known.eq_ignore_ascii_case(name);
+            let named = table().filter(|transport| {
+                is_name(transport.kind().as_str())
+                    || transport.aliases().iter().any(|it| is_name(it))
             });
-            let bits = named.fold(0, |bits, transport| bits | bit(transport.kind()));
+            let all = if is_name("all") { Self::ALL.0 } else { 0 };
+            let bits = named.fold(all, |bits, transport| bits | bit(transport.kind()));
             if bits == 0 {
                 let what = format!("unknown transport; known are {} and all", Self::ALL);
                 return Err(Error::invalid(what).with("transport", name));
@@ -146,14 +230,14 @@ impl Transports {
     }
 }
 
-/// The settings of all transports of this build.
+/// The settings of all transports of the program.
 fn settings() -> impl Iterator<Item = &'static TransportSetting> {
-    TABLE.iter().chain(WITHOUT_PEER).flat_map(|transport| transport.settings())
+    table().chain(WITHOUT_PEER.iter().copied()).flat_map(|transport| transport.settings())
 }
 
-/// Zero for a transport without a peer.
+/// Zero for a transport without a peer, and for one that is not linked.
 fn bit(kind: TransportKind) -> u32 {
-    TABLE.iter().position(|transport| transport.kind() == kind).map_or(0, |at| 1 << at)
+    table().position(|transport| transport.kind() == kind).map_or(0, |at| 1 << at)
 }
 
 impl fmt::Display for Transports {
@@ -197,7 +281,7 @@ impl Services {
     /// Starts the permitted transports, and those without a peer.
     pub(crate) fn start(allowed: Transports, cx: &Startup<'_>) -> Result<Self> {
         let (mut native, mut foreign) = (Vec::new(), Vec::new());
-        for transport in TABLE.iter().filter(|transport| allowed.contains(transport.kind())) {
+        for transport in table().filter(|transport| allowed.contains(transport.kind())) {
             let services = if transport.is_native() { &mut native } else { &mut foreign };
             services.push(transport.start(cx)?);
         }
@@ -244,7 +328,7 @@ impl Services {
 
     /// The reason why sessions do not use the fastest transport although both ends may have it.
     pub(crate) fn obstacle(&self) -> Option<String> {
-        let fastest = TABLE.iter().rfind(|transport| transport.is_native())?.kind();
+        let fastest = table().rfind(|transport| transport.is_native())?.kind();
         (!self.allowed.contains(fastest)).then(|| format!("this agent does not allow {fastest}"))
     }
 
@@ -262,6 +346,67 @@ impl Services {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Capabilities, Fence};
+
+    /// A transport of another crate. Its setting keeps agents from starting.
+    struct Elsewhere;
+
+    impl Transport for Elsewhere {
+        fn kind(&self) -> TransportKind {
+            TransportKind::new("elsewhere")
+        }
+
+        fn aliases(&self) -> &'static [&'static str] {
+            &["far"]
+        }
+
+        fn capabilities(&self) -> Capabilities {
+            Capabilities::new(Fence::PeerExit, Fence::Local)
+        }
+    }
+
+    static BESIDE: TransportSetting = TransportSetting::switch("elsewhere_beside", None, "a test");
+
+    impl Start for Elsewhere {
+        fn settings(&self) -> &'static [TransportSetting] {
+            std::slice::from_ref(&BESIDE)
+        }
+
+        fn is_native(&self) -> bool {
+            false
+        }
+
+        fn start(&self, cx: &Startup<'_>) -> Result<Arc<dyn Service>> {
+            if cx.settings.is_on(&BESIDE) {
+                return Err(Error::invalid("elsewhere is beside"));
+            }
+            Ok(Arc::new(Self))
+        }
+    }
+
+    impl Service for Elsewhere {}
+
+    #[test]
+    fn a_transport_that_is_linked_has_its_names_and_settings_wherever_they_are_read() {
+        assert!(Transports::parse("elsewhere").is_err());
+        let before = Transports::parse("all").expect("a name");
+        let kind = link(&Elsewhere);
+        assert_eq!((kind, link(&Elsewhere)), (TransportKind::new("elsewhere"), kind));
+        assert_eq!(link(&tcp::Tcp), TransportKind::TCP, "the program has it");
+        let only = Transports::only(kind);
+        assert!(before.contains(kind) && before == Transports::ALL && only != before);
+        for name in ["Elsewhere", "far"] {
+            assert_eq!(Transports::parse(name).expect("linked"), only, "{name}");
+        }
+        let text = format!(r#"{{"transports":"{only}","elsewhere_beside":true}}"#);
+        let config = crate::Config::from_json(&text).expect("linked");
+        assert_eq!(crate::Config::from_json(&config.to_json()).expect("own output"), config);
+        let all = crate::Config { transports: Transports::ALL, ..config.clone() };
+        assert_eq!(crate::Config::from_json(&all.to_json()).expect("own output"), all);
+        let refused = crate::Agent::start(config).expect_err("it starts with the agent");
+        assert_eq!(refused.to_string(), "elsewhere is beside");
+        crate::Agent::start(crate::Config::default()).expect("its setting is off").shutdown();
+    }
 
     #[test]
     fn different_names_for_a_set_parse_to_the_same_set() {
@@ -270,7 +415,7 @@ mod tests {
             assert_eq!(Transports::parse(text).expect("names"), both, "{text}");
         }
         assert_eq!(Transports::parse("all").expect("a name"), Transports::ALL);
-        assert_eq!(Transports::ALL.to_string(), "tcp,local,mooncake");
+        assert!(Transports::ALL.to_string().starts_with("tcp,local,mooncake"));
         let mooncake = Transports::only(TransportKind::MOONCAKE);
         assert_eq!(Transports::parse("Mooncake-TCP").expect("an alias"), mooncake);
         assert!(Transports::parse("rdma").is_err());

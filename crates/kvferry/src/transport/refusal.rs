@@ -22,7 +22,7 @@ pub(crate) fn refusal(link: &Link, batch: &Batch, code: WireCode, pair: Option<u
 }
 
 /// The error of a batch whose local memory was unregistered or failed during the transfer.
-pub(crate) fn local_fault(fault: MemoryFault) -> Error {
+pub fn local_fault(fault: MemoryFault) -> Error {
     let kind = ErrorKind::from_wire(fault.code);
     let error = match fault.device {
         None => Error::new(kind, "local memory of the transfer can't be used any more"),

@@ -13,10 +13,11 @@ use crate::transport::settings::{TransportSetting, TransportSettings};
 use kvferry_proto::{Guard, ProofLabel, StreamHello, StreamId, WireCode};
 use kvferry_sys::socket::Socket;
 use std::any::Any;
+use std::fmt;
 use std::net::SocketAddr;
 
 /// The start of a transport in an agent.
-pub(crate) trait Start: Transport {
+pub trait Start: Transport {
     /// Whether the transport uses kvferry's own sessions.
     fn is_native(&self) -> bool {
         true
@@ -42,40 +43,53 @@ pub(crate) trait Start: Transport {
 }
 
 /// An agent at the start of its transports.
-pub(crate) struct Startup<'a> {
-    pub(crate) core: &'a Arc<Core>,
-    pub(crate) settings: &'a TransportSettings,
+#[non_exhaustive]
+pub struct Startup<'a> {
+    /// The agent's state.
+    pub core: &'a Arc<Core>,
+    /// The values of all settings of transports.
+    pub settings: &'a TransportSettings,
     /// Peers must prove a secret.
-    pub(crate) has_secret: bool,
+    pub has_secret: bool,
     /// Payload must carry checksums.
-    pub(crate) must_check: bool,
+    pub must_check: bool,
     /// The agent uses kvferry's own sessions.
-    pub(crate) speaks_native: bool,
-    pub(crate) local_addr: SocketAddr,
+    pub speaks_native: bool,
+    /// The address that the agent listens on.
+    pub local_addr: SocketAddr,
     /// The `host:port` that is advertised to peers.
-    pub(crate) advertised: &'a str,
-    pub(crate) directory: &'a Arc<dyn Directory>,
+    pub advertised: &'a str,
+    /// The agent's sessions. A transport that keeps it longer than the agent lives keeps it weakly.
+    pub directory: &'a Arc<dyn Directory>,
+}
+
+impl fmt::Debug for Startup<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Startup[{}]", self.advertised)
+    }
 }
 
 /// The operations on an agent's sessions that transports need.
-pub(crate) trait Directory: Send + Sync {
+pub trait Directory: Send + Sync {
     /// Adds a link, so that the suspend detector runs and the link ends with the agent.
     fn add(&self, link: &Arc<Link>);
 
     /// The session whose key the hello of a connection proves, under the transport's label.
+    ///
+    /// # Errors
+    /// The code to refuse the connection with.
     fn verify(&self, label: ProofLabel, hello: &StreamHello) -> Result<Arc<Link>, WireCode>;
 }
 
 /// Called exactly once: with `None` if there is a route now, else with the reason why there is
 /// none.
-pub(crate) type Attached = Box<dyn FnOnce(Option<String>) + Send>;
+pub type Attached = Box<dyn FnOnce(Option<String>) + Send>;
 
 /// The body of the answer to a request, or the code that refuses it.
-pub(crate) type Answer = Result<Vec<u8>, WireCode>;
+pub type Answer = Result<Vec<u8>, WireCode>;
 
-/// A transport of one running agent. What users of the transport call gets it by its type
-/// ([`Services::get`](super::Services::get)).
-pub(crate) trait Service: Any + Send + Sync {
+/// A transport of one running agent.
+pub trait Service: Any + Send + Sync {
     /// Capability bits that the native handshake announces.
     fn announces(&self) -> u64 {
         0
@@ -97,13 +111,14 @@ pub(crate) trait Service: Any + Send + Sync {
     /// themselves.
     fn count(&self, _stats: &mut Stats) {}
 
-    /// The transport's own handshake, if it has one.
+    /// The transport's own handshake, if it has one. An agent uses that of the first of its transports that has one.
     fn dialer(&self) -> Option<&dyn Dialer> {
         None
     }
 
     /// The part that serves data streams of native sessions, if this is the transport of which they
-    /// are.
+    /// are. There is one such transport, `tcp`.
+    #[doc(hidden)]
     fn streams(&self) -> Option<&dyn Streams> {
         None
     }
@@ -119,14 +134,14 @@ pub(crate) trait Service: Any + Send + Sync {
 }
 
 /// Serves the data streams that peers open in native sessions.
-pub(crate) trait Streams {
+pub trait Streams {
     /// Serves a stream until its end. Called on the control thread.
     fn accept(&self, stream: AcceptedStream);
 }
 
 /// A data stream that a peer has opened: it has proved its session's key, and was told that it is
 /// accepted.
-pub(crate) struct AcceptedStream {
+pub struct AcceptedStream {
     pub(crate) link: Arc<Link>,
     pub(crate) id: StreamId,
     pub(crate) socket: Arc<Socket>,
@@ -141,8 +156,14 @@ pub(crate) struct AcceptedStream {
     pub(crate) permit: Permit,
 }
 
+impl fmt::Debug for AcceptedStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "AcceptedStream[{} of {}]", self.id, self.link.address)
+    }
+}
+
 /// Connects to peers by a transport's own handshake.
-pub(crate) trait Dialer {
+pub trait Dialer {
     /// Connects to the peer at `addr`, which the user calls `address`; calls `dialed` exactly once,
     /// on any thread. With `native_too` the handshake also detects peers that speak the native
     /// protocol.
@@ -150,12 +171,15 @@ pub(crate) trait Dialer {
 }
 
 /// The result of a handshake.
-pub(crate) enum Dialed {
+#[derive(Debug)]
+pub enum Dialed {
+    /// The link to the peer, with its routes.
     Link(Arc<Link>),
     /// The peer speaks the native protocol.
     Native,
+    /// There is no connection.
     Failed(Error),
 }
 
 /// Called exactly once with the result of a handshake.
-pub(crate) type OnDialed = Box<dyn FnOnce(Dialed) + Send>;
+pub type OnDialed = Box<dyn FnOnce(Dialed) + Send>;

@@ -9,15 +9,37 @@ use std::fmt;
 /// A setting of one transport, as the transport declares it.
 #[derive(Clone, Copy)]
 pub struct TransportSetting {
-    pub(crate) name: &'static str,
-    pub(crate) variable: Option<&'static str>,
-    pub(crate) about: &'static str,
-    pub(crate) default: &'static str,
+    name: &'static str,
+    variable: Option<&'static str>,
+    about: &'static str,
+    default: &'static str,
     /// Parses a value to the form in which it is kept; the error says which values there are.
-    pub(crate) parse: fn(&str) -> Result<&'static str, &'static str>,
+    parse: fn(&str) -> Result<&'static str, &'static str>,
 }
 
 impl TransportSetting {
+    /// A setting that is on or off, and off if it was not set. For the rest see [`TransportSetting::new`].
+    pub const fn switch(
+        name: &'static str,
+        variable: Option<&'static str>,
+        about: &'static str,
+    ) -> Self {
+        Self::new(name, variable, about, OFF, switch)
+    }
+
+    /// A setting with values of its own. `name` begins with the transport's; `variable` is the environment
+    /// variable that sets it; `about` is its meaning and values in one line, as in `docs/configuration.md`.
+    /// `parse` returns the form in which a value is kept, or says which values there are.
+    pub const fn new(
+        name: &'static str,
+        variable: Option<&'static str>,
+        about: &'static str,
+        default: &'static str,
+        parse: fn(&str) -> Result<&'static str, &'static str>,
+    ) -> Self {
+        Self { name, variable, about, default, parse }
+    }
+
     /// The setting's name in [`TransportSettings::set`] and in the JSON of a
     /// [`Config`](crate::Config). It begins with the transport's name, except those of version 1.
     pub fn name(&self) -> &'static str {
@@ -47,7 +69,7 @@ impl fmt::Debug for TransportSetting {
 }
 
 /// Parses a setting that is on or off.
-pub(crate) fn switch(text: &str) -> Result<&'static str, &'static str> {
+fn switch(text: &str) -> Result<&'static str, &'static str> {
     match text.to_ascii_lowercase().as_str() {
         ON | "on" | "1" => Ok(ON),
         OFF | "off" | "0" => Ok(OFF),
@@ -56,14 +78,15 @@ pub(crate) fn switch(text: &str) -> Result<&'static str, &'static str> {
 }
 
 const ON: &str = "true";
-pub(crate) const OFF: &str = "false";
+const OFF: &str = "false";
 
-/// The value of every setting that the transports of this build have, by name.
+/// The value of every setting that the transports of the program have, by name.
 #[derive(Clone, PartialEq, Eq)]
 pub struct TransportSettings(BTreeMap<&'static str, &'static str>);
 
 impl TransportSettings {
-    /// The settings that the transports of this build have.
+    /// The settings that the transports of the program have: those of this crate, and those that are linked
+    /// ([`transport::link`](crate::transport::link)).
     pub fn all() -> impl Iterator<Item = &'static TransportSetting> {
         super::settings()
     }
@@ -103,11 +126,13 @@ impl TransportSettings {
         Ok(settings)
     }
 
-    pub(crate) fn value(&self, setting: &TransportSetting) -> &'static str {
+    /// The value of a setting, or its default.
+    pub fn value(&self, setting: &TransportSetting) -> &'static str {
         self.get(setting.name).unwrap_or(setting.default)
     }
 
-    pub(crate) fn is_on(&self, setting: &TransportSetting) -> bool {
+    /// Whether a setting that is on or off is on.
+    pub fn is_on(&self, setting: &TransportSetting) -> bool {
         self.value(setting) == ON
     }
 }

@@ -73,13 +73,13 @@ impl Transport for File {
     }
 }
 
-static ENGINE: TransportSetting = TransportSetting {
-    name: "file_engine",
-    variable: Some("KVFERRY_FILE_ENGINE"),
-    about: "how files are read and written: `uring`, `posix`, `auto` (io_uring where the system permits it)",
-    default: engine::AUTO,
-    parse: engine::parse,
-};
+static ENGINE: TransportSetting = TransportSetting::new(
+    "file_engine",
+    Some("KVFERRY_FILE_ENGINE"),
+    "how files are read and written: `uring`, `posix`, `auto` (io_uring where the system permits it)",
+    engine::AUTO,
+    engine::parse,
+);
 
 impl Start for File {
     fn settings(&self) -> &'static [TransportSetting] {

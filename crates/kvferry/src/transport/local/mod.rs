@@ -44,7 +44,7 @@ use crate::sync::{Arc, Mutex, lock};
 use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
 use crate::transfer::link::Link;
 use crate::transport::service::{Attached, Service, Start, Startup};
-use crate::transport::settings::{self, TransportSetting};
+use crate::transport::settings::TransportSetting;
 use kvferry_proto::{CAPABILITY_LOCAL, Incarnation, LocalPacket, RegionId, Timestamp};
 use kvferry_sys::fd::Fd;
 use kvferry_sys::shared::Shared;
@@ -99,14 +99,12 @@ impl Transport for Local {
     }
 }
 
-static PTRACER_ANY: TransportSetting = TransportSetting {
-    name: "ptracer_any",
-    variable: Some("KVFERRY_PTRACER_ANY"),
-    about: "let any process of this user attach to this one, until it ends: `local` needs that under Yama's \
-            `ptrace_scope` 1. Debuggers may attach as well",
-    default: settings::OFF,
-    parse: settings::switch,
-};
+static PTRACER_ANY: TransportSetting = TransportSetting::switch(
+    "ptracer_any",
+    Some("KVFERRY_PTRACER_ANY"),
+    "let any process of this user attach to this one, until it ends: `local` needs that under Yama's \
+     `ptrace_scope` 1. Debuggers may attach as well",
+);
 
 impl Start for Local {
     fn has_copiers(&self) -> bool {

@@ -9,12 +9,10 @@ use super::wire::{
     Alive, Buffer, Caller, Descriptor, Kind, Mark, NoEndpoint, Notify, REQUEST_MAX, STATUS_VERSION,
     SUCCESS, frame, split,
 };
-use crate::memory::region::Backing;
-use crate::notify::Notification;
-use crate::peer_memory::{Account, Memory};
-use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
+use crate::transport::{Account, Cause, Cx, Handler, Next};
+use crate::{Notification, Region};
 use kvferry_proto::{Handshakes, Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
@@ -73,7 +71,7 @@ pub(super) fn accept(server: &Arc<MooncakeServer>, socket: Socket, len: u64, cx:
         token,
         deadline: cx.now + DEADLINE,
         state: State::Reading { len, bytes: Vec::new() },
-        account: core.peer_memory.account(address, Memory::Received),
+        account: core.account(address),
     };
     cx.remote.add(token, Box::new(conn));
 }
@@ -185,16 +183,12 @@ impl HandshakeConn {
     }
 
     fn deliver(&self, notify: Notify) -> WireCode {
-        let code = self.server.core.inbox.push(Notification {
+        self.server.core.deliver(Notification {
             from: self.from.map_or_else(String::new, |a| a.to_string()),
             from_ip: self.from.map(|from| from.ip()),
             name: notify.name,
             message: notify.notify_msg.into_bytes(),
-        });
-        if code.is_ok() {
-            self.server.core.counters.notifications_received.one();
-        }
-        code
+        })
     }
 
     /// How to reach this agent. A kvferry agent that recognises this one will use the native
@@ -252,11 +246,10 @@ fn host_of(address: &str) -> &str {
 
 /// The host memory that peers may access.
 fn buffers(server: &MooncakeServer) -> Vec<Buffer> {
-    let all = server.core.memory.regions.all();
-    let reachable = all.iter().filter(|r| {
-        (r.access().read || r.access().write) && !matches!(r.0.backing, Backing::Device(_))
-    });
-    let buffer = |r: &crate::memory::region::Region| Buffer {
+    let all = server.core.regions();
+    let reachable =
+        all.iter().filter(|r| (r.access().read || r.access().write) && !r.is_device());
+    let buffer = |r: &Region| Buffer {
         name: server.advertised.clone(),
         addr: r.addr() as u64,
         length: r.len() as u64,

@@ -6,10 +6,8 @@ use super::lanes::LinkKeeper;
 use super::peer::MooncakePeer;
 use super::wire::{Descriptor, Kind, Mark, frame};
 use super::{MooncakeServer, OnStockPeer};
-use crate::error::{Error, ErrorKind, Result};
-use crate::transfer::drive::LaneRoute;
-use crate::transfer::link::Link;
-use crate::transport::service::{Dialed, OnDialed};
+use crate::transport::{Dialed, Link, OnDialed};
+use crate::{Error, ErrorKind, Result};
 use std::net::SocketAddr;
 use std::sync::Arc;
 
@@ -27,7 +25,7 @@ pub(super) fn connect(
         addr,
         Kind::Metadata,
         handshake_request(server, native_too),
-        server.core.settings.handshake_timeout(),
+        server.core.handshake_timeout(),
         Box::new(move |_, answer| dialed(answered(&of, &address, addr, native_too, answer))),
     );
 }
@@ -93,7 +91,7 @@ fn stock(
         Arc::clone(&mooncake) as _,
         permits_max,
     );
-    link.add_route(Arc::new(LaneRoute(OnStockPeer(mooncake))));
+    link.add_lanes(OnStockPeer(mooncake));
     core.counters.sessions.one();
     core.counters.sessions_opened.one();
     let handler = LinkKeeper { link: Arc::clone(&link) };

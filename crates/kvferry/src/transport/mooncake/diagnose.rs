@@ -10,9 +10,8 @@ use super::connect::understood;
 use super::exchange::{Failure, ask};
 use super::peer::{MooncakePeer, end};
 use super::wire::{Buffer, Kind};
-use crate::error::{Error, ErrorKind, Result};
-use crate::transfer::job::Job;
-use crate::transfer::link::Link;
+use crate::transport::{Job, Link};
+use crate::{Error, ErrorKind, Result};
 use kvferry_proto::StreamId;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -75,10 +74,9 @@ impl Diagnosis {
 
     /// The first pair that the peer refuses.
     fn misfit(&self, buffers: &[Buffer]) -> Option<(usize, ErrorKind)> {
-        let batch = &self.job.batch;
         self.pairs.clone().find_map(|pair| {
-            let (addr, len) = (batch.remote[pair].offset, batch.local.pieces[pair].len);
-            misfit(addr, len, buffers).map(|kind| (pair, kind))
+            let part = self.job.part(pair);
+            misfit(part.offset, part.len, buffers).map(|kind| (pair, kind))
         })
     }
 }
@@ -104,12 +102,12 @@ pub(super) fn refusal(link: &Link, job: &Job, pair: usize, kind: ErrorKind) -> E
         ErrorKind::NotRegistered => "the peer refused a range that it has not registered",
         _ => "the peer refused a range for an unknown reason",
     };
-    let batch = &job.batch;
+    let part = job.part(pair);
     Error::new(kind, what)
         .with("peer", &link.address)
         .with("descriptor", pair)
-        .with("address", format_args!("{:#x}", batch.remote[pair].offset))
-        .with("len", batch.local.pieces[pair].len)
+        .with("address", format_args!("{:#x}", part.offset))
+        .with("len", part.len)
 }
 
 #[cfg(test)]

@@ -1,10 +1,8 @@
 //! The initiator's side of the handshake: connects, sends one frame, reads one.
 
 use super::wire::{ANSWER_MAX, Kind, LENGTH, split};
-use crate::core::Core;
-use crate::error::{Error, ErrorKind};
-use crate::reactor::{Cause, Cx, Handler, Next, now};
-use crate::transfer::link::unreachable_peer;
+use crate::transport::{Cause, Core, Cx, Handler, Next, now, unreachable_peer};
+use crate::{Error, ErrorKind};
 use kvferry_proto::Timestamp;
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
@@ -130,7 +128,7 @@ impl Exchange {
             self.socket.error().map_err(unreachable_peer)?;
             self.connected = cause.ready.write;
             if self.connected {
-                self.core.users.check_target(&self.socket)?;
+                self.core.check_target(&self.socket)?;
             }
             let _ = self.socket.set_nodelay();
         }

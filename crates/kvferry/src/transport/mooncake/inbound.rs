@@ -13,21 +13,14 @@
 
 use super::wire::{Opcode, Request, Status};
 use super::{KEEPALIVE, MooncakeServer};
-use crate::core::Core;
-use crate::error::{Error, ErrorKind, Result};
-use crate::memory::cursor::{Cursor, Direction, Fault, Lent, MemoryFault, Pieces, Position};
-use crate::memory::device::Wake;
-use crate::memory::gate::Gate;
-use crate::memory::region::Access;
-use crate::memory::region::RemoteRegion;
-use crate::quota;
-use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next, Remote, now};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
-use crate::transfer::drive::{RECEIVE_CHUNK, SEND_CHUNK, STEP_BYTES};
-use crate::transfer::link::{Backend, Link};
-use crate::users::Owner;
-use kvferry_proto::{Origin, RegionId, Timestamp, WireCode};
+use crate::transport::{
+    ACCEPTS_PER_CALL, Backend, Cause, Core, Cursor, Cx, Direction, Fault, Gate, Handler, Lent, Link,
+    MemoryFault, Next, Owner, RECEIVE_CHUNK, Remote, SEND_CHUNK, STEP_BYTES, Wake, now, prepare,
+};
+use crate::{Error, ErrorKind, RemoteRegion, Result};
+use kvferry_proto::{Origin, Timestamp, WireCode};
 use kvferry_sys::HostSpan;
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
@@ -75,7 +68,7 @@ struct Caller;
 
 impl Backend for Caller {
     fn open_lane(&self, link: &Arc<Link>) {
-        link.lanes.failed(&cannot_be_asked(link));
+        link.lane_failed(&cannot_be_asked(link));
     }
 
     fn wake(&self, _core: &Core) {}
@@ -146,7 +139,7 @@ impl Connections {
         });
         let (number, evicted) = {
             let mut taken = self.lock();
-            let max = CONNECTIONS_MAX.min(quota::quarter());
+            let max = CONNECTIONS_MAX.min(link.core.connections_max());
             let evicted = match taken.seats.len() < max {
                 true => None,
                 false => {
@@ -259,7 +252,7 @@ impl May {
 fn admit(server: &Arc<MooncakeServer>, socket: Socket, from: SocketAddr) {
     let core = &server.core;
     let Some(directory) = server.directory.upgrade() else { return };
-    let Some(may) = May::of(core.users.caller(&socket), server) else {
+    let Some(may) = May::of(core.owner_of(&socket), server) else {
         core.counters.handshakes_failed.one();
         warn_limited!(%from, "refused a Mooncake connection of another user of this host, or of one that is not known any more");
         return;
@@ -271,13 +264,13 @@ fn admit(server: &Arc<MooncakeServer>, socket: Socket, from: SocketAddr) {
         warn_limited!(%from, "a Mooncake connection was refused: too many are open");
         return;
     };
-    crate::host::prepare(&socket);
+    prepare(&socket);
     let _ = socket.set_keepalive(KEEPALIVE);
     directory.add(&link);
     core.counters.streams.one();
     let connection = Connection {
         server: Arc::clone(server),
-        gate: core.memory.gates.gate(),
+        gate: core.gate(),
         may,
         link,
         number,
@@ -381,7 +374,7 @@ impl Connection {
     /// Whether memory may be touched: the connection has not ended, and this process was not
     /// suspended.
     fn may_touch(&self) -> bool {
-        self.link.end().is_none() && self.core().suspend.is_fresh(now())
+        self.link.end().is_none() && self.core().is_awake(now())
     }
 
     fn step(&mut self, budget: &mut usize) -> Step {
@@ -473,23 +466,26 @@ impl Connection {
             self.proven = true;
             self.seat.is_proven.store(true, Ordering::Relaxed);
         }
-        let pieces = match resolve(self.core(), &request) {
-            Ok(pieces) => Arc::new(pieces),
+        let direction = match request.opcode {
+            Opcode::Write => Direction::In,
+            Opcode::Read => Direction::Out,
+        };
+        let wake = self.wake.as_ref().expect("set at the first call");
+        let (addr, size) = (request.addr, request.size);
+        let memory = match self.core().cursor_at(direction, addr, size, &self.gate, wake) {
+            Ok(memory) => memory,
             Err(code) => return self.refuse(&request, code),
         };
-        let wake = self.wake.clone().expect("set at the first call");
-        let (at, gate) = (Position::default(), Arc::clone(&self.gate));
         match request.opcode {
             Opcode::Write => {
-                let sink = Cursor::new(Direction::In, pieces, at, request.size, gate, wake);
-                self.state = State::Write { request, sink, next: [0; Request::LEN], at: 0 };
+                let (sink, next) = (memory, [0; Request::LEN]);
+                self.state = State::Write { request, sink, next, at: 0 };
             }
             Opcode::Read => {
-                let source = Cursor::new(Direction::Out, pieces, at, request.size, gate, wake);
                 self.answer(&request, Status::Done);
                 self.core().counters.bytes_served.add(request.size);
                 self.core().counters.requests_served.one();
-                self.state = State::Read { source };
+                self.state = State::Read { source: memory };
             }
         }
         Step::On
@@ -672,29 +668,6 @@ fn recv_ahead(
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
     Ok(n)
-}
-
-/// The memory that a request names: one region has to hold all of it.
-fn resolve(core: &Core, request: &Request) -> Result<Pieces, WireCode> {
-    let need = match request.opcode {
-        Opcode::Write => Access::WRITE,
-        Opcode::Read => Access::READ,
-    };
-    let mut pieces = Pieces::default();
-    let tables = core.memory.regions.read();
-    // The table takes lengths of native descriptors; longer ranges are checked here.
-    let head = u32::try_from(request.size).unwrap_or(u32::MAX);
-    let (region, offset) = tables.resolve(RegionId::ABSOLUTE, request.addr, head, need)?;
-    match offset.checked_add(request.size) {
-        None => Err(WireCode::Overflow),
-        Some(end) if end > region.len as u64 => Err(WireCode::Straddles),
-        Some(_) => {
-            if request.size > 0 {
-                pieces.push(region, offset, request.size);
-            }
-            Ok(pieces)
-        }
-    }
 }
 
 impl Handler for Connection {

@@ -8,11 +8,9 @@
 
 use super::KEEPALIVE;
 use super::peer::{MooncakePeer, end};
-use crate::error::{Error, ErrorKind};
-use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
-use crate::transfer::lanes::Lane;
-use crate::transfer::link::{Link, unreachable_peer};
+use crate::transport::{Cause, Cx, Handler, Lane, Link, Next, prepare, unreachable_peer};
+use crate::{Error, ErrorKind};
 use kvferry_proto::{Guard, StreamId, Timestamp};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
@@ -63,10 +61,10 @@ pub(super) fn open_lane(peer: &MooncakePeer, link: &Arc<Link>) {
 fn failed(link: &Arc<Link>, data: SocketAddr, error: &Error) {
     let error = error.clone().with("peer", &link.address).with("address", data);
     // Before the waiters get the error, because they may connect again at once.
-    if !link.lanes.has_lanes(1) {
+    if !link.has_lanes(1) {
         end(link, error.clone());
     }
-    link.lanes.failed(&error);
+    link.lane_failed(&error);
 }
 
 /// Ends a lane and its keeper.
@@ -113,7 +111,7 @@ impl LaneKeeper {
             unreachable!("the handler is only called while connecting")
         };
         let deadline =
-            *self.deadline.get_or_insert(now + self.link.core.settings.handshake_timeout());
+            *self.deadline.get_or_insert(now + self.link.core.handshake_timeout());
         if let Some(ended) = self.link.end() {
             let ended = ended.clone();
             return self.fail(&ended);
@@ -129,15 +127,15 @@ impl LaneKeeper {
         if !cause.ready.write {
             return Next::Wait { interest: Interest::Write, deadline: Some(deadline) };
         }
-        if let Err(e) = self.link.core.users.check_target(socket) {
+        if let Err(e) = self.link.core.check_target(socket) {
             return self.fail(&e);
         }
         let Stage::Connecting(socket) = std::mem::replace(&mut self.stage, Stage::Gone) else {
             unreachable!("checked above")
         };
-        crate::host::prepare(&socket);
+        prepare(&socket);
         let _ = socket.set_keepalive(KEEPALIVE);
-        let gate = self.link.core.memory.gates.gate();
+        let gate = self.link.core.gate();
         let lane = Lane::new(self.id, socket, gate, Guard::Crc);
         self.stage = Stage::Open(Arc::clone(&lane));
         self.link.lane_opened(lane);
@@ -151,7 +149,7 @@ impl LaneKeeper {
         if !cause.ready.closed && !cause.ready.peer_closed {
             return Next::Wait { interest: Interest::Hangup, deadline: None };
         }
-        if self.link.retire(lane) && !self.link.lanes.has_lanes(0) {
+        if self.link.retire(lane) && !self.link.has_lanes(0) {
             let error = Error::new(ErrorKind::PeerReset, "the peer closed its connections");
             end(&self.link, error.with("peer", &self.link.address));
         }
@@ -181,7 +179,7 @@ impl Drop for LaneKeeper {
     fn drop(&mut self) {
         self.keepers.tokens().remove(&self.id);
         if matches!(self.stage, Stage::Connecting(_)) {
-            self.link.lanes.failed(&Error::shutdown());
+            self.link.lane_failed(&Error::shutdown());
         }
     }
 }
@@ -199,7 +197,7 @@ impl Handler for LinkKeeper {
             return Next::Close;
         }
         link.expire(cx.now);
-        let deadline = link.is_active().then(|| cx.now + link.core.settings.ping_interval());
+        let deadline = link.is_active().then(|| cx.now + link.core.ping_interval());
         Next::Wait { interest: Interest::None, deadline }
     }
 }

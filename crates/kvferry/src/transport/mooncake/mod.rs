@@ -41,18 +41,12 @@ mod peer;
 mod stall_detector;
 mod wire;
 
-use crate::core::Core;
-use crate::error::{Error, Result};
-use crate::memory::device::Wake;
-use crate::reactor::Cx;
 use crate::sync::atomic::AtomicBool;
-use crate::transfer::drive::OnLanes;
-use crate::transfer::job::Job;
-use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
-use crate::transfer::lanes::Lane;
-use crate::transfer::link::Link;
-use crate::transport::service::{Dialer, Directory, OnDialed, Service, Start, Startup};
-use crate::transport::settings::{self, TransportSetting};
+use crate::transport::{
+    Core, Cx, Dialer, Directory, Job, Lane, Link, OnDialed, OnLanes, Service, Start, Startup,
+    Transport, Wake,
+};
+use crate::{Capabilities, Error, ErrorKind, Fence, Result, TransportKind, TransportSetting};
 use kvferry_sys::socket::Socket;
 use peer::MooncakePeer;
 use std::net::SocketAddr;
@@ -81,22 +75,17 @@ impl Transport for Mooncake {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            write_fence: Fence::PeerExit,
-            read_fence: Fence::Local,
-            notifications: true,
-            checksums: false,
-        }
+        let mut capabilities = Capabilities::new(Fence::PeerExit, Fence::Local);
+        capabilities.notifications = true;
+        capabilities
     }
 }
 
-static SERVE: TransportSetting = TransportSetting {
-    name: "mooncake",
-    variable: None,
-    about: "serve stock Mooncake peers, which opens a second port, and connect to them",
-    default: settings::OFF,
-    parse: settings::switch,
-};
+static SERVE: TransportSetting = TransportSetting::switch(
+    "mooncake",
+    None,
+    "serve stock Mooncake peers, which opens a second port, and connect to them",
+);
 
 impl Start for Mooncake {
     fn settings(&self) -> &'static [TransportSetting] {
@@ -113,7 +102,7 @@ impl Start for Mooncake {
         if has_secret {
             let what = "a secret is set, and Mooncake's protocol has no authentication";
             if !native_too {
-                return Err(Error::new(crate::ErrorKind::Unsupported, what));
+                return Err(Error::new(ErrorKind::Unsupported, what));
             }
             tracing::debug!("Mooncake's protocol is off: {what}");
         }

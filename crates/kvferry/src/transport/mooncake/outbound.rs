@@ -24,16 +24,11 @@ use super::peer::MooncakePeer;
 use super::peer::{end, notified, notify_frame};
 use super::stall_detector::StallDetector;
 use super::wire::{Kind, Opcode, Request, Status};
-use crate::error::{Error, ErrorKind};
-use crate::memory::cursor::{Cursor, Direction, Fault, Lent, Position, lent};
-use crate::memory::device::Wake;
-use crate::notify::Notification;
-use crate::transfer::batch::Frame;
-use crate::transfer::drive::{Drive, Progress, RECEIVE_CHUNK, SEND_CHUNK, STEP_BYTES, Yielding};
-use crate::transfer::job::{Job, Op};
-use crate::transfer::lanes::Lane;
-use crate::transfer::link::Link;
-use crate::transport::refusal::local_fault;
+use crate::transport::{
+    Cursor, Drive, Fault, Frame, Job, Lane, Lent, Link, Op, Part, Parts, Progress, RECEIVE_CHUNK,
+    SEND_CHUNK, STEP_BYTES, Wake, Yielding, lent, local_fault, now,
+};
+use crate::{Error, ErrorKind, Notification};
 use kvferry_proto::{Limits, Timestamp};
 use kvferry_sys::HostSpan;
 use kvferry_sys::poll::Interest;
@@ -112,8 +107,7 @@ enum Dying {
 /// A frame, and the progress of making its requests.
 struct Making {
     frame: Frame,
-    at: Position,
-    left: u64,
+    parts: Parts,
     /// Requests and bytes since the last barrier, and the first pair of them.
     unfenced: (u32, u64, usize),
 }
@@ -144,7 +138,7 @@ impl Share {
         }
         Self {
             statuses: peer.acknowledges,
-            stall_detector: StallDetector::new(link.core.settings.silence),
+            stall_detector: StallDetector::new(link.core.silence()),
             limits: Limits { descriptors_max: FRAME_PARTS_MAX, ..Limits::default() },
             notification,
             peer,
@@ -189,29 +183,22 @@ impl Share {
             return false;
         }
         let Some(frame) = self.job.next_frame(&self.limits) else { return false };
-        let (pieces, at, len) = (Arc::clone(&self.job.batch.local), frame.at, frame.bytes);
-        let (gate, wake) = (Arc::clone(&self.lane.gate), Arc::clone(&self.wake));
-        let cursor = |direction| Cursor::new(direction, pieces, at, len, gate, wake);
+        let memory = self.job.cursor(&frame, &self.lane.gate, &self.wake);
         match self.job.op {
-            Op::Write => self.source = Some(cursor(Direction::Out)),
-            Op::Read => self.sinks.push_back(cursor(Direction::In)),
+            Op::Write => self.source = Some(memory),
+            Op::Read => self.sinks.push_back(memory),
         }
-        let (at, left) = (frame.at, frame.bytes);
-        self.making = Some(Making { frame, at, left, unfenced: (0, 0, frame.at.piece) });
+        self.making = Some(Making { frame, parts: frame.parts(), unfenced: (0, 0, 0) });
         true
     }
 
     fn make_one(&mut self) {
         let making = self.making.as_mut().expect("the caller has begun a frame");
-        let batch = &self.job.batch;
-        let pair = making.at.piece;
+        let part = self.job.next_part(&mut making.parts, REQUEST_BYTES_MAX);
+        let Part { pair, offset: addr, len: size, .. } =
+            part.expect("a frame with no range left is not being made");
         self.last_made = pair;
-        let piece = batch.local.pieces[pair];
-        let size = (piece.len - making.at.within).min(REQUEST_BYTES_MAX).min(making.left);
-        let addr = batch.remote[pair].offset + making.at.within;
-        making.left -= size;
-        making.at.advance(&batch.local, size);
-        let last_of = (making.left == 0).then_some(making.frame);
+        let last_of = making.parts.is_empty().then_some(making.frame);
         match self.job.op {
             Op::Read => {
                 self.push(Opcode::Read, addr, size);
@@ -223,11 +210,11 @@ impl Share {
             }
             Op::Write => {
                 let (requests, bytes, first) = making.unfenced;
+                let first = if requests == 0 { pair } else { first };
                 let (requests, bytes) = (requests + 1, bytes + size);
                 let fence =
                     last_of.is_some() || bytes >= BARRIER_BYTES || requests >= BARRIER_REQUESTS;
-                making.unfenced =
-                    if fence { (0, 0, making.at.piece) } else { (requests, bytes, first) };
+                making.unfenced = if fence { (0, 0, 0) } else { (requests, bytes, first) };
                 self.push(Opcode::Write, addr, size);
                 if fence {
                     self.push(Opcode::Read, addr, 1);
@@ -511,15 +498,12 @@ impl Share {
     /// and the link goes on.
     fn refused(&mut self, status: Status) -> Step {
         let pair = self.awaited.front().expect("the refused request is awaited").pair;
-        let peer = &self.peer;
-        let batch = &self.job.batch;
-        let (addr, len) = (batch.remote[pair].offset, batch.local.pieces[pair].len);
+        let part = self.job.part(pair);
         let kind = match status {
             // If the range fits a buffer of the last known list, the peer has unregistered it
             // since.
-            Status::Refused => {
-                misfit(addr, len, &peer.buffers()).unwrap_or(ErrorKind::NotRegistered)
-            }
+            Status::Refused => misfit(part.offset, part.len, &self.peer.buffers())
+                .unwrap_or(ErrorKind::NotRegistered),
             _ => ErrorKind::Protocol,
         };
         let error = refusal(&self.link, &self.job, pair, kind);
@@ -657,13 +641,13 @@ impl Share {
             }
         };
         let (core, job, link) = (&self.link.core, Arc::clone(&self.job), Arc::clone(&self.link));
-        let left = job.deadline.saturating_since(crate::reactor::now());
+        let left = job.deadline.saturating_since(now());
         ask(
             core,
             self.link.peer_addr,
             Kind::Notify,
             request,
-            left.min(core.settings.handshake_timeout()),
+            left.min(core.handshake_timeout()),
             Box::new(move |_, answer| {
                 let answer = answer.map_err(Failure::into_error);
                 match answer.and_then(|answer| notified(&answer)) {

@@ -5,16 +5,12 @@ use super::connect::{handshake_request, understood};
 use super::exchange::{Failure, ask};
 use super::lanes::{LaneKeepers, open_lane};
 use super::wire::{Alive, Buffer, Descriptor, Kind, Notify, STATUS_VERSION, SUCCESS, frame};
-use crate::core::Core;
-use crate::error::{Error, ErrorKind, Result};
-use crate::memory::region::{Access, RemoteRegion};
-use crate::notify::Notification;
-use crate::reactor::now;
 use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
-use crate::transfer::link::{Backend, Link};
-use crate::transfer::slot::Slot;
+use crate::transport::{Backend, Core, Link, now};
+use crate::{Access, Error, ErrorKind, Notification, RemoteRegion, Result};
 use kvferry_proto::{Incarnation, RegionId};
 use std::net::{IpAddr, SocketAddr};
+use std::sync::mpsc;
 use std::time::Duration;
 
 pub(super) struct MooncakePeer {
@@ -184,19 +180,22 @@ pub(super) fn notified(answer: &[u8]) -> Result<()> {
 
 /// Makes an exchange on the control thread and waits for its result.
 fn wait(link: &Arc<Link>, kind: Kind, request: Vec<u8>, timeout: Duration) -> Result<Vec<u8>> {
-    let slot = Slot::new();
-    let fill = Arc::clone(&slot);
+    let (tell, told) = mpsc::sync_channel(1);
     ask(
         &link.core,
         link.peer_addr,
         kind,
         request,
         timeout,
-        Box::new(move |_, answer| fill.fill(answer)),
+        // A caller that has given up is not told.
+        Box::new(move |_, answer| drop(tell.send(answer))),
     );
     // The exchange has the same deadline and a more precise error; the grace period lets that error
     // arrive first.
-    let answer = slot.wait(now() + timeout + Duration::from_secs(1), None)?;
+    let patience = timeout.saturating_add(Duration::from_secs(1));
+    let answer = told.recv_timeout(patience).map_err(|e| {
+        Error::new(ErrorKind::Deadline, "the exchange with the peer did not end in time").caused_by(e)
+    })?;
     answer.map_err(Failure::into_error).map_err(|e| {
         let error = e.with("peer", &link.address);
         if error.kind() == ErrorKind::Unreachable {

@@ -262,10 +262,7 @@ impl InboundStream {
         if let Some(frame::Notification { name, message }) = notification {
             let from = self.link.info().map_or_else(String::new, |info| info.name.clone());
             let from_ip = Some(self.link.peer_addr.ip());
-            code = self.link.core.inbox.push(Notification { from, from_ip, name, message });
-            if code.is_ok() {
-                counters.notifications_received.one();
-            }
+            code = self.link.core.deliver(Notification { from, from_ip, name, message });
         }
         counters.bytes_received.add(bytes);
         if code.is_ok() {

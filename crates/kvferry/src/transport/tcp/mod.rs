@@ -19,7 +19,7 @@ mod outbound;
 use crate::error::{self, Error, ErrorKind};
 use crate::memory::cursor::{Cursor, Fault, Lent, lent};
 use crate::memory::device::Wake;
-use crate::transfer::drive::{LaneRoute, OnLanes, SEND_CHUNK};
+use crate::transfer::drive::{OnLanes, SEND_CHUNK};
 use crate::transfer::job::Job;
 use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
 use crate::transfer::lanes::{Lane, StreamFault};
@@ -71,7 +71,7 @@ impl Start for Tcp {
 impl Service for Tcp {
     /// Lanes are opened on demand, the first one in advance.
     fn attach(&self, link: &Arc<Link>, attached: Attached) {
-        link.add_route(Arc::new(LaneRoute(Self)));
+        link.add_lanes(*self);
         link.open_ahead();
         attached(None);
     }

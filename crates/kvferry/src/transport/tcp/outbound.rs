@@ -5,7 +5,7 @@
 
 use super::{digest_spans, forged, transmit_once};
 use crate::error::{Error, ErrorKind};
-use crate::memory::cursor::{Cursor, Direction, Fault, Lent, lent};
+use crate::memory::cursor::{Cursor, Fault, Lent, lent};
 use crate::memory::device::Wake;
 use crate::notify::Notification;
 use crate::transfer::batch::Frame;
@@ -105,16 +105,8 @@ impl Share {
         let carries = job.carries_notification(&frame);
         let notification = job.notify.as_ref().filter(|_| carries);
         self.begin(op, Some(frame), notification, now);
-        self.source = (job.op == Op::Write).then(|| {
-            Cursor::new(
-                Direction::Out,
-                Arc::clone(&job.batch.local),
-                frame.at,
-                frame.bytes,
-                Arc::clone(&self.lane.gate),
-                Arc::clone(&self.wake),
-            )
-        });
+        self.source =
+            (job.op == Op::Write).then(|| job.cursor(&frame, &self.lane.gate, &self.wake));
     }
 
     fn begin(
@@ -176,16 +168,7 @@ impl Share {
     fn receive(&mut self, budget: &mut usize) -> Step {
         let answering = self.requests.answering().flatten();
         let (socket, mut received) = (&self.lane.socket, 0);
-        let place = |frame: Frame| {
-            Cursor::new(
-                Direction::In,
-                Arc::clone(&self.job.batch.local),
-                frame.at,
-                frame.bytes,
-                Arc::clone(&self.lane.gate),
-                Arc::clone(&self.wake),
-            )
-        };
+        let place = |frame: Frame| self.job.cursor(&frame, &self.lane.gate, &self.wake);
         let result = match (self.requests.receive(), answering) {
             (Receive::Nothing, _) => return Step::Blocked,
             (Receive::Bytes { into, payload }, Some(frame))
