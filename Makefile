@@ -247,7 +247,7 @@ VALGRIND_TESTS ?= host::every_byte_lands host::reads_take_every_byte host::scatt
 valgrind: ## Run transport tests under valgrind's memcheck
 	@if ! command -v valgrind >/dev/null; then echo 'SKIPPED: valgrind is not here (apt-get install valgrind)'; exit 0; fi; \
 	export CARGO_TARGET_DIR=$(abspath $(BUILD_DIR))/valgrind RUSTFLAGS='--cfg rustix_use_libc'; \
-	$(CARGO) test --config "target.'cfg(unix)'.runner='$(VALGRIND)'" -p kvferry --test conformance -- --test-threads=1 \
+	$(CARGO) test --config "target.'cfg(unix)'.runner='$(VALGRIND)'" -p kvferry -p kvferry-mooncake --test conformance -- --test-threads=1 \
 	    $(addprefix tcp::,$(VALGRIND_TESTS)) $(addprefix local::,$(VALGRIND_TESTS)) $(addprefix mooncake::,$(filter host::%,$(VALGRIND_TESTS)))
 
 # Without rebuilding the standard library, whose sources a toolchain may lack: its own accesses are not looked at, except
@@ -260,7 +260,8 @@ asan: ## Run transport tests under AddressSanitizer; needs nightly
 	else echo 'Miri is not here: unsafe code is looked at by AddressSanitizer, valgrind and loom only'; fi; \
 	export CARGO_TARGET_DIR=$(abspath $(BUILD_DIR))/asan RUSTFLAGS='-Zsanitizer=address --cfg rustix_use_libc'; \
 	host=$$(rustc -vV | sed -n 's/^host: //p'); \
-	$(CARGO) +nightly test --target $$host -p kvferry --lib --test conformance -- --test-threads=1 memory:: $(ASAN_TESTS)
+	$(CARGO) +nightly test --target $$host -p kvferry -p kvferry-mooncake --lib --test conformance -- \
+	    --test-threads=1 memory:: $(ASAN_TESTS)
 
 # AddressSanitizer looks at the programs only. ThreadSanitizer must see the whole library and its standard library, too:
 # what it does not see orders nothing for it. It has a thread of its own, so that counting threads fails with it.

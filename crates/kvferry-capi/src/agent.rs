@@ -58,6 +58,7 @@ unsafe impl Versioned for kvferry_agent_options {}
 /// # Safety
 /// The pointers in `options` are null or what the structure says.
 unsafe fn config(options: &kvferry_agent_options) -> Result<Config, Failure> {
+    kvferry_mooncake::link();
     let mut config = Config::from_env()?;
     let set = |to: &mut Option<String>, from, what| {
         // SAFETY: the caller's promise.

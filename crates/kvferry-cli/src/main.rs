@@ -22,6 +22,7 @@ use kvferry_bench::helper;
 use cli::Command;
 
 fn main() -> ExitCode {
+    kvferry_mooncake::link();
     let outcome = match cli::parse().command {
         Command::Demo(args) => interruptible(|| demo::run(&args)),
         Command::Bench(args) => interruptible(|| bench::run(&args)),

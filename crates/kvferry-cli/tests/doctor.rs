@@ -130,6 +130,7 @@ fn an_agent_is_met_measured_and_left_as_it_was() {
 
 #[test]
 fn an_agent_without_readable_memory_comes_with_a_way_to_measure() {
+    kvferry_mooncake::link();
     let agent = Agent::builder().setting("mooncake", true).start().expect("an agent");
     let (code, report) = run(&mut doctor(&[agent.advertised()]));
     assert_eq!(code, 0, "{report}");

@@ -74,12 +74,12 @@ targets! {
     inbox_model: |bytes| models::parts::INBOX.fuzz(bytes), models::random_seeds, 100;
     heartbeat_model: |bytes| models::parts::HEARTBEAT.fuzz(bytes), models::random_seeds, 4_000;
     stream_window_model: |bytes| models::parts::STREAM_WINDOW.fuzz(bytes), models::random_seeds, 4_000;
-    mooncake_handshake: kvferry::fuzzing::mooncake_handshake, decoders::agent::handshakes, 60_000;
-    mooncake_data: kvferry::fuzzing::mooncake_data, decoders::agent::data, 20_000;
-    mooncake_layout: kvferry::fuzzing::mooncake_layout, models::random_seeds, 1_000;
+    mooncake_handshake: kvferry_mooncake::fuzzing::mooncake_handshake, decoders::agent::handshakes, 60_000;
+    mooncake_data: kvferry_mooncake::fuzzing::mooncake_data, decoders::agent::data, 20_000;
+    mooncake_layout: kvferry_mooncake::fuzzing::mooncake_layout, models::random_seeds, 1_000;
     remote_region: kvferry::fuzzing::remote_region, decoders::agent::regions, 20_000;
     service: kvferry::fuzzing::service, decoders::agent::services, 20_000;
-    config: kvferry::fuzzing::config, decoders::agent::configs, 60_000;
+    config: decoders::agent::config, decoders::agent::configs, 60_000;
     regions: kvferry::fuzzing::regions, models::random_seeds, 40_000;
     cutter: kvferry::fuzzing::cutter, models::random_seeds, 4_000;
 }

@@ -14,7 +14,8 @@ use crate::notifier::Message;
 use crate::refusal::{Answer, Refusal};
 use crate::running::{Running, pointer};
 use crate::sync::lock;
-use kvferry::{Batch, Error, Notification, Peer, TransferStats, TransportKind};
+use crate::transport::KIND;
+use kvferry::{Batch, Error, Notification, Peer, TransferStats};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::SyncSender;
@@ -285,5 +286,5 @@ fn conclude(group: &Group, farewell: &Farewell, outcome: Result<TransferStats, E
 
 /// Whether a transfer with this peer can carry a notification.
 fn speaks_natively(peer: &Peer) -> bool {
-    peer.transport().is_some_and(|transport| transport != TransportKind::MOONCAKE)
+    peer.transport().is_some_and(|transport| transport != KIND)
 }

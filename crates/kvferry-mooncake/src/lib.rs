@@ -1,4 +1,6 @@
-//! Mooncake's transfer engine, implemented by a kvferry agent.
+//! Mooncake, for kvferry: its protocol as a transport of agents, and its transfer engine, implemented by an agent.
+//!
+//! [`link`] adds the transport for stock Mooncake peers to those of the program.
 //!
 //! [`MooncakeEngine`] is Mooncake's surface, once for all languages: `kvferry-python` makes the
 //! Python module of it, `kvferry-capi` the functions of `transfer_engine_c.h`. The edges translate
@@ -6,6 +8,7 @@
 //!
 //! | module | what is in it |
 //! |---|---|
+//! | `transport` | the protocol of stock Mooncake peers, in both directions |
 //! | `engine` | calls that block or return the id of a transfer, as Python's module has them |
 //! | `segments`, `batches`, `notifier` | numbered peers, batches of tasks, and what is sent after them, as in the C API |
 //! | `running` | the agent between `initialize` and the end, and its settings |
@@ -26,6 +29,11 @@ mod refusal;
 mod running;
 mod segments;
 mod sync;
+mod transport;
 
 pub use engine::{MooncakeEngine, Moves};
 pub use segments::LOCAL_SEGMENT;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub use transport::fuzzing;
+pub use transport::{KIND, link};

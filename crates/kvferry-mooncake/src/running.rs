@@ -10,7 +10,8 @@ use crate::notifier::Notifier;
 use crate::refusal::{Answer, Refusal};
 use crate::segments::Segments;
 use crate::sync::lock;
-use kvferry::{Agent, Batch, Config, Error, ErrorKind, Notification, Options, Peer, TransportKind};
+use crate::transport::{KIND, link};
+use kvferry::{Agent, Batch, Config, Error, ErrorKind, Notification, Options, Peer};
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::Mutex;
@@ -169,7 +170,7 @@ impl Running {
             // An empty batch fails, too, if the peer cannot be reached.
             self.connect(peer, interrupt)?;
         }
-        if peer.transport() != Some(TransportKind::MOONCAKE) {
+        if peer.transport() != Some(KIND) {
             options.notify = notification.take();
         }
         if write { peer.write(batch, &options) } else { peer.read(batch, &options) }?;
@@ -183,6 +184,7 @@ impl Running {
 
 /// The agent's settings: the environment's, else Mooncake's defaults.
 fn settings(local_hostname: &str, directory: &Directory) -> Answer<Config> {
+    link();
     let mut config = Config::from_env()?;
     let host = host_of(local_hostname);
     let ip = host.parse::<IpAddr>().ok();

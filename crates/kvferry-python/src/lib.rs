@@ -55,6 +55,7 @@ use pyo3::prelude::*;
 /// What Python raises while the classes are created.
 pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     log::start();
+    kvferry_mooncake::link();
     kvferry_sys::thread::choose_cpus()?;
     blocking::stop_agents_at_exit(module)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;

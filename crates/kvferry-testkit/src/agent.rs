@@ -20,6 +20,11 @@ use std::time::Duration;
 pub struct AgentFabric {
     /// The names of the transports that the agents may use, separated by commas.
     pub transports: &'static str,
+    /// Settings of the transports, with their values.
+    pub settings: &'static [(&'static str, &'static str)],
+    /// Whether the agents have kvferry's own sessions with each other. Without one, a peer confirms no cancel, and
+    /// its regions are named by their addresses.
+    pub has_sessions: bool,
     /// Whether payload carries checksums.
     pub checksum: Checksum,
     /// The most streams between two agents.
@@ -37,6 +42,8 @@ impl AgentFabric {
     pub const fn new(transports: &'static str) -> Self {
         Self {
             transports,
+            settings: &[],
+            has_sessions: true,
             checksum: Checksum::Auto,
             streams: None,
             io_threads: None,
@@ -50,10 +57,12 @@ impl AgentFabric {
             .name(name)
             .listen(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
             .transports(Transports::parse(self.transports)?)
-            .setting("mooncake", self.transports.contains("mooncake"))
             // No scenario is about silence; a loaded machine delays heartbeats.
             .silence(self.patience() / 5)
             .checksum(self.checksum);
+        for (name, value) in self.settings {
+            builder = builder.setting(name, value);
+        }
         if let Some(streams) = self.streams {
             builder = builder.streams_per_peer(streams);
         }
@@ -77,11 +86,11 @@ impl Fabric for AgentFabric {
     }
 
     fn confirms_cancel(&self) -> bool {
-        self.transports != "mooncake"
+        self.has_sessions
     }
 
     fn names_regions(&self) -> bool {
-        self.transports != "mooncake"
+        self.has_sessions
     }
 
     fn pair(&self) -> Result<Pair, Failure> {

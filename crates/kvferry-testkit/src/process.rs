@@ -36,13 +36,15 @@ const CHILD: &str = "KVFERRY_TESTKIT_CHILD";
 /// The longest that a child may take to reply.
 const REPLY_WITHIN: Duration = Duration::from_secs(40);
 
-/// Makes the hidden test through which the test binary becomes a child process.
+/// Makes the hidden test through which the test binary becomes a child process. A child first evaluates the
+/// expression, if there is one: what its agents need, such as a transport to be linked.
 #[macro_export]
 macro_rules! child_processes {
-    () => {
+    ($($prepare:expr)?) => {
         /// Returns at once, except in processes that other tests of this file started.
         #[test]
         fn becomes_a_child_process() {
+            $(let _ = $prepare;)?
             $crate::process::serve_if_child();
         }
     };

@@ -124,7 +124,7 @@ impl AgentBuilder {
         self
     }
 
-    /// Sets a setting of a transport by its name, such as `setting("mooncake", true)` or
+    /// Sets a setting of a transport by its name, such as `setting("ptracer_any", true)` or
     /// `setting("file_engine", "posix")`. [`TransportSettings::all`](crate::TransportSettings::all) lists
     /// them. [`AgentBuilder::build`] refuses unknown names and values.
     #[must_use]

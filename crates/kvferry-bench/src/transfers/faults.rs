@@ -40,6 +40,7 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
     // A stock peer does not depend on this agent's transport.
     let stock = bench.settings.options.stock.as_ref().filter(|_| !bench.link.session.is_local());
     if let Some(python) = stock {
+        kvferry_mooncake::link();
         let agent =
             agent_builder(bench.settings, Transport::Auto)?.setting("mooncake", true).start()?;
         rows.extend(measure(bench, &agent, Kind::Stock(python), kills, stops)?);

@@ -380,6 +380,21 @@ mod tests {
     }
 
     #[test]
+    fn every_setting_of_a_transport_is_documented() {
+        kvferry_mooncake::link();
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/configuration.md");
+        let page = std::fs::read_to_string(page).expect("a file of the repository");
+        for setting in TransportSettings::all() {
+            let variable =
+                setting.variable().map_or_else(|| "–".to_owned(), |it| format!("`{it}`"));
+            let (name, about) = (setting.name(), setting.about());
+            let row =
+                format!("| `{name}` | {variable} | {about} | `{}` |", setting.default_value());
+            assert!(page.contains(&row), "docs/configuration.md has to have this row:\n{row}");
+        }
+    }
+
+    #[test]
     fn interfaces_are_shown_with_what_matters() {
         let tree = Tree::of(&[
             ("sys/class/net/eth0/operstate", "up"),

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use kvferry::{
     Access, Agent, Batch, Config, Error, ErrorKind, Options, Peer, PeerSummary, RemoteRegion,
-    TransportKind, Transports,
+    Transports,
 };
 use serde_json::json;
 
@@ -296,7 +296,7 @@ fn silent(error: &Error) -> Finding {
 }
 
 fn handshake(ours: &Agent, summary: &PeerSummary, serves: bool) -> Finding {
-    if summary.transport == TransportKind::MOONCAKE {
+    if summary.transport == kvferry_mooncake::KIND {
         return Finding::note(
             "handshake",
             "a stock Mooncake peer: no secret, no name, no heartbeat",
@@ -331,11 +331,11 @@ fn transports(
 ) -> Finding {
     let chosen = summary.transport.as_str();
     let mut both = vec![chosen];
-    if chosen != "tcp" && summary.transport != TransportKind::MOONCAKE {
+    if chosen != "tcp" && summary.transport != kvferry_mooncake::KIND {
         both.push("tcp");
     }
-    if summary.transport != TransportKind::MOONCAKE
-        && ours.transports().contains(TransportKind::MOONCAKE)
+    if summary.transport != kvferry_mooncake::KIND
+        && ours.transports().contains(kvferry_mooncake::KIND)
         && ours.config().secret.is_none()
         && speaks_mooncake(at, timeout)
     {
@@ -360,14 +360,14 @@ fn transports(
 
 /// Whether the peer answers the handshake of a stock Mooncake peer.
 fn speaks_mooncake(at: &str, timeout: Duration) -> bool {
-    let only = start(Some(Transports::only(TransportKind::MOONCAKE)));
+    let only = start(Some(Transports::only(kvferry_mooncake::KIND)));
     only.and_then(|only| only.peer(at)?.connect(timeout)).is_ok()
 }
 
 fn checksums(summary: &PeerSummary, ours: &Agent) -> Finding {
     let words = if summary.checksum {
         "on: every 256 KiB of payload is checked"
-    } else if summary.transport == TransportKind::MOONCAKE {
+    } else if summary.transport == kvferry_mooncake::KIND {
         "off: Mooncake's protocol has none"
     } else if format!("{:?}", ours.config().checksum) == "Auto" {
         "off, as within one host by default"

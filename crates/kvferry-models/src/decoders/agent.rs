@@ -1,5 +1,5 @@
-//! Seeds for the decoders that are private to the agent. Their oracles are in `kvferry::fuzzing`,
-//! beside the code that they test.
+//! Seeds for the decoders that are private to the agent. Their oracles are in `kvferry::fuzzing` and
+//! `kvferry_mooncake::fuzzing`, beside the code that they test.
 
 use kvferry::{Access, Config, Incarnation, RegionId, RemoteRegion};
 
@@ -51,7 +51,14 @@ pub fn services() -> Vec<Vec<u8>> {
     kvferry::fuzzing::service_bodies(&region())
 }
 
+/// Parses a configuration that may name every transport.
+pub fn config(bytes: &[u8]) {
+    kvferry_mooncake::link();
+    kvferry::fuzzing::config(bytes);
+}
+
 pub fn configs() -> Vec<Vec<u8>> {
+    kvferry_mooncake::link();
     let golden = r#"{"version":1,"name":"decode-0","listen":"0.0.0.0:18515","advertise":null,"transports":"tcp,mooncake","io_threads":4,"streams_per_peer":8,"checksum":"on","silence_ms":3000,"timeout_ms":30000,"mooncake":true}"#;
     vec![golden.into(), Config::default().to_json().into(), b"{}".to_vec()]
 }

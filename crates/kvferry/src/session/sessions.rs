@@ -423,14 +423,10 @@ mod tests {
     fn an_agent_that_was_dropped_leaves_nothing_behind() {
         let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
         let silent = silent.local_addr().expect("bound").to_string();
-        for names in ["tcp", "local", "mooncake", "all"] {
+        for names in ["tcp", "local", "all"] {
             let start = |names: &str| {
                 let transports = Transports::parse(names).expect("names");
-                Agent::builder()
-                    .transports(transports)
-                    .setting("mooncake", true)
-                    .start()
-                    .expect("an agent")
+                Agent::builder().transports(transports).start().expect("an agent")
             };
             let (near, far) = (start(names), start("all"));
             let alive: Vec<_> = [&near, &far]

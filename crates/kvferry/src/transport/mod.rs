@@ -115,8 +115,6 @@ transports! {
         TCP = tcp::Tcp;
         /// Copies between the memories of two processes of one host and one user.
         LOCAL = local::Local;
-        /// Mooncake's protocol over TCP, for stock Mooncake peers.
-        MOONCAKE = mooncake::Mooncake;
     }
     without a peer {
         /// Transfers between memory and files of this host.
@@ -415,9 +413,7 @@ mod tests {
             assert_eq!(Transports::parse(text).expect("names"), both, "{text}");
         }
         assert_eq!(Transports::parse("all").expect("a name"), Transports::ALL);
-        assert!(Transports::ALL.to_string().starts_with("tcp,local,mooncake"));
-        let mooncake = Transports::only(TransportKind::MOONCAKE);
-        assert_eq!(Transports::parse("Mooncake-TCP").expect("an alias"), mooncake);
+        assert!(Transports::ALL.to_string().starts_with("tcp,local"));
         assert!(Transports::parse("rdma").is_err());
         assert!(Transports::parse(" , ").is_err());
     }

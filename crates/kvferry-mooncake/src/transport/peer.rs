@@ -5,12 +5,13 @@ use super::connect::{handshake_request, understood};
 use super::exchange::{Failure, ask};
 use super::lanes::{LaneKeepers, open_lane};
 use super::wire::{Alive, Buffer, Descriptor, Kind, Notify, STATUS_VERSION, SUCCESS, frame};
-use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
-use crate::transport::{Backend, Core, Link, now};
-use crate::{Access, Error, ErrorKind, Notification, RemoteRegion, Result};
+use crate::sync::lock;
+use kvferry::transport::{Backend, Core, Link, now};
+use kvferry::{Access, Error, ErrorKind, Notification, RemoteRegion, Result};
 use kvferry_proto::{Incarnation, RegionId};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc;
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 pub(super) struct MooncakePeer {
@@ -194,7 +195,8 @@ fn wait(link: &Arc<Link>, kind: Kind, request: Vec<u8>, timeout: Duration) -> Re
     // arrive first.
     let patience = timeout.saturating_add(Duration::from_secs(1));
     let answer = told.recv_timeout(patience).map_err(|e| {
-        Error::new(ErrorKind::Deadline, "the exchange with the peer did not end in time").caused_by(e)
+        Error::new(ErrorKind::Deadline, "the exchange with the peer did not end in time")
+            .caused_by(e)
     })?;
     answer.map_err(Failure::into_error).map_err(|e| {
         let error = e.with("peer", &link.address);

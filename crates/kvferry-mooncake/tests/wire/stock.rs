@@ -6,7 +6,7 @@
 use crate::{LONG, PAGE, agent, builder, bytes_of, filled, handshake, pattern, scattered, turned};
 use kvferry::{
     Access, Agent, Batch, ErrorKind, Incarnation, Notification, Options, Peer, RegionId,
-    RemoteRegion, TransportKind,
+    RemoteRegion,
 };
 use kvferry_testkit::network::Network;
 use kvferry_testkit::process::memory_of;
@@ -317,7 +317,7 @@ fn a_stock_target_is_written_and_read_whatever_the_shape() {
         let remote = stock.allocate(block * blocks, 0);
         let batch = scattered(&source, remote, block, blocks);
         let moved = peer.write(&batch, &options()).expect("written");
-        assert_eq!(moved.transport, Some(TransportKind::MOONCAKE));
+        assert_eq!(moved.transport, Some(kvferry_mooncake::KIND));
         assert!(stock.holds_turned(remote, 4, block, blocks), "{block}x{blocks}");
         let sink = filled(&agent, 0, block * blocks);
         peer.read(&scattered(&sink, remote, block, blocks), &options()).expect("read");

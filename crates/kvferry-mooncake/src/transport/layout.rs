@@ -1,7 +1,7 @@
 //! Maps the bytes of one system call to requests and answers.
 
 use super::wire::{Request, Status};
-use crate::transport::Frame;
+use kvferry::transport::Frame;
 use kvferry_sys::HostSpan;
 use kvferry_sys::vectors::{RecvVector, SendVector};
 use std::collections::VecDeque;

@@ -9,16 +9,17 @@ use super::wire::{
     Alive, Buffer, Caller, Descriptor, Kind, Mark, NoEndpoint, Notify, REQUEST_MAX, STATUS_VERSION,
     SUCCESS, frame, split,
 };
-use crate::sync::atomic::Ordering;
-use crate::sync::{Arc, Mutex, MutexGuard, lock};
-use crate::transport::{Account, Cause, Cx, Handler, Next};
-use crate::{Notification, Region};
+use crate::sync::lock;
+use kvferry::transport::{Account, Cause, Cx, Handler, Next};
+use kvferry::{Notification, Region};
 use kvferry_proto::{Handshakes, Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 /// The time for one handshake, until the peer has closed the connection.
@@ -247,8 +248,7 @@ fn host_of(address: &str) -> &str {
 /// The host memory that peers may access.
 fn buffers(server: &MooncakeServer) -> Vec<Buffer> {
     let all = server.core.regions();
-    let reachable =
-        all.iter().filter(|r| (r.access().read || r.access().write) && !r.is_device());
+    let reachable = all.iter().filter(|r| (r.access().read || r.access().write) && !r.is_device());
     let buffer = |r: &Region| Buffer {
         name: server.advertised.clone(),
         addr: r.addr() as u64,

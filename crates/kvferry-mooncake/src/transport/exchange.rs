@@ -1,8 +1,8 @@
 //! The initiator's side of the handshake: connects, sends one frame, reads one.
 
 use super::wire::{ANSWER_MAX, Kind, LENGTH, split};
-use crate::transport::{Cause, Core, Cx, Handler, Next, now, unreachable_peer};
-use crate::{Error, ErrorKind};
+use kvferry::transport::{Cause, Core, Cx, Handler, Next, now, unreachable_peer};
+use kvferry::{Error, ErrorKind};
 use kvferry_proto::Timestamp;
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;

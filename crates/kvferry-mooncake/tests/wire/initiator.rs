@@ -2,7 +2,7 @@
 
 use crate::fake::{BASE, Behaviour, Fake};
 use crate::{LONG, PAGE, agent, builder, bytes_of, filled, pattern, scattered, settles, turned};
-use kvferry::{Access, Batch, ErrorKind, Notification, Options, Peer, RegionId, TransportKind};
+use kvferry::{Access, Batch, ErrorKind, Notification, Options, Peer, RegionId};
 use kvferry_sys::map::Mapping;
 use kvferry_testkit::Way;
 use kvferry_testkit::region::moved;
@@ -28,7 +28,7 @@ fn round_trip(behaviour: Behaviour, block: usize, blocks: usize, streams: usize)
     let peer = peer(&agent, &fake);
     let options = Options { streams: Some(streams), ..options() };
     let moved = peer.write(&scattered(&source, BASE, block, blocks), &options).expect("written");
-    assert_eq!(moved.transport, Some(TransportKind::MOONCAKE));
+    assert_eq!(moved.transport, Some(kvferry_mooncake::KIND));
     assert_eq!((moved.bytes, moved.descriptors), ((block * blocks) as u64, blocks));
     assert!(fake.memory() == turned(&bytes_of(&source), block), "{behaviour:?} {block}x{blocks}");
     let sink = filled(&agent, 0, block * blocks);

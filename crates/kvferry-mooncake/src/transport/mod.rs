@@ -32,7 +32,7 @@ mod connect;
 mod diagnose;
 mod exchange;
 #[cfg(feature = "fuzzing")]
-pub(crate) mod fuzzing;
+pub mod fuzzing;
 mod inbound;
 mod lanes;
 mod layout;
@@ -41,15 +41,15 @@ mod peer;
 mod stall_detector;
 mod wire;
 
-use crate::sync::atomic::AtomicBool;
-use crate::transport::{
+use kvferry::transport::{
     Core, Cx, Dialer, Directory, Job, Lane, Link, OnDialed, OnLanes, Service, Start, Startup,
     Transport, Wake,
 };
-use crate::{Capabilities, Error, ErrorKind, Fence, Result, TransportKind, TransportSetting};
+use kvferry::{Capabilities, Error, ErrorKind, Fence, Result, TransportKind, TransportSetting};
 use kvferry_sys::socket::Socket;
 use peer::MooncakePeer;
 use std::net::SocketAddr;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -57,17 +57,25 @@ use std::time::Duration;
 /// no heartbeat.
 const KEEPALIVE: Duration = Duration::from_secs(30);
 
+/// The kind of the transport for stock Mooncake peers.
+pub const KIND: TransportKind = TransportKind::new("mooncake");
+
+/// Adds the transport for stock Mooncake peers to those of the program; returns its kind. See
+/// [`kvferry::transport::link`]: a program calls this before it reads a configuration. It may be called more than
+/// once, on any thread.
+///
+/// With its setting `mooncake`, an agent serves stock peers and connects to them.
+pub fn link() -> TransportKind {
+    kvferry::transport::link(&Mooncake)
+}
+
 /// The transport.
 #[derive(Debug)]
-pub(crate) struct Mooncake;
-
-impl Mooncake {
-    pub(crate) const KIND: TransportKind = TransportKind::new("mooncake");
-}
+struct Mooncake;
 
 impl Transport for Mooncake {
     fn kind(&self) -> TransportKind {
-        Self::KIND
+        KIND
     }
 
     fn aliases(&self) -> &'static [&'static str] {

@@ -8,6 +8,7 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 
 fn agent(mooncake: bool) -> Agent {
+    kvferry_mooncake::link();
     Agent::builder().name("test").setting("mooncake", mooncake).start().expect("loopback has ports")
 }
 
@@ -148,11 +149,7 @@ fn silent_connections_delay_no_peer_and_are_closed() {
 
 #[test]
 fn agents_with_a_secret_or_without_compatibility_refuse_mooncake_peers() {
-    let secret = Agent::builder()
-        .setting("mooncake", true)
-        .secret(b"s")
-        .start()
-        .expect("loopback has ports");
+    let secret = crate::builder().secret(b"s").start().expect("loopback has ports");
     for agent in [agent(false), secret] {
         assert_eq!(handshake(agent.advertised(), 1, "{}"), None);
         assert_eq!(handshake(agent.advertised(), 3, "{}"), None);
@@ -162,9 +159,8 @@ fn agents_with_a_secret_or_without_compatibility_refuse_mooncake_peers() {
 #[test]
 fn a_closed_port_is_unreachable() {
     let closed = ClosedPort::new();
-    let mooncake = Transports::only(TransportKind::MOONCAKE);
-    let only =
-        Agent::builder().setting("mooncake", true).transports(mooncake).start().expect("a port");
+    let mooncake = Transports::only(kvferry_mooncake::link());
+    let only = crate::builder().transports(mooncake).start().expect("a port");
     for agent in [agent(true), only] {
         let peer = agent.peer(closed.address()).expect("an address");
         let e = peer.connect(LONG).expect_err("no process listens");

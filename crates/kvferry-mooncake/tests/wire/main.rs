@@ -10,7 +10,7 @@ mod initiator;
 mod stock;
 mod target;
 
-kvferry_testkit::child_processes!();
+kvferry_testkit::child_processes!(kvferry_mooncake::link());
 
 use kvferry::{Access, Agent, AgentBuilder, Batch, Region};
 use kvferry_testkit::region::content as bytes_of;
@@ -30,6 +30,7 @@ fn agent() -> Agent {
 }
 
 fn builder() -> AgentBuilder {
+    kvferry_mooncake::link();
     Agent::builder().name("test").setting("mooncake", true)
 }
 

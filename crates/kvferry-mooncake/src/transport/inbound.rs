@@ -13,13 +13,13 @@
 
 use super::wire::{Opcode, Request, Status};
 use super::{KEEPALIVE, MooncakeServer};
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
-use crate::transport::{
-    ACCEPTS_PER_CALL, Backend, Cause, Core, Cursor, Cx, Direction, Fault, Gate, Handler, Lent, Link,
-    MemoryFault, Next, Owner, RECEIVE_CHUNK, Remote, SEND_CHUNK, STEP_BYTES, Wake, now, prepare,
+use crate::sync::lock;
+use kvferry::transport::{
+    ACCEPTS_PER_CALL, Backend, Cause, Core, Cursor, Cx, Direction, Fault, Gate, Handler, Lent,
+    Link, MemoryFault, Next, Owner, RECEIVE_CHUNK, Remote, SEND_CHUNK, STEP_BYTES, Wake, now,
+    prepare,
 };
-use crate::{Error, ErrorKind, RemoteRegion, Result};
+use kvferry::{Error, ErrorKind, RemoteRegion, Result};
 use kvferry_proto::{Origin, Timestamp, WireCode};
 use kvferry_sys::HostSpan;
 use kvferry_sys::poll::Interest;
@@ -31,6 +31,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, Shutdown, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 /// Connections served at the same time.
@@ -208,7 +210,7 @@ impl Handler for Acceptor {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
                 Err(e) => {
                     // The process has no free descriptor, or the connection is gone already.
-                    warn_limited!(error = %e, "a Mooncake connection can't be accepted");
+                    kvferry::warn_limited!(error = %e, "a Mooncake connection can't be accepted");
                     let later = cx.now + Duration::from_millis(50);
                     return Next::Wait { interest: Interest::None, deadline: Some(later) };
                 }
@@ -254,14 +256,14 @@ fn admit(server: &Arc<MooncakeServer>, socket: Socket, from: SocketAddr) {
     let Some(directory) = server.directory.upgrade() else { return };
     let Some(may) = May::of(core.owner_of(&socket), server) else {
         core.counters.handshakes_failed.one();
-        warn_limited!(%from, "refused a Mooncake connection of another user of this host, or of one that is not known any more");
+        kvferry::warn_limited!(%from, "refused a Mooncake connection of another user of this host, or of one that is not known any more");
         return;
     };
     let link = Link::new(Arc::clone(core), from.to_string(), from, Arc::new(Caller), 0);
     let remote = core.threads.io();
     let token = remote.token();
     let Some((number, seat)) = server.connections.admit(&link, may, &remote, token) else {
-        warn_limited!(%from, "a Mooncake connection was refused: too many are open");
+        kvferry::warn_limited!(%from, "a Mooncake connection was refused: too many are open");
         return;
     };
     prepare(&socket);

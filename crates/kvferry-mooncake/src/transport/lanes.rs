@@ -8,9 +8,9 @@
 
 use super::KEEPALIVE;
 use super::peer::{MooncakePeer, end};
-use crate::sync::{Arc, Mutex, MutexGuard, lock};
-use crate::transport::{Cause, Cx, Handler, Lane, Link, Next, prepare, unreachable_peer};
-use crate::{Error, ErrorKind};
+use crate::sync::lock;
+use kvferry::transport::{Cause, Cx, Handler, Lane, Link, Next, prepare, unreachable_peer};
+use kvferry::{Error, ErrorKind};
 use kvferry_proto::{Guard, StreamId, Timestamp};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
@@ -19,6 +19,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The keepers of a link's lanes, by lane.
 #[derive(Debug, Default)]
@@ -110,8 +111,7 @@ impl LaneKeeper {
         let Stage::Connecting(socket) = &self.stage else {
             unreachable!("the handler is only called while connecting")
         };
-        let deadline =
-            *self.deadline.get_or_insert(now + self.link.core.handshake_timeout());
+        let deadline = *self.deadline.get_or_insert(now + self.link.core.handshake_timeout());
         if let Some(ended) = self.link.end() {
             let ended = ended.clone();
             return self.fail(&ended);

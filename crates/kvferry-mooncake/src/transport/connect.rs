@@ -6,8 +6,8 @@ use super::lanes::LinkKeeper;
 use super::peer::MooncakePeer;
 use super::wire::{Descriptor, Kind, Mark, frame};
 use super::{MooncakeServer, OnStockPeer};
-use crate::transport::{Dialed, Link, OnDialed};
-use crate::{Error, ErrorKind, Result};
+use kvferry::transport::{Dialed, Link, OnDialed};
+use kvferry::{Error, ErrorKind, Result};
 use std::net::SocketAddr;
 use std::sync::Arc;
 
@@ -59,7 +59,7 @@ fn answered(
         Ok(link) => Dialed::Link(link),
         Err(e) => {
             server.core.counters.handshakes_failed.one();
-            warn_limited!(peer = %address, reason = %e, "a Mooncake handshake failed");
+            kvferry::warn_limited!(peer = %address, reason = %e, "a Mooncake handshake failed");
             Dialed::Failed(e)
         }
     }

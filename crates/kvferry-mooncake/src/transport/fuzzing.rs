@@ -1,4 +1,5 @@
-//! Oracles for the decoders of Mooncake's protocol; see `crate::fuzzing`.
+//! Oracles for the decoders of Mooncake's protocol: entry points for fuzzers, behind the feature `fuzzing`; not part
+//! of the API. `kvferry-models` lists and runs them.
 
 use super::connect::understood;
 use super::layout::{Answer, Awaited, Layout, Outgoing, STATUSES, lay_out, payload_of};
