@@ -1,7 +1,12 @@
 //! Configuration of a manager, and the errors of its calls.
 
+use crate::events::Event;
 use crate::retention::PRIORITY_MAX;
+use crate::tree::Node;
 use std::fmt;
+
+/// Bytes that a manager keeps of a block besides its node, at most: numbers in lists, places in queues.
+const LISTS_BYTES: usize = 128;
 
 /// The pools of one group of layers, or of one attention window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,7 +78,26 @@ impl Config {
                 ));
             }
         }
-        Ok(())
+        self.check_memory()
+    }
+
+    /// All arrays of a manager are made with it. Memory for them that the system refuses must not end the process.
+    fn check_memory(&self) -> Result<(), Error> {
+        let blocks = |group: &GroupConfig| {
+            u128::from(group.primary_blocks) + u128::from(group.secondary_blocks)
+        };
+        let all: u128 = self.groups.iter().map(blocks).sum();
+        let with_tokens = if self.partial_reuse { blocks(&self.groups[0]) } else { 0 };
+        let bytes = all * (size_of::<Node>() + LISTS_BYTES) as u128
+            + with_tokens * u128::from(self.tokens_per_block) * size_of::<u32>() as u128
+            + self.events as u128 * size_of::<Event>() as u128;
+        match usize::try_from(bytes).map(|bytes| Vec::<u8>::new().try_reserve_exact(bytes)) {
+            Ok(Ok(())) => Ok(()),
+            _ => Err(Error::Config(format!(
+                "{all} blocks of {} tokens and {} events need {bytes} bytes of memory, which the system does not give",
+                self.tokens_per_block, self.events
+            ))),
+        }
     }
 }
 

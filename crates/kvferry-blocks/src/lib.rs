@@ -23,7 +23,7 @@
 //! - *Events in*: [`allocate`], [`append`], [`store`], [`free`], [`pin`], [`unpin`], [`finished`], [`advance`],
 //!   [`reset`].
 //! - *Actions out*: [`poll_action`], after each of these, until there is none.
-//! - *Queries*: [`blocks`], [`is_ready`], [`find_prefix`], [`usage`], [`poll_event`].
+//! - *Queries*: [`blocks`], [`is_ready`], [`reused_tokens`], [`find_prefix`], [`usage`], [`poll_event`].
 //!
 //! A block that is under transfer may already belong to a sequence, which must not use its blocks before
 //! [`Action::Ready`]. The manager hands a copy out when the copies that it depends on have ended, so the caller may make
@@ -90,6 +90,7 @@
 //! [`poll_event`]: BlockManager::poll_event
 //! [`blocks`]: BlockManager::blocks
 //! [`is_ready`]: BlockManager::is_ready
+//! [`reused_tokens`]: BlockManager::reused_tokens
 //! [`find_prefix`]: BlockManager::find_prefix
 //! [`usage`]: BlockManager::usage
 #![forbid(unsafe_code)]

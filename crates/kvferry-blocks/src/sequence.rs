@@ -6,6 +6,20 @@ use crate::retention::{FilePlace, Retention, RetentionConfig};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SequenceId(pub(crate) u64);
 
+/// For languages without such types.
+impl From<SequenceId> for u64 {
+    fn from(id: SequenceId) -> Self {
+        id.0
+    }
+}
+
+/// A number that no manager has given names no sequence.
+impl From<u64> for SequenceId {
+    fn from(number: u64) -> Self {
+        Self(number)
+    }
+}
+
 /// The blocks of a sequence in one group.
 #[derive(Debug, Default)]
 pub(crate) struct Row {

@@ -21,6 +21,20 @@ use crate::tree::{Place, Tree};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PinId(u64);
 
+/// For languages without such types.
+impl From<PinId> for u64 {
+    fn from(id: PinId) -> Self {
+        id.0
+    }
+}
+
+/// A number that no manager has given names no pin.
+impl From<u64> for PinId {
+    fn from(number: u64) -> Self {
+        Self(number)
+    }
+}
+
 /// Nodes that are held, in each group.
 #[derive(Debug)]
 struct Pinned {
@@ -194,6 +208,12 @@ impl BlockManager {
     /// Whether all blocks of a sequence may be used. None: no such sequence.
     pub fn is_ready(&self, sequence: SequenceId) -> Option<bool> {
         Some(self.sequences.at(self.sequences.find(sequence)?).pending == 0)
+    }
+
+    /// Tokens at the start of a sequence's blocks that need not be computed, if the copies that it waits for succeed: what
+    /// the last [`Action::Cut`](crate::Action::Cut) said, or its [`Allocation`]. None: no such sequence.
+    pub fn reused_tokens(&self, sequence: SequenceId) -> Option<u32> {
+        Some(self.sequences.at(self.sequences.find(sequence)?).reused_tokens)
     }
 
     /// Counts the blocks of a prompt that could be reused. The policy does not count it as a use.

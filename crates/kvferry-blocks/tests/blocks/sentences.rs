@@ -286,6 +286,19 @@ fn a_config_without_blocks_is_an_error_that_names_the_group() {
 }
 
 #[test]
+fn a_config_that_needs_more_memory_than_there_is_is_an_error() {
+    let group = GroupConfig { primary_blocks: u32::MAX / 4, secondary_blocks: u32::MAX / 4 };
+    for config in [
+        Config::new(u32::MAX, [group]),
+        Config { events: usize::MAX, ..config(1, 1) },
+        Config { events: usize::MAX >> 8, ..config(1, 1) },
+    ] {
+        let error = BlockManager::new(&config).unwrap_err().to_string();
+        assert!(error.contains("bytes of memory, which the system does not give"), "{error}");
+    }
+}
+
+#[test]
 fn a_reset_forgets_all_blocks_and_is_refused_while_they_are_used() {
     let mut world = world(4, 4);
     let default = RetentionConfig::default();
