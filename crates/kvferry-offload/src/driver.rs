@@ -9,18 +9,18 @@ use crate::queue::Queue;
 use crate::stats::{Counters, Stats};
 use kvferry::Agent;
 use kvferry_blocks::{Action, Outcome, TransferId};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// Makes the copies of one block manager. See the [crate's documentation](crate).
 ///
-/// When it is dropped, its threads end after the copies that they make then; those that were not begun are not made.
+/// When it is dropped, it is closed.
 #[derive(Debug)]
 pub struct Driver {
     queue: Arc<Queue>,
     counters: Arc<Counters>,
-    threads: Vec<JoinHandle<()>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Driver {
@@ -38,6 +38,7 @@ impl Driver {
             let (given, groups) = (secondary_blocks.len(), pages.groups());
             return Err(Error::Groups { given, groups });
         }
+        options.store("").check()?;
         let host = Host::new(agent, &pages, secondary_blocks)?;
         let (queue, counters) = (Arc::new(Queue::default()), Arc::new(Counters::default()));
         let names = Names::new(&options).map_err(Error::Random)?;
@@ -50,7 +51,7 @@ impl Driver {
             options,
             counters: Arc::clone(&counters),
         });
-        let mut driver = Self { queue, counters, threads: Vec::new() };
+        let mut driver = Self { queue, counters, threads: Mutex::default() };
         for at in 0..=directory_threads {
             let (queue, carrier) = (Arc::clone(&driver.queue), Arc::clone(&carrier));
             let name =
@@ -59,7 +60,8 @@ impl Driver {
                 0 => copy_in_memory(&queue, &carrier),
                 _ => serve_directories(&queue, &carrier),
             };
-            driver.threads.push(kvferry_sys::thread::spawn(name, body).map_err(Error::Thread)?);
+            let threads = driver.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
+            threads.push(kvferry_sys::thread::spawn(name, body).map_err(Error::Thread)?);
         }
         Ok(driver)
     }
@@ -91,17 +93,24 @@ impl Driver {
     pub fn stats(&self) -> Stats {
         self.counters.read()
     }
-}
 
-impl Drop for Driver {
-    fn drop(&mut self) {
+    /// Ends the threads, after the copies that they make: no page is accessed when it returns. Other copies fail, and so
+    /// do those that are submitted later. A second call waits for the first one.
+    pub fn close(&self) {
         self.queue.close();
-        for thread in self.threads.drain(..) {
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        for thread in threads.drain(..) {
             if thread.join().is_err() {
                 tracing::error!("a thread for offloading has panicked");
             }
         }
         drop(self.queue.take_directories());
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.close();
     }
 }
 

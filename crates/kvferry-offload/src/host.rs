@@ -14,7 +14,7 @@ impl Host {
     pub(crate) fn new(agent: &Agent, pages: &Pages, blocks: &[u32]) -> kvferry::Result<Self> {
         let mut groups = Vec::with_capacity(blocks.len());
         for (group, blocks) in blocks.iter().enumerate() {
-            let bytes = pages.page_bytes(group) * u64::from(*blocks);
+            let bytes = pages.page_bytes(group).saturating_mul(u64::from(*blocks));
             let len = usize::try_from(bytes).unwrap_or(usize::MAX);
             groups.push(match len {
                 0 => None,

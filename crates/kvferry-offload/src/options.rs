@@ -1,7 +1,7 @@
 //! Options of a driver, and errors of its start.
 
 use kvferry_blocks::Transfer;
-use kvferry_store::Namespace;
+use kvferry_store::{Namespace, StoreOptions};
 use std::fmt;
 use std::io;
 use std::sync::Arc;
@@ -58,6 +58,15 @@ impl Options {
         Self { shares_names: true, ..self }
     }
 
+    /// Options of the block store in a directory.
+    pub(crate) fn store(&self, directory: &str) -> StoreOptions {
+        let options = StoreOptions::new(directory, self.store_bytes);
+        match self.segment_bytes {
+            Some(bytes) => options.segment_bytes(bytes),
+            None => options,
+        }
+    }
+
     /// Sets a function that is called before each copy, on the thread that makes it: tests delay copies, or make them
     /// fail.
     #[must_use]
@@ -111,6 +120,9 @@ pub enum Error {
     /// Memory for secondary blocks, or for what is read, can't be allocated.
     #[error(transparent)]
     Memory(#[from] kvferry::Error),
+    /// No store can have so many bytes, or such segments.
+    #[error(transparent)]
+    Store(#[from] kvferry_store::Error),
     /// The kernel gives no random bytes.
     #[error("no random bytes for the names of blocks: {0}")]
     Random(#[source] io::Error),

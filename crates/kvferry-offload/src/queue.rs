@@ -78,8 +78,14 @@ impl Queue {
         }
         let (mut for_memory, mut ready) = (false, 0);
         let mut state = self.lock();
+        let ended = state.finished.len();
         for action in actions {
             let (directory, task) = match action {
+                Action::Copy(transfer) if state.is_closed => {
+                    state.finished.push_back((transfer.id, Outcome::Failed));
+                    continue;
+                }
+                _ if state.is_closed => continue,
                 Action::Copy(mut transfer) => {
                     state.under_way += 1;
                     let directory = transfer.directory.clone();
@@ -109,7 +115,11 @@ impl Queue {
             };
             ready += usize::from(state.add(&directory, task));
         }
+        let has_refused = state.finished.len() > ended;
         drop(state);
+        if has_refused {
+            self.ended.notify_all();
+        }
         if for_memory {
             self.memory.notify_one();
         }
@@ -235,10 +245,6 @@ impl Queue {
 impl State {
     /// Appends a task. Returns whether a thread must be woken for it.
     fn add(&mut self, path: &Arc<str>, task: Task) -> bool {
-        if self.is_closed {
-            self.refuse(&task);
-            return false;
-        }
         if !self.lines.contains_key(path) {
             let mut line = Line::default();
             if self.lines.len() >= DIRECTORIES_MAX {
@@ -262,7 +268,7 @@ impl State {
         is_ready
     }
 
-    /// Fails a task for which no line is free, or which came after the driver's end.
+    /// Fails a task for which no line is free.
     fn refuse(&mut self, task: &Task) {
         if let Task::Copy(transfer) = task {
             self.under_way -= 1;

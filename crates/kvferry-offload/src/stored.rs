@@ -2,7 +2,7 @@
 
 use crate::carry::Carrier;
 use kvferry_blocks::{Outcome, Tier, Transfer};
-use kvferry_store::{BlockMemory, Retain, Space, Store, StoreOptions};
+use kvferry_store::{BlockMemory, Retain, Space, Store};
 use std::sync::atomic::Ordering::Relaxed;
 
 type Hash = [u8; 16];
@@ -18,12 +18,8 @@ pub(crate) struct Stored {
 
 impl Stored {
     pub(crate) fn open(carrier: &Carrier, path: &str) -> Result<Self, String> {
-        let options = &carrier.options;
-        let mut how = StoreOptions::new(path, options.store_bytes);
-        if let Some(bytes) = options.segment_bytes {
-            how = how.segment_bytes(bytes);
-        }
-        let store = Store::open(&carrier.agent, &how).map_err(|error| error.to_string())?;
+        let options = carrier.options.store(path);
+        let store = Store::open(&carrier.agent, &options).map_err(|error| error.to_string())?;
         let mut stored = Self { store, resets: 0, spaces: Vec::new() };
         stored.name(carrier, 0);
         Ok(stored)

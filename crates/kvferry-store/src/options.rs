@@ -160,6 +160,14 @@ impl StoreOptions {
         Self { objects: Some(tier), ..self }
     }
 
+    /// Checks the sizes, without opening anything.
+    ///
+    /// # Errors
+    /// `InvalidArgument`: the capacity or the segments are too small or too large for a new store.
+    pub fn check(&self) -> Result<()> {
+        self.geometry(None).map(drop)
+    }
+
     /// Bytes of a store with segments of this length, at most.
     pub(crate) fn capacity_max(segment_bytes: u64) -> u64 {
         let segments = ((1 << 32) / (segment_bytes >> 12) - 1).min(MAX_SEGMENTS.into());
