@@ -50,7 +50,9 @@ from kvferry._errors import (
 )
 from kvferry._kvferry import (
     Agent,
+    Allocation,
     Batch,
+    BlockManager,
     Blocks,
     FileRegion,
     Files,
@@ -74,10 +76,12 @@ from kvferry._kvferry import (
 __all__ = [
     "AccessDeniedError",
     "Agent",
+    "Allocation",
     "AuthFailedError",
     "AuthRequiredError",
     "AuthUnsupportedError",
     "Batch",
+    "BlockManager",
     "Blocks",
     "BusyError",
     "CancelledError",

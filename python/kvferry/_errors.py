@@ -153,7 +153,7 @@ class TooLargeError(Error, ValueError):
 
 
 class BusyError(Error):
-    """A bounded queue is full, or the processes of a store do not answer."""
+    """A bounded queue is full, blocks are out or in use, or the processes of a store do not answer."""
 
     kind = "busy"
 

@@ -4,14 +4,28 @@ from collections.abc import Generator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import GenericAlias, TracebackType
-from typing import Any, Final, Generic, Literal, Protocol, SupportsIndex, TypeAlias, TypeVar, final, overload
+from typing import (
+    Any,
+    Final,
+    Generic,
+    Literal,
+    Protocol,
+    SupportsIndex,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    final,
+    overload,
+)
 
 from typing_extensions import Buffer
 
 __all__ = [
     "READS_INTS_DIRECTLY",
     "Agent",
+    "Allocation",
     "Batch",
+    "BlockManager",
     "Blocks",
     "Exchange",
     "FileRegion",
@@ -404,6 +418,119 @@ class RetentionConfig:
     def warning(self) -> str | None: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
+
+@final
+class Allocation:
+    """The blocks of a new sequence."""
+
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def reused_tokens(self) -> int: ...
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def warning(self) -> str | None: ...
+
+class _Created(TypedDict):
+    kind: Literal["created"]
+    id: int
+    group: int
+    primary_blocks: int
+    secondary_blocks: int
+
+class _Stored(TypedDict):
+    kind: Literal["stored"]
+    id: int
+    group: int
+    key: bytes
+    parent: bytes | None
+    tokens: int
+    priority: int
+
+class _Removed(TypedDict):
+    kind: Literal["removed"]
+    id: int
+    group: int
+    key: bytes
+
+_Tier: TypeAlias = Literal["primary", "secondary"]
+
+class _Updated(TypedDict):
+    kind: Literal["updated"]
+    id: int
+    group: int
+    key: bytes
+    tier: tuple[_Tier, _Tier] | None
+    priority: tuple[int, int] | None
+
+_Event: TypeAlias = _Created | _Stored | _Removed | _Updated
+# Regions of which each is cut into as many equal parts as there are primary blocks, primary blocks, secondary blocks.
+_Group: TypeAlias = tuple[Sequence[Region], int, int]
+
+@final
+class BlockManager:
+    """Decides which blocks of KV a sequence gets, which are reused, offloaded, onboarded and evicted, and makes the copies,
+    on threads of its own. It does what TensorRT-LLM's KV cache manager does.
+
+    `groups`: for each group of layers its regions, primary blocks and secondary blocks. Primary blocks are the engine's
+    pages: each region is cut into as many equal parts as there are, and page n is the n-th part of all of them. Regions
+    are host memory, of one agent, which is shut down after the manager is closed. Secondary blocks are in host memory,
+    which is taken when it is first used; or, as a request's `RetentionConfig` says, in a directory, as files or in a block
+    store of `store_bytes` at most. A sequence has as many blocks in each group, of `tokens_per_block` tokens, and reuses
+    the prefix that all groups have.
+
+    `secondary_offload_min_priority`: blocks of a lower priority are removed instead of offloaded. `partial_reuse`: the first
+    tokens of a block are reused, too, by a copy (`copy_on_partial_reuse`) where it is in use or others follow it.
+    `events`: that are kept until `poll_events` takes them.
+
+    A key is 16 bytes: the chained hash of a block's tokens, of all tokens before them and of what else the KV depends on.
+
+    An engine calls `allocate` for a prompt, skips the first `reused_tokens`, calls `store` when blocks are computed,
+    `append` for more tokens, and `free`. It leaves the pages of a sequence alone until that `is_ready`; then it reads
+    `reused_tokens` anew and, if the sequence has fewer `blocks` than it needs, calls `append` for their tokens: a copy that
+    fails costs hits. BusyError is no failure: the engine tries again when a sequence or a copy has ended (`wait`).
+
+    Any thread may call it. A wrong argument raises InvalidArgumentError; a manager that was closed, ShutdownError.
+    """
+
+    def __new__(
+        cls,
+        groups: Sequence[_Group],
+        *,
+        tokens_per_block: int,
+        secondary_offload_min_priority: int = 30,
+        partial_reuse: bool = True,
+        copy_on_partial_reuse: bool = True,
+        events: int = 1024,
+        store_bytes: int = 10737418240,
+    ) -> BlockManager: ...
+    def allocate(
+        self,
+        prompt_tokens: int,
+        keys: Sequence[bytes],
+        *,
+        tokens: _Sequence | None = None,
+        salt: int = 0,
+        retention: RetentionConfig | None = None,
+    ) -> Allocation: ...
+    def append(self, sequence: int, tokens: int = 1) -> int: ...
+    def store(self, sequence: int, keys: Sequence[bytes], *, tokens: _Sequence | None = None) -> int: ...
+    def free(self, sequence: int, keys: Sequence[bytes] = (), *, tokens: _Sequence | None = None) -> None: ...
+    def pin(self, sequence: int) -> int: ...
+    def unpin(self, pin: int) -> None: ...
+    def reset(self) -> None: ...
+    def blocks(self, sequence: int, group: int = 0) -> list[int]: ...
+    def is_ready(self, sequence: int) -> bool: ...
+    def reused_tokens(self, sequence: int) -> int: ...
+    def find_prefix(self, keys: Sequence[bytes]) -> tuple[int, int]: ...
+    def usage(self, group: int = 0) -> dict[str, int]: ...
+    def wait(self, timeout: float | None = None) -> bool: ...
+    def poll_events(self) -> list[_Event]: ...
+    def stats(self) -> dict[str, int]: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> BlockManager: ...
+    def __exit__(self, *_exception: type[BaseException] | BaseException | TracebackType | None) -> None: ...
 
 _T_co = TypeVar("_T_co", covariant=True)
 # A range of a region: offset and length in bytes.

@@ -35,7 +35,6 @@ impl Failure {
         match self {
             Self::Core(error) => exception(py, &error),
             Self::Store(error) => store_exception(py, &error),
-            Self::Interrupted if blocking::thread_must_end() => PySystemExit::new_err(()),
             Self::Interrupted => new(py, ErrorKind::Interrupted, "the call was interrupted"),
             Self::Thread(error) => new(
                 py,
@@ -72,7 +71,6 @@ pub(crate) fn store_exception(py: Python<'_>, error: &kvferry_store::Error) -> P
     use kvferry_store::Error;
     let kind = match error {
         Error::Agent(error) => return exception(py, error),
-        _ if blocking::thread_must_end() => return PySystemExit::new_err(()),
         Error::InvalidArgument(_) => ErrorKind::InvalidArgument,
         Error::Directory { .. }
         | Error::Format { .. }
@@ -85,8 +83,11 @@ pub(crate) fn store_exception(py: Python<'_>, error: &kvferry_store::Error) -> P
     new(py, kind, &error.to_string())
 }
 
-/// An exception with no error of the core behind it.
+/// An exception with no error of the core behind it; `SystemExit` as for [`exception`].
 pub(crate) fn new(py: Python<'_>, kind: ErrorKind, what: &str) -> PyErr {
+    if blocking::thread_must_end() {
+        return PySystemExit::new_err(());
+    }
     class(py, kind)
         .and_then(|class| class.call1((what,)))
         .map_or_else(|unable| unable, PyErr::from_value)

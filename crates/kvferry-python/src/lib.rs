@@ -23,7 +23,7 @@
 //! | `store_blocks` | `Blocks`, and reading hashes and the memory of blocks |
 //! | `store_pending` | `Pending`, `Put` |
 //! | `store_watch` | `Watch` |
-//! | `retention` | `RetentionConfig` |
+//! | `block_manager`, `retention` | `BlockManager`, `Allocation`, `RetentionConfig` |
 //! | `notification` | `Notification` |
 //! | `connector` | `SchedulerHalf`, `WorkerHalf`, `Exchange`: what engines' connectors are made of |
 //! | `mooncake` | `MooncakeEngine`, which `kvferry.mooncake` is made of |
@@ -31,6 +31,7 @@
 
 mod agent;
 mod batch;
+mod block_manager;
 mod blocking;
 mod connector;
 mod error;
@@ -62,6 +63,8 @@ pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("READS_INTS_DIRECTLY", connector::ints::are_read_directly(module.py()))?;
     module.add_class::<agent::Agent>()?;
     module.add_class::<batch::Batch>()?;
+    module.add_class::<block_manager::Allocation>()?;
+    module.add_class::<block_manager::BlockManager>()?;
     module.add_class::<files::FileRegion>()?;
     module.add_class::<files::Files>()?;
     module.add_class::<memory::Region>()?;

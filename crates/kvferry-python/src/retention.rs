@@ -30,7 +30,7 @@ impl FromPyObject<'_, '_> for Given {
 
 /// What a request wishes for its blocks.
 #[pyclass(frozen, module = "kvferry")]
-pub(crate) struct RetentionConfig(Config);
+pub(crate) struct RetentionConfig(pub(crate) Config);
 
 fn refused(py: Python<'_>, why: &RetentionError) -> PyErr {
     error::invalid(py, &why.to_string())

@@ -108,8 +108,9 @@ fn int(at: usize, item: &Bound<'_, PyAny>) -> PyResult<Int> {
     })
 }
 
-/// The numbers of blocks of a group.
-pub(super) struct Ids(Vec<u32>);
+/// The numbers of blocks of a group, or the tokens of a prompt.
+#[derive(Default)]
+pub(crate) struct Ids(pub(crate) Vec<u32>);
 
 impl Ids {
     /// The numbers per group.
