@@ -34,7 +34,7 @@ use crate::rank::{Event, Rank, RankError, RankObserver, ReadPart};
 use crate::rank_metadata::RankMetadata;
 use crate::sync::wait_while;
 use events::Job;
-use kvferry::{Agent, Region};
+use kvferry::{Agent, ErrorKind, Region};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{Failure, OwnEngine, Pairing};
 use kvferry_proto::handoff::HandoffId;
@@ -313,8 +313,10 @@ impl Worker {
         if !inner.rank().close() {
             return;
         }
+        // An agent that was shut down has taken all memory back, and has said what it could not.
+        let is_gone = |kind| matches!(kind, ErrorKind::NotRegistered | ErrorKind::Shutdown);
         if let Err(error) = inner.rank().unregister(&inner.memory.regions())
-            && error.kind() != kvferry::ErrorKind::NotRegistered
+            && !is_gone(error.kind())
         {
             tracing::error!(%error, "KV memory can't be taken away from a peer");
         }
