@@ -76,12 +76,15 @@ class Engine:
     def compute(self, sequence: Sequence) -> bool:
         """Computes all tokens of a sequence that are not computed, if it has blocks for them and these are ready."""
         manager, number = self.manager, sequence.number
+        if not manager.is_ready(number):
+            return False
+        # A copy that failed before has taken blocks away.
         sequence.room = min(sequence.room, len(manager.blocks(number)) * TOKENS)
         if sequence.room < len(sequence.tokens):
             manager.append(number, len(sequence.tokens) - sequence.room)
             sequence.room = len(sequence.tokens)
-        if not manager.is_ready(number):
-            return False
+            if not manager.is_ready(number):
+                return False
         if not sequence.is_begun:
             sequence.is_begun, sequence.computed = True, manager.reused_tokens(number)
             assert sequence.computed < len(sequence.tokens)
