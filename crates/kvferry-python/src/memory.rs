@@ -83,8 +83,9 @@ impl Region {
         self.region.is_registered()
     }
 
-    /// True if it was unregistered while a process of this host that may still write to it did not
-    /// answer. Its memory must not be used for anything else.
+    /// True if it was unregistered, and something may still touch its memory: a process of this host that
+    /// does not answer, a copy of a device or a file, or what the thread that unregisters it waits for. Its
+    /// memory must not be used for anything else.
     #[getter]
     fn is_quarantined(&self) -> bool {
         self.region.is_quarantined()
