@@ -680,8 +680,8 @@ fn publishers_that_work_are_asked_while_others_hang_and_those_that_recover_again
         let (before, requests) = (caller.handed.clone(), caller.requests);
         caller.runs(HOUR);
         let asked = (caller.requests - requests) / hangs.len();
-        for place in hanging..hangs.len() {
-            let handed = caller.handed[place] - before[place];
+        for (after, before) in caller.handed.iter().zip(&before).skip(hanging) {
+            let handed = after - before;
             assert!(handed >= asked, "{handed} of {asked} with {hanging}");
         }
         // All are asked again soon after they work, and the next pause is as short as the first.
