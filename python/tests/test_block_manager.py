@@ -425,6 +425,15 @@ def test_a_wrong_argument_is_an_error_that_names_it(
     assert kind is not ValueError or isinstance(raised.value, kvferry.InvalidArgumentError)
 
 
+@pytest.mark.parametrize("length", [2**42, 2**60])
+def test_no_memory_is_taken_for_what_an_argument_says_of_its_length(
+    length: int, engines: Callable[..., Engine]
+) -> None:
+    keys: Any = range(length)
+    with pytest.raises(TypeError, match="expected a sequence of keys"):
+        engines().manager.find_prefix(keys)
+
+
 def test_a_key_that_is_not_the_one_of_the_stored_block_is_refused(engines: Callable[..., Engine]) -> None:
     engine = engines()
     sequence = engine.begin(prompt(1, 2))

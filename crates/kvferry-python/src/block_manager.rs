@@ -7,7 +7,7 @@ use crate::agent::{Shared, seconds};
 use crate::blocking::{self, Stop, lock};
 use crate::connector::ints::Ids;
 use crate::error;
-use crate::memory::Region;
+use crate::memory::{Region, room};
 use crate::retention::RetentionConfig;
 use kvferry::ErrorKind;
 use kvferry_blocks::{
@@ -34,7 +34,7 @@ impl FromPyObject<'_, '_> for Keys {
     type Error = PyErr;
 
     fn extract(obj: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
-        let mut keys = Vec::with_capacity(obj.len()?);
+        let mut keys = Vec::with_capacity(room(obj.len()?));
         for item in obj.try_iter()? {
             let item = item?;
             let bytes = item

@@ -269,6 +269,12 @@ impl Span {
     }
 }
 
+/// How much room to make for the items of a Python object that says that it has so many: what it says need not be true, and a
+/// `range` may have more than there is memory for.
+pub(crate) fn room(items: usize) -> usize {
+    items.min(1 << 16)
+}
+
 pub(crate) fn parse_access(text: &str) -> PyResult<Access> {
     match text {
         "rw" | "wr" => Ok(Access::READ_WRITE),

@@ -3,7 +3,7 @@
 use crate::agent::Shared;
 use crate::batch::Column;
 use crate::error;
-use crate::memory::Region;
+use crate::memory::{Region, room};
 use kvferry::ErrorKind;
 use kvferry_store::BlockMemory;
 use pyo3::exceptions::PyTypeError;
@@ -40,7 +40,7 @@ impl FromPyObject<'_, '_> for Hashes {
     type Error = PyErr;
 
     fn extract(obj: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
-        let count = obj.len()?;
+        let count = room(obj.len()?);
         let mut hashes =
             Self { bytes: Vec::with_capacity(count * 32), ends: Vec::with_capacity(count) };
         match obj.cast::<PyList>() {
@@ -125,7 +125,7 @@ pub(crate) fn memory_of(
         must_be_same(py, &blocks.agent, agent)?;
         return Ok(Arc::clone(&blocks.memory));
     }
-    let mut memory = Vec::with_capacity(obj.len()?);
+    let mut memory = Vec::with_capacity(room(obj.len()?));
     for block in obj.try_iter()? {
         let block = block?;
         memory.push(match as_piece(&block) {

@@ -10,6 +10,7 @@
 //! `__index__` of an item that is no int can change the list or give up the lock. So no pointer into the list is kept over
 //! such a call: the list is looked at anew after it, as a `for` loop of Python does.
 
+use crate::memory::room;
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -123,7 +124,7 @@ impl<'py> FromPyObject<'_, 'py> for Ids {
     type Error = PyErr;
 
     fn extract(ids: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let mut read_ids = Vec::with_capacity(ids.len().unwrap_or_default());
+        let mut read_ids = Vec::with_capacity(room(ids.len().unwrap_or_default()));
         read(&ids, |ints| read_ids.extend(ints.iter().map(|&int| u32::from_le_bytes(int))))?;
         Ok(Self(read_ids))
     }
