@@ -279,6 +279,15 @@ def test_nothing_is_printed_without_kvferry_log() -> None:
     assert run_python(program, env={"KVFERRY_LOG": "info", "KVFERRY_SECRET": "hunter2"}).stderr.count("hunter2") == 0
 
 
+def test_a_stderr_that_nothing_reads_keeps_no_program_from_starting_whatever_kvferry_log_says() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stderr:
+        command = [sys.executable, "-c", "import kvferry"]
+        environment = clean_environment() | {"KVFERRY_LOG": "kvferry=oops,trace"}
+        assert subprocess.run(command, stderr=stderr, env=environment, timeout=60).returncode == 0
+
+
 WAKES = """
 def wakes():
     count = 0

@@ -19,8 +19,13 @@ pub(crate) fn start() {
 /// directives that it can't parse: logging must never keep a program from starting.
 #[pyfunction]
 pub(crate) fn log_to_stderr(filter: &str) {
+    let directives = QUIET.split(',').chain(filter.split(','));
+    // `EnvFilter`'s own way to ignore what it can't parse says so on stderr, and panics where nothing reads that.
+    let filter = directives
+        .filter_map(|it| it.trim().parse().ok())
+        .fold(EnvFilter::default(), EnvFilter::add_directive);
     let _ = tracing_subscriber::fmt()
-        .with_env_filter(EnvFilter::builder().parse_lossy(format!("{QUIET},{filter}")))
+        .with_env_filter(filter)
         .with_writer(std::io::stderr)
         // It would be reported on stderr, and panics where nothing reads that.
         .log_internal_errors(false)
