@@ -53,7 +53,8 @@ impl Load {
 ///
 /// A device that hangs holds the threads whose operations it does not answer. One more thread, the watcher, carries out
 /// none: it gives up tasks whose time has passed, and starts further threads where no task has begun for some time. There
-/// are twice as many then at most, as nothing more is given to such a device. Those too many end once they are idle.
+/// are twice as many then at most, as nothing more is given to such a device. A thread that has nothing to do ends while so
+/// many others have nothing to do as there usually are.
 pub(crate) struct TaskPool(Arc<Shared>);
 
 /// A thread of a pool.
