@@ -294,16 +294,12 @@ fn i6_a_fetch_takes_no_longer_than_its_time_and_its_engine_is_not_asked_for_a_wh
 }
 
 #[test]
-fn an_engine_is_paused_only_for_what_it_cost_itself() {
+fn an_engine_that_fails_after_most_of_the_time_is_paused() {
     let _bounded = bounded();
-    let (hung, other) = (Forger::new(), Forger::new());
-    let follows = [hung.control.advertised(), other.control.advertised()];
-    let decode = Engine::new("a", false, &follows);
-    // The newest is fetched first.
-    for (forger, heard) in [(&other, 1), (&hung, 2)] {
-        forger.offer(1);
-        decode.hears(heard);
-    }
+    let hung = Forger::new();
+    let decode = Engine::new("a", false, &[hung.control.advertised()]);
+    hung.offer(1);
+    decode.hears(1);
     let (time, pause) = (Duration::from_secs(1), DirectoryLimits::default().pause.0);
     let missed = std::thread::scope(|scope| {
         let fetch = || decode.exchange.fetch(&prompt(1, 2), 0, time, &|| false).1;
@@ -321,19 +317,7 @@ fn an_engine_is_paused_only_for_what_it_cost_itself() {
         }
         it => assert!(matches!(it, Missed::TimedOut { pause: it, .. } if *it == pause), "{it:?}"),
     }
-    assert!(missed[1..].iter().all(|it| matches!(it, Missed::Failed(_))), "{missed:?}");
-    other.offer(2);
-    decode.hears(1);
-    // Its first pause is yet to come.
-    let mut missed = Vec::new();
-    eventually("the other one is asked", || {
-        let fetched = decode.exchange.fetch(&prompt(2, 2), 0, Duration::from_millis(50), &|| false);
-        missed = fetched.1;
-        !missed.is_empty()
-    });
-    let address = other.control.advertised().to_owned();
-    assert_eq!(missed, [Missed::TimedOut { address, pause }]);
-    drop((hung.rank, other.rank));
+    drop(hung.rank);
 }
 
 #[test]
