@@ -249,18 +249,18 @@ impl Peer {
         if batch.is_empty() && options.notify.is_none() {
             return Ok(TransferStats { bytes: 0, descriptors: 0, streams: 0, transport: None });
         }
-        if batch.local.has_edges() {
-            let Transfer(job) = self.asynchronous(op, batch, options);
-            return drive::outcome(&job, options.interrupt);
-        }
         // The fast path: a live session whose transport copies directly needs no job and no lane.
-        if let Some(link) = self.state.live()
+        if !batch.local.has_edges()
+            && let Some(link) = self.state.live()
             && self.check(&link, batch, options.notify.as_ref()).is_ok()
             && let Some(outcome) = link.run_direct(op, batch, options, self.limit(options.timeout))
         {
             return outcome;
         }
         let job = self.job(op, batch, options);
+        if !edges::have_happened(&job, options.interrupt) {
+            return drive::outcome(&job, options.interrupt);
+        }
         let link = match self.link_for(&job, options.interrupt) {
             Ok(link) => link,
             Err(e) => {

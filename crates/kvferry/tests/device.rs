@@ -8,6 +8,7 @@ use kvferry_sys::map::Mapping;
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::slow::SlowMemory;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -226,6 +227,31 @@ fn a_transfer_that_waits_for_its_edge_keeps_nothing_from_its_owner() {
                 ours.comes_to_rest();
             }
         }
+    }
+}
+
+#[test]
+fn i6_a_call_whose_edges_have_happened_ends_in_time_while_it_connects() {
+    let _bound = Watchdog::new(PATIENCE);
+    let near = Agent::builder().silence(PATIENCE).start().expect("an agent starts");
+    // It accepts connections and never says a word.
+    let mute = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+    let far = agent(TransportKind::TCP);
+    let ours = TestDevice::new(4096, 1);
+    let to = far.allocate(4096, Access::READ_WRITE).expect("memory");
+    let mut batch = scattered(&ours.register(&near), &to, 8);
+    let at = mute.local_addr().expect("an address").to_string();
+    let peer = near.peer(&at).expect("an address");
+    for interrupts in [false, true] {
+        let (edge, after) = SlowMemory::edge();
+        batch.set_after(after);
+        edge.happen();
+        let stop = || true;
+        let interrupt = interrupts.then_some(&stop as &(dyn Fn() -> bool + Sync));
+        let timeout = if interrupts { PATIENCE } else { Duration::from_millis(200) };
+        let options = Options { timeout: Some(timeout), interrupt, ..Options::default() };
+        let wanted = if interrupts { ErrorKind::Interrupted } else { ErrorKind::Deadline };
+        assert_eq!(peer.write(&batch, &options).expect_err("nobody answers").kind(), wanted);
     }
 }
 

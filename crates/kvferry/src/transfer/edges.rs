@@ -8,8 +8,9 @@ use crate::memory::device::Wait;
 use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::sync::{Arc, lock};
 use crate::transfer::job::Job;
-use crate::transfer::slot::deadline_passed;
+use crate::transfer::slot::{INTERRUPT_EVERY, Interrupt, deadline_passed, interrupted, says_stop};
 use kvferry_sys::poll::Interest;
+use std::sync::mpsc::{self, RecvTimeoutError};
 
 /// Calls `then` once all edges of the job's batch have happened; at once if there are none. If the job is stopped
 /// before that, or an edge fails, ends it instead.
@@ -22,6 +23,27 @@ pub(crate) fn when_happened(job: &Arc<Job>, then: impl FnOnce() + Send + 'static
     job.add_handler(&io, token);
     let waits = job.batch.local.wait_for_edges(&io.waker(token));
     io.add(token, Box::new(Waiting { job: Arc::clone(job), waits, then: Some(then) }));
+}
+
+/// Waits until all edges of the job's batch have happened. False if the job ends instead.
+pub(crate) fn have_happened(job: &Arc<Job>, interrupt: Interrupt<'_>) -> bool {
+    if !job.batch.local.has_edges() {
+        return true;
+    }
+    let (happened, waits) = mpsc::channel();
+    when_happened(job, move || {
+        let _ = happened.send(());
+    });
+    loop {
+        match waits.recv_timeout(INTERRUPT_EVERY) {
+            Ok(()) => return true,
+            Err(RecvTimeoutError::Disconnected) => return false,
+            Err(RecvTimeoutError::Timeout) if interrupt.is_some_and(says_stop) => {
+                job.stop(interrupted());
+            }
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+    }
 }
 
 struct Waiting<F> {
