@@ -26,7 +26,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-wheel test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-scheduler bench-vllm bench-offload bench-sglang \
+.PHONY: help build command command-dist wheel wheel-published wheel-dist wheel-measured demo test test-build test-wheel test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-scheduler bench-vllm bench-offload bench-sglang \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan test-sanitizers lint lint-rust lint-format lint-clippy lint-deny lint-python \
     doc clean
 
@@ -92,17 +92,19 @@ ZIG_LINKS = KVFERRY_LINKER=zig PATH='$(abspath $(BIN))':"$$PATH" CC='$(abspath c
     CARGO_TARGET_$(shell rustc -vV | sed -n 's/^host: //p' | tr 'a-z-' 'A-Z_')_LINKER='$(abspath crates/kvferry-capi/zig-cc)'
 
 # Zig links against glibc 2.17; auditwheel confirms it. target/wheels keeps the wheel for this machine.
-wheel-dist: $(VENV)/.dist-tools ## Build the wheel to publish, for manylinux_2_17: target/dist
+wheel-published: $(VENV)/.dist-tools
 	@rm -f target/dist/kvferry-*.whl
 	$(call clibs,dist,$(ZIG_LINKS))
 	$(call part,building the wheel to publish,PATH='$(abspath $(BIN))':"$$PATH" $(BIN)/maturin build --profile dist --zig \
 	    --compatibility manylinux_2_17 --quiet --interpreter $(BIN)/python --out target/dist)
 	@$(BIN)/auditwheel show target/dist/kvferry-*.whl | tee /dev/stderr | grep '^"manylinux_2_17' >/dev/null
+
+wheel-dist: wheel-published ## Build the wheel to publish, for manylinux_2_17: target/dist
 	@test "$$(stat -c %s target/dist/kvferry-*.whl)" -le $(WHEEL_BYTES_MAX) || \
 	    { echo 'the wheel exceeds $(WHEEL_BYTES_MAX) bytes'; exit 1; }
 
 # What is measured is what is published.
-wheel-measured: wheel-dist
+wheel-measured: wheel-published
 	@$(BIN)/pip install --quiet --force-reinstall --no-deps target/dist/kvferry-*.whl
 
 ifdef VLLM
