@@ -427,6 +427,19 @@ fn a_peer_that_does_not_read_holds_no_stage_that_another_transfer_waits_for() {
     [&ours, &held].into_iter().for_each(TestDevice::comes_to_rest);
 }
 
+/// Writes `count` parts of `part` bytes by as many transfers, all of them under way together.
+fn write_all_at_once(peer: &Peer, from: &Region, to: &Region, count: usize, part: usize) {
+    let running: Vec<_> = (0..count)
+        .map(|i| {
+            let mut batch = Batch::new();
+            let (at, len) = ((i * part) as u64, part as u64);
+            batch.push(from, at, &to.remote(), at, len).expect("inside");
+            peer.write_async(&batch, &options())
+        })
+        .collect();
+    running.iter().for_each(|transfer| ended(transfer).expect("written"));
+}
+
 #[test]
 fn more_transfers_than_a_device_has_stages_all_end_and_give_them_back() {
     let _bound = Watchdog::new(PATIENCE);
@@ -437,15 +450,7 @@ fn more_transfers_than_a_device_has_stages_all_end_and_give_them_back() {
     let (ours, theirs) = (TestDevice::new(count * part, 1), TestDevice::new(count * part, 2));
     assert!(ours.slow.stages().stages() < count);
     let (from, to) = (ours.register(&near), theirs.register(&far));
-    let running: Vec<_> = (0..count)
-        .map(|i| {
-            let mut batch = Batch::new();
-            let (at, len) = ((i * part) as u64, part as u64);
-            batch.push(&from, at, &to.remote(), at, len).expect("inside");
-            peer.write_async(&batch, &options())
-        })
-        .collect();
-    running.iter().for_each(|transfer| ended(transfer).expect("written"));
+    write_all_at_once(&peer, &from, &to, count, part);
     assert!(ours.bytes(0, count * part) == theirs.bytes(0, count * part));
     [&ours, &theirs].into_iter().for_each(TestDevice::comes_to_rest);
 }
@@ -464,15 +469,7 @@ fn both_ends_of_transfers_can_use_the_stages_of_one_device() {
         let from = near.register_device(device.slow.part(0, half), Access::NONE).expect("a region");
         let to = device.slow.part(half, half);
         let to = far.register_device(to, Access::READ_WRITE).expect("a region");
-        let running: Vec<_> = (0..count)
-            .map(|i| {
-                let mut batch = Batch::new();
-                let (at, len) = ((i * part) as u64, part as u64);
-                batch.push(&from, at, &to.remote(), at, len).expect("inside");
-                peer.write_async(&batch, &options())
-            })
-            .collect();
-        running.iter().for_each(|transfer| ended(transfer).expect("written"));
+        write_all_at_once(&peer, &from, &to, count, part);
         assert!(device.bytes(0, half) == device.bytes(half, half), "{kind}");
         device.comes_to_rest();
     }
