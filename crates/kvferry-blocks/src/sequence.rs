@@ -6,7 +6,7 @@ use crate::retention::{FilePlace, Retention, RetentionConfig};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SequenceId(pub(crate) u64);
 
-/// For languages without such types.
+/// The number serves languages that lack such types.
 impl From<SequenceId> for u64 {
     fn from(id: SequenceId) -> Self {
         id.0

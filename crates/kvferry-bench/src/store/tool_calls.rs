@@ -34,7 +34,7 @@ const FURTHER_TURN: f64 = 0.6;
 const SEED: u64 = 20_250_221;
 
 struct Tool {
-    /// Of the arrivals.
+    /// Percentage of the arrivals that call this tool.
     percent: u32,
     /// Blocks that all calls begin with.
     shared: u64,

@@ -21,7 +21,7 @@ use crate::tree::{Place, Tree};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PinId(u64);
 
-/// For languages without such types.
+/// The number serves languages that lack such types.
 impl From<PinId> for u64 {
     fn from(id: PinId) -> Self {
         id.0

@@ -815,7 +815,7 @@ mod tests {
         assert_eq!(user.0.load(Ordering::SeqCst), 2);
     }
 
-    /// Counts the regions that it is told of.
+    /// Counts calls of `registered`.
     #[derive(Debug, Default)]
     struct Counting(AtomicUsize);
 
