@@ -123,17 +123,30 @@ class Tier(Store):
             keys = [self._key(number) for number in call.blocks]
             jobs.append(self._job(next(self._jobs), keys, rows, is_promotion, self._request(call.prompt)))
             row += len(keys)
+        results: list[Any] = []
         with spent.timed():
             for job in jobs:
                 submit(job)
                 if order == "in turn":
-                    self._tier.drain_jobs()
-            self._tier.drain_jobs()
-        results = list(self._tier.get_finished_jobs())
+                    self._wait(results, len(results) + 1)
+            self._wait(results, len(jobs))
         for job in jobs:
             self._tier.on_request_finished(job.req_context)
         if len(results) != len(jobs) or not all(result.success for result in results):
             raise PeerError("a job failed")
+
+    def _wait(self, results: list[Any], count: int) -> None:
+        """Until so many jobs have ended. An engine would ask in each of its steps; it drains a tier only where it
+        resets its cache.
+        """
+        give_up = time.monotonic() + PATIENCE_S
+        while True:
+            results += self._tier.get_finished_jobs()
+            if len(results) >= count:
+                return
+            if time.monotonic() > give_up:
+                raise PeerError("a job never ended")
+            time.sleep(20e-6)
 
     def _key(self, number: int) -> Any:
         return self._base.make_offload_key(digest(number), 0)
@@ -190,6 +203,8 @@ class KvferryTier(Tier):
         settings = {
             "type": "KVFerryTier",
             "module_path": "kvferry.vllm",
+            # The bench has no engine whose configuration names the weights.
+            "model": "bench",
             "disk": str(self.folder / "kv"),
             "disk_gib": self.bound_bytes / (1 << 30),
             "segment_mib": segment_bytes(self.bound_bytes, self.block_bytes) >> 20,
