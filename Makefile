@@ -96,7 +96,7 @@ wheel-published: $(VENV)/.dist-tools
 	@rm -f target/dist/kvferry-*.whl
 	$(call clibs,dist,$(ZIG_LINKS))
 	$(call part,building the wheel to publish,PATH='$(abspath $(BIN))':"$$PATH" $(BIN)/maturin build --profile dist --zig \
-	    --compatibility manylinux_2_17 --quiet --interpreter $(BIN)/python --out target/dist)
+	    --compatibility manylinux_2_17 --compression-level 9 --quiet --interpreter $(BIN)/python --out target/dist)
 	@$(BIN)/auditwheel show target/dist/kvferry-*.whl | tee /dev/stderr | grep '^"manylinux_2_17' >/dev/null
 
 wheel-dist: wheel-published ## Build the wheel to publish, for manylinux_2_17: target/dist
