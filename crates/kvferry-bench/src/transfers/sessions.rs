@@ -168,7 +168,7 @@ impl<'a> Sessions<'a> {
     }
 }
 
-fn resident_bytes() -> io::Result<u64> {
+pub(super) fn resident_bytes() -> io::Result<u64> {
     let text = fs::read_to_string("/proc/self/statm")?;
     let pages = text.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok());
     Ok(pages.ok_or(io::ErrorKind::InvalidData)? * rustix::param::page_size() as u64)
