@@ -5,11 +5,12 @@
 //! child replaces each by a placeholder. The number stays taken, so that a later drop in the child
 //! closes the placeholder and not an unrelated file.
 
+use crate::sync::{Mutex, MutexGuard};
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 static OPEN: Mutex<BTreeSet<RawFd>> = Mutex::new(BTreeSet::new());
 static FORKS: AtomicU32 = AtomicU32::new(0);
@@ -23,18 +24,14 @@ thread_local! {
         const { std::cell::Cell::new(None) };
 }
 
-fn open() -> MutexGuard<'static, BTreeSet<RawFd>> {
-    OPEN.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Keeps every tracked descriptor from being closed until dropped.
 #[cfg(test)]
 pub(crate) fn hold_closing() -> MutexGuard<'static, BTreeSet<RawFd>> {
-    open()
+    OPEN.lock()
 }
 
 extern "C" fn before_fork() {
-    let guard = open();
+    let guard = OPEN.lock();
     DURING_FORK.set(Some(guard));
 }
 
@@ -104,13 +101,13 @@ pub struct Fd(Option<OwnedFd>);
 impl Fd {
     /// Takes ownership of `fd`.
     pub fn new(fd: OwnedFd) -> Self {
-        open().insert(fd.as_raw_fd());
+        OPEN.lock().insert(fd.as_raw_fd());
         Self(Some(fd))
     }
 
     /// Number of tracked descriptors that are open in this process. For leak tests.
     pub fn count() -> usize {
-        open().len()
+        OPEN.lock().len()
     }
 }
 
@@ -126,7 +123,7 @@ pub struct Tracked<T: AsRawFd> {
 impl<T: AsRawFd> Tracked<T> {
     /// Takes the owner of a descriptor, which stays the same.
     pub fn new(owner: T) -> Self {
-        open().insert(owner.as_raw_fd());
+        OPEN.lock().insert(owner.as_raw_fd());
         Self { owner, forks: forks() }
     }
 
@@ -159,7 +156,7 @@ impl<T: AsRawFd + AsFd> AsFd for Tracked<T> {
 impl<T: AsRawFd> Drop for Tracked<T> {
     /// Stops tracking the descriptor. The owner is dropped after that, which closes it.
     fn drop(&mut self) {
-        open().remove(&self.owner.as_raw_fd());
+        OPEN.lock().remove(&self.owner.as_raw_fd());
     }
 }
 
@@ -177,7 +174,7 @@ impl AsRawFd for Fd {
 
 impl Drop for Fd {
     fn drop(&mut self) {
-        let mut open = open();
+        let mut open = OPEN.lock();
         if let Some(fd) = self.0.take() {
             open.remove(&fd.as_raw_fd());
             // Closed while the lock is held: a fork in between must not see a number that is free

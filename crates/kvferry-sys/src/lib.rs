@@ -1,4 +1,4 @@
-//! kvferry's system layer: all foreign calls, behind safe functions.
+//! kvferry's system layer: all foreign calls, behind safe functions, and the locks of all crates.
 //!
 //! Nothing here depends on what the bytes mean. The crate is published only because `kvferry` needs
 //! it; its interface changes without notice.
@@ -26,6 +26,7 @@ pub mod random;
 pub mod shared;
 pub mod socket;
 pub mod span;
+pub mod sync;
 pub mod thread;
 pub mod unix;
 mod unmap;

@@ -8,11 +8,11 @@
 //! device, as every user may bind its own to the loopback device, is found only if the question names that interface.
 
 use crate::fd::Fd;
+use crate::sync::Mutex;
 use crate::unix::Credentials;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::sync::{Mutex, PoisonError};
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 const HEADER: usize = 16;
@@ -94,7 +94,7 @@ impl Owners {
     }
 
     fn lookup(&self, from: SocketAddr, to: SocketAddr) -> io::Result<Found> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).ask(from, to)
+        self.0.lock().ask(from, to)
     }
 }
 

@@ -8,16 +8,13 @@
 
 use crate::fd::Tracked;
 use crate::span::HostSpan;
+use crate::sync::Mutex;
 use io_uring::IoUring;
 use std::fmt;
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
+use std::sync::{Arc, Weak};
 
 /// The registrations of one range of memory, or of one file.
 pub struct Pins {
@@ -41,24 +38,24 @@ impl Pins {
 
     /// Takes all registrations back and refuses later ones. No operation may use the memory any more.
     pub fn close(&self) {
-        let registrations = lock(&self.registrations).take();
+        let registrations = self.registrations.lock().take();
         drop(registrations);
     }
 
     /// Whether later registrations are refused. For tests.
     pub fn is_closed(&self) -> bool {
-        lock(&self.registrations).is_none()
+        self.registrations.lock().is_none()
     }
 
     /// Number of rings that have a registration. For tests.
     pub fn count(&self) -> usize {
         let is_alive = |registration: &&Registration| registration.ring.strong_count() > 0;
-        lock(&self.registrations).iter().flatten().filter(is_alive).count()
+        self.registrations.lock().iter().flatten().filter(is_alive).count()
     }
 
     /// False if closed: the registration is taken back.
     fn add(&self, registration: Registration) -> bool {
-        let mut registrations = lock(&self.registrations);
+        let mut registrations = self.registrations.lock();
         let Some(registrations) = &mut *registrations else { return false };
         if registrations.len() == registrations.capacity() {
             registrations.retain(|registration| registration.ring.strong_count() > 0);
@@ -108,7 +105,7 @@ impl Drop for Registration {
         };
         // In a forked child the ring is the parent's and can't be reached.
         if emptied.is_ok() {
-            lock(tables.free(self.kind)).push(self.place);
+            tables.free(self.kind).lock().push(self.place);
         }
     }
 }
@@ -178,9 +175,9 @@ impl Tables {
         pins: &Pins,
         update: impl FnOnce(u32) -> io::Result<()>,
     ) -> io::Result<Option<u32>> {
-        let Some(place) = lock(self.free(kind)).pop() else { return Ok(None) };
+        let Some(place) = self.free(kind).lock().pop() else { return Ok(None) };
         if let Err(e) = update(place) {
-            lock(self.free(kind)).push(place);
+            self.free(kind).lock().push(place);
             return Err(e);
         }
         let registration = Registration { ring: Arc::downgrade(self), kind, place };

@@ -5,9 +5,9 @@
 //! do it. [`later`] hands an address range to a thread that is started when there is one, and ends when
 //! there are no more.
 
+use crate::sync::{Condvar, Mutex};
 use crate::{fd, thread};
 use std::collections::VecDeque;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Bytes below which a range is unmapped at once: a millisecond's work.
 pub(crate) const LATER_MIN: usize = 4 << 20;
@@ -31,10 +31,6 @@ struct Queue {
 static QUEUE: Mutex<Queue> = Mutex::new(Queue { waiting: VecDeque::new(), running: false });
 static EMPTIED: Condvar = Condvar::new();
 
-fn queue() -> MutexGuard<'static, Queue> {
-    QUEUE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Unmaps the range: soon, on another thread, or now if it is small.
 ///
 /// # Safety
@@ -46,7 +42,7 @@ pub(crate) unsafe fn later(at: *mut u8, len: usize) {
     if len < LATER_MIN || fd::forks() > 0 {
         return unmap(&range);
     }
-    let mut queue = queue();
+    let mut queue = QUEUE.lock();
     queue.waiting.push_back(range);
     if queue.running {
         return;
@@ -65,20 +61,20 @@ pub(crate) fn settle() {
     if fd::forks() > 0 {
         return;
     }
-    let mut queue = queue();
+    let mut queue = QUEUE.lock();
     while queue.running {
-        queue = EMPTIED.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        queue = EMPTIED.wait(queue, None);
     }
 }
 
 fn work() {
-    let mut queue = queue();
+    let mut queue = QUEUE.lock();
     while let Some(range) = queue.waiting.pop_front() {
         drop(queue);
         #[cfg(test)]
         drop(tests::HOLD.lock());
         unmap(&range);
-        queue = self::queue();
+        queue = QUEUE.lock();
     }
     queue.running = false;
     EMPTIED.notify_all();
@@ -108,7 +104,7 @@ mod tests {
 
     #[test]
     fn dropping_a_large_mapping_leaves_the_unmapping_to_another_thread() {
-        let held = HOLD.lock().expect("no panic");
+        let held = HOLD.lock();
         let ours = Shared::create("kvferry-test", LATER_MIN).expect("memory");
         let small = Shared::create("kvferry-test", 4096).expect("memory");
         let (at, at_small) = (ours.as_ptr() as usize, small.as_ptr() as usize);
