@@ -5,15 +5,14 @@ use crate::index::{Entry, Member, MemberId, Segment, SegmentState};
 use crate::key::Key;
 use crate::log::{self, Appender, Superblock};
 use crate::stats::Counters;
-use crate::sync::lock;
 use crate::threads::task_pool::LOOK_EVERY;
 use crate::tiers::disk::gate::is_hang;
 use crate::tiers::disk::{Directories, is_of_device};
+use kvferry_sys::sync::{Mutex, RwLock};
 use rustc_hash::FxHashSet;
 use std::fmt::Display;
 use std::io::{self, ErrorKind};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError, RwLock};
 
 /// Free segments: for each process, and of all segments at most. Two at least, because writers leave one to
 /// the keeper.
@@ -71,14 +70,14 @@ impl Core {
 
     /// A member has connected to this process.
     pub(crate) fn connected(&self, member: MemberId) {
-        let mut connections = lock(&self.connections);
+        let mut connections = self.connections.lock();
         connections.open.insert(member);
         connections.closed.remove(&member);
     }
 
     /// The connection of a member has ended: if its process was killed, the last of its threads has closed it.
     pub(crate) fn hung_up(&self, member: MemberId) {
-        let mut connections = lock(&self.connections);
+        let mut connections = self.connections.lock();
         connections.open.remove(&member);
         let joined: FxHashSet<_> = self.member.members().collect();
         connections.closed.retain(|it| joined.contains(it));
@@ -88,7 +87,7 @@ impl Core {
     /// Whether no thread of a member that has died can write any more. Its mark is that of one thread; another one
     /// may be waiting for a device.
     pub(crate) fn has_ended(&self, dead: MemberId) -> bool {
-        let connections = lock(&self.connections);
+        let connections = self.connections.lock();
         let is_open = connections.open.contains(&dead);
         connections.closed.contains(&dead) || !is_open && !self.member.has_threads(dead)
     }
@@ -213,34 +212,34 @@ impl Core {
         if !is_mine && !self.member.set_segment(segment, from, mine) {
             return false;
         }
-        lock(&self.late).push((segment, if is_mine { from } else { mine }, to));
+        self.late.lock().push((segment, if is_mine { from } else { mine }, to));
         true
     }
 
     /// Does what waits for operations that were given up.
     pub(crate) fn settle_late(&self) {
-        let late = std::mem::take(&mut *lock(&self.late));
+        let late = std::mem::take(&mut *self.late.lock());
         let (held, ended): (Vec<_>, Vec<_>) =
             late.into_iter().partition(|(segment, ..)| self.disk.is_held(*segment));
         for (segment, from, to) in ended {
             self.member.set_segment(segment, from, to);
         }
-        lock(&self.late).extend(held);
+        self.late.lock().extend(held);
     }
 
     /// True while given-up operations or unsealed segments wait for a device.
     pub(crate) fn awaits_device(&self) -> bool {
-        !lock(&self.late).is_empty() || !lock(&self.unsealed).is_empty()
+        !self.late.lock().is_empty() || !self.unsealed.lock().is_empty()
     }
 
     /// Keeps a segment of the keeper's own that can't be sealed now.
     pub(crate) fn keep_unsealed(&self, own: Appender) {
-        lock(&self.unsealed).push(own);
+        self.unsealed.lock().push(own);
     }
 
     /// Seals what [`Core::keep_unsealed`] was given, where the directories do not hang any more.
     pub(crate) fn seal_kept(&self, seal: impl Fn(&Self, &mut Appender) -> bool) {
-        for mut own in std::mem::take(&mut *lock(&self.unsealed)) {
+        for mut own in std::mem::take(&mut *self.unsealed.lock()) {
             if self.disk.hangs(own.segment()) || !seal(self, &mut own) {
                 self.keep_unsealed(own);
             }
@@ -249,7 +248,7 @@ impl Core {
 
     /// Returns when no call is in progress, or `gives_up` says so. To be called once none begins.
     pub(crate) fn wait_for_calls(&self, gives_up: impl Fn() -> bool) {
-        while self.calls.try_write().is_err() {
+        while self.calls.try_write().is_none() {
             if gives_up() {
                 return;
             }
@@ -260,7 +259,7 @@ impl Core {
     /// Returns when no call and no operation on a file is in progress, also one that was given up. The segments that
     /// this process holds are given back then.
     pub(crate) fn wait_quiet(&self) {
-        drop(self.calls.write().unwrap_or_else(PoisonError::into_inner));
+        drop(self.calls.write());
         self.disk.wait_quiet();
         self.leave_segments();
     }

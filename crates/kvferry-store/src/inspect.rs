@@ -28,15 +28,15 @@ use crate::log::{self, Disk, PAGE_BYTES, Record, SegmentHeader, Superblock, supe
 use crate::opening::directories::{self, ArrangedDirectories, Directory, FileOwners, arrange};
 use crate::opening::owner::{self, FileUser};
 use crate::options::StoreOptions;
-use crate::sync::lock;
 use kvferry_sys::private;
+use kvferry_sys::sync::Mutex;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 /// The files of a store.
 #[derive(Debug)]
@@ -261,19 +261,19 @@ impl FileDisk {
                 }
             }
         }
-        *lock(&self.files) = files.clone();
-        *lock(&self.last) = None;
+        *self.files.lock() = files.clone();
+        *self.last.lock() = None;
         Ok(files)
     }
 
     fn file(&self, segment: u32) -> io::Result<Arc<File>> {
-        let mut last = lock(&self.last);
+        let mut last = self.last.lock();
         if let Some((number, file)) = &*last
             && *number == segment
         {
             return Ok(Arc::clone(file));
         }
-        let files = lock(&self.files);
+        let files = self.files.lock();
         let path = files.get(&segment).ok_or(io::ErrorKind::NotFound)?;
         let file = Arc::new(match self.is_writable {
             true => owner::open(path, true, &FileUser::default())?,

@@ -53,7 +53,6 @@ pub mod replay;
 mod space;
 mod stats;
 mod store;
-mod sync;
 mod threads;
 mod tiers;
 mod waits;

@@ -11,8 +11,9 @@ use crate::tiers::host::HostTier;
 use crate::tiers::host::write_behind::WriteBehind;
 use crate::tiers::objects::Tier;
 use crate::waits::{NO_SPACE_MAX, Patience, SpaceWaits};
+use kvferry_sys::sync::{Mutex, RwLockReadGuard};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 /// A store that this process has open.
@@ -60,7 +61,7 @@ impl OpenStore {
     /// Begins a call, during which the store is not closed.
     pub(crate) fn enter(&self) -> Result<RwLockReadGuard<'_, ()>> {
         self.check()?;
-        let call = self.core.calls.read().unwrap_or_else(PoisonError::into_inner);
+        let call = self.core.calls.read();
         self.check()?;
         Ok(call)
     }

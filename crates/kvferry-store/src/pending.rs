@@ -1,14 +1,14 @@
 //! Results that come later.
 
 use crate::error::{Error, Result};
-use crate::sync::lock;
 use crate::threads::task_pool::Ticket;
 use kvferry_sys::poll::EventFd;
+use kvferry_sys::sync::{Condvar, Mutex};
 use std::future::Future;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::pin::Pin;
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -64,7 +64,7 @@ impl<T> Pending<T> {
 
     fn finish(&self, outcome: Result<T>) {
         let wakers = {
-            let mut state = lock(&self.0.state);
+            let mut state = self.0.state.lock();
             debug_assert!(state.outcome.is_none(), "one outcome");
             state.outcome = Some(Arc::new(outcome));
             self.0.done.notify_all();
@@ -81,7 +81,7 @@ impl<T> Pending<T> {
         if self.is_forked() {
             return Some(self.outcome_after_fork());
         }
-        lock(&self.0.state).outcome.clone()
+        self.0.state.lock().outcome.clone()
     }
 
     /// Waits for the outcome, for at most `timeout` if given; `None` if the time passed first. `Closed`, at once, in
@@ -91,20 +91,16 @@ impl<T> Pending<T> {
             return Some(self.outcome_after_fork());
         }
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        let mut state = lock(&self.0.state);
+        let mut state = self.0.state.lock();
         loop {
             if let Some(outcome) = &state.outcome {
                 return Some(Arc::clone(outcome));
             }
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-            state = match left {
-                None => self.0.done.wait(state).unwrap_or_else(PoisonError::into_inner),
-                Some(Duration::ZERO) => return None,
-                Some(left) => {
-                    let waited = self.0.done.wait_timeout(state, left);
-                    waited.unwrap_or_else(PoisonError::into_inner).0
-                }
-            };
+            if left == Some(Duration::ZERO) {
+                return None;
+            }
+            state = self.0.done.wait(state, left);
         }
     }
 
@@ -114,7 +110,7 @@ impl<T> Pending<T> {
 
     /// The operation's thread is in the parent, and the lock may have been taken there.
     fn outcome_after_fork(&self) -> Arc<Result<T>> {
-        let known = self.0.state.try_lock().ok().and_then(|state| state.outcome.clone());
+        let known = self.0.state.try_lock().and_then(|state| state.outcome.clone());
         known.unwrap_or_else(|| Arc::new(Err(Error::Closed)))
     }
 
@@ -126,7 +122,7 @@ impl<T> Pending<T> {
         if self.0.event.get().is_none() {
             let new = EventFd::new()?;
             // Under the lock of the outcome, so that its end is not missed.
-            let state = lock(&self.0.state);
+            let state = self.0.state.lock();
             let event = self.0.event.get_or_init(|| new);
             if state.outcome.is_some() {
                 event.signal();
@@ -143,7 +139,7 @@ impl<T> Future for Pending<T> {
         if self.is_forked() {
             return Poll::Ready(self.outcome_after_fork());
         }
-        let mut state = lock(&self.0.state);
+        let mut state = self.0.state.lock();
         match &state.outcome {
             Some(outcome) => Poll::Ready(Arc::clone(outcome)),
             None => {

@@ -13,7 +13,6 @@ use crate::options::StoreOptions;
 use crate::outcome::Put;
 use crate::space::{KeepsOpen, Space};
 use crate::stats::{Counters, Stats};
-use crate::sync::lock;
 use crate::threads::parallel::Parallel;
 use crate::threads::task_pool::TaskPool;
 use crate::tiers::disk::Directories;
@@ -24,9 +23,10 @@ use crate::tiers::objects::Tier;
 use crate::waits::SpaceWaits;
 use crate::writer::Candidate;
 use kvferry::Agent;
+use kvferry_sys::sync::Mutex;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Threads that read in the background, and as many that write.
@@ -323,7 +323,7 @@ fn close(store: &Arc<OpenStore>) {
     store.puts.close_unless(gives_up);
     // Only here: a task that a pool has just carried out may have closed the store, too. A second call waits here
     // until the first one has closed it.
-    let _closing = lock(&store.closing);
+    let _closing = store.closing.lock();
     if store.is_closed.swap(true, Ordering::AcqRel) {
         return;
     }

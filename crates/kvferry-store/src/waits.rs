@@ -1,9 +1,8 @@
 //! Waits for a free segment.
 
 use crate::index::Member;
-use crate::sync::lock;
 use crate::threads::task_pool::after;
-use std::sync::Mutex;
+use kvferry_sys::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -102,7 +101,7 @@ impl SpaceWaits {
     /// Returns since when space is asked for in vain, while the count of freed segments is `freed`. Notes that it is
     /// asked for.
     fn dry_since(&self, freed: u32) -> Instant {
-        let (mut dry, now) = (lock(&self.dry), Instant::now());
+        let (mut dry, now) = (self.dry.lock(), Instant::now());
         let goes_on = |it: &DrySpell| it.freed == freed && now.duration_since(it.last) < DRY_FOR;
         let since = dry.filter(goes_on).map_or(now, |it| it.since);
         *dry = Some(DrySpell { freed, since, last: now });

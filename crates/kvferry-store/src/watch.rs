@@ -25,10 +25,10 @@ use crate::key::{Identity, Key, stem};
 use crate::open_store::OpenStore;
 use crate::space::Space;
 use crate::store::Store;
-use crate::sync::lock;
+use kvferry_sys::sync::Mutex;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound::{Excluded, Unbounded};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Names whose blocks have not come.
@@ -222,7 +222,7 @@ impl Watch {
         for hash in hashes {
             Identity::check_hash(hash.as_ref())?;
         }
-        let names = &mut *lock(&self.names);
+        let names = &mut *self.names.lock();
         let Some(known) = names.groups.get_mut(group as usize) else {
             return Err(Error::InvalidArgument(format!("there is no group {group}")));
         };
@@ -260,7 +260,7 @@ impl Watch {
     pub fn gather(&self, timeout: Duration) -> Result<usize> {
         self.store.check()?;
         let until = Instant::now().checked_add(timeout);
-        let reader = &mut *lock(&self.reader);
+        let reader = &mut *self.reader.lock();
         loop {
             let (made, is_all) = self.read(reader)?;
             let left = until.map_or(timeout, |it| it.saturating_duration_since(Instant::now()));
@@ -271,7 +271,7 @@ impl Watch {
                 continue;
             }
             let is_over =
-                || self.store.check().is_err() || lock(&self.names).heard(&self.store).is_some();
+                || self.store.check().is_err() || self.names.lock().heard(&self.store).is_some();
             if self.store.core.member.wait_changed(&reader.changes, left, is_over) {
                 std::thread::sleep(GATHER_FOR);
             }
@@ -285,7 +285,7 @@ impl Watch {
             // A thread of the parent may have held the lock at the fork.
             return Vec::new();
         }
-        let names = &mut *lock(&self.names);
+        let names = &mut *self.names.lock();
         let (mut taken, mut left): (Vec<Report>, _) = (Vec::new(), budget);
         while let Some((group, is_removed, hash)) = names.reports.pop(&mut left) {
             match taken.last_mut() {
@@ -303,7 +303,7 @@ impl Watch {
         if self.store.is_forked() {
             return 0;
         }
-        lock(&self.names).reports.len
+        self.names.lock().reports.len
     }
 
     /// Watches other groups. All blocks that were reported as stored are reported as removed.
@@ -314,7 +314,7 @@ impl Watch {
         self.store.check()?;
         let groups = groups_of(&self.store, groups)?;
         let mut forgotten = Vec::new();
-        let mut names = lock(&self.names);
+        let mut names = self.names.lock();
         let before = std::mem::replace(&mut names.groups, groups);
         for (number, group) in (0..).zip(before) {
             names.reports.push_group(number, group.here);
@@ -335,7 +335,7 @@ impl Watch {
             self.store.check()?;
             reader.keys.clear();
             let polled = self.store.core.member.poll(&mut reader.changes, BATCH, &mut reader.keys);
-            let names = &mut *lock(&self.names);
+            let names = &mut *self.names.lock();
             let before = names.reports.len;
             if polled == Polled::Lost {
                 names.unsure = Some(Unsure::default());
@@ -477,7 +477,7 @@ impl Drop for Watch {
     fn drop(&mut self) {
         // A forked child's is its parent's.
         if !self.store.is_forked() {
-            self.store.core.member.unsubscribe(&lock(&self.reader).changes);
+            self.store.core.member.unsubscribe(&self.reader.lock().changes);
         }
     }
 }
@@ -504,7 +504,7 @@ mod tests {
         // The directory answers and hangs in turns, and no subscriber takes reports.
         for _ in 0..10 {
             for is_silent in [true, false] {
-                let names = &mut *lock(&watch.names);
+                let names = &mut *watch.names.lock();
                 if names.has_room() {
                     names.silent = vec![is_silent];
                     names.judge(store.inner(), 0, stem(&hash[0]));
@@ -516,7 +516,7 @@ mod tests {
             watch.take(usize::MAX);
             watch.gather(Duration::ZERO).expect("open");
         }
-        assert!(lock(&watch.names).groups[0].here.len() == 1);
+        assert!(watch.names.lock().groups[0].here.len() == 1);
         store.close();
         agent.shutdown();
         let _ = std::fs::remove_dir_all(&folder);
@@ -553,11 +553,11 @@ mod tests {
             assert_eq!(of, [(group, is_removed, half)]);
         };
         let lose = || {
-            let reader = &mut *lock(&watch.reader);
+            let reader = &mut *watch.reader.lock();
             let member = &store.inner().core.member;
             while member.poll(&mut reader.changes, BATCH, &mut reader.keys) != Polled::All {}
             assert_eq!(watch.reports(), 0);
-            lock(&watch.names).unsure = Some(Unsure::default());
+            watch.names.lock().unsure = Some(Unsure::default());
         };
         count(false, 0);
         put(&spaces[1]);
@@ -571,7 +571,7 @@ mod tests {
         lose();
         watch.gather(Duration::ZERO).expect("open");
         count(true, 0);
-        assert!(lock(&watch.names).groups[0].here.is_empty());
+        assert!(watch.names.lock().groups[0].here.is_empty());
         store.close();
         agent.shutdown();
         let _ = std::fs::remove_dir_all(&folder);

@@ -5,13 +5,13 @@ use crate::gc::sealing::{SealScope, note_failed_sync, seal, unsealed_max};
 use crate::index::{Entry, SegmentState};
 use crate::log::{self, Appender, Disk, Extent, SegmentHeader};
 use crate::memory::BlockMemory;
-use crate::sync::lock;
 use crate::tiers::disk::gate::is_hang;
 use crate::tiers::disk::{UnderWay, is_of_device, may_move};
+use kvferry_sys::sync::Mutex;
 use rustc_hash::FxHashMap;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Pause before another segment is begun, after an error that is not a device's.
@@ -126,7 +126,7 @@ impl BlocksUnderWay {
         if let Some(extent) = self.extent.take()
             && !is_left
         {
-            lock(&self.appender).finished(extent, written.is_ok());
+            self.appender.lock().finished(extent, written.is_ok());
         }
     }
 }
@@ -187,7 +187,7 @@ impl Writer {
         }
         // One thread begins a segment, which waits for the device. Others that need one wait for it; those whose
         // blocks fit into the active one do not.
-        let mut beginning = lock(&self.beginning);
+        let mut beginning = self.beginning.lock();
         if let Some(planned) = self.plan_in_active(core, blocks) {
             return Ok(planned);
         }
@@ -222,7 +222,7 @@ impl Writer {
         // Before other threads see it, so that there is room.
         let extent = new.plan(blocks);
         let new = Arc::new(Mutex::new(new));
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let full = state.active.replace(Arc::clone(&new));
         state.full.extend(full);
         self.is_awaited.store(true, Relaxed);
@@ -232,7 +232,7 @@ impl Writer {
     /// The active segment has no room for these blocks, and none is free: it is full, so that it is sealed, and the
     /// keeper can free it. Otherwise a store of which each process holds a segment would stay as it is.
     fn retire(&self, blocks: &[log::Block]) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if !blocks.is_empty()
             && let Some(active) = state.active.take()
         {
@@ -246,9 +246,9 @@ impl Writer {
         core: &Core,
         blocks: &[log::Block],
     ) -> Option<(Arc<Mutex<Appender>>, Extent)> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let active = Arc::clone(state.active.as_ref()?);
-        let mut locked = lock(&active);
+        let mut locked = active.lock();
         if core.disk.hangs(locked.segment()) {
             // It is sealed when its directory answers. Others go on in another one.
             let full = state.active.take();
@@ -264,12 +264,12 @@ impl Writer {
     /// Seals segments. Slow: it waits for the disk. Returns whether one was sealed.
     pub(crate) fn seal(&self, core: &Core, which: SealScope) -> bool {
         let full = {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             if which == SealScope::All {
                 let active = state.active.take();
                 state.full.extend(active);
             }
-            let answers = |it: &&Arc<Mutex<Appender>>| !core.disk.hangs(lock(it).segment());
+            let answers = |it: &&Arc<Mutex<Appender>>| !core.disk.hangs(it.lock().segment());
             let mut full: Vec<_> = state.full.iter().filter(answers).cloned().collect();
             if which == SealScope::Excess {
                 full.truncate(full.len().saturating_sub(unsealed_max(core)));
@@ -278,7 +278,7 @@ impl Writer {
         };
         let mut is_one_sealed = false;
         for appender in full {
-            let mut locked = lock(&appender);
+            let mut locked = appender.lock();
             if locked.in_flight() > 0 {
                 self.is_awaited.store(true, Relaxed);
                 continue;
@@ -288,7 +288,7 @@ impl Writer {
             }
             let segment = locked.segment();
             drop(locked);
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             if core.member.is_open(segment) && !core.member.is_unsynced(segment) {
                 // A later call of `sync` covers it.
                 let incarnation = core.member.segment(segment).incarnation;
@@ -308,7 +308,7 @@ impl Writer {
             let (segment, _) = core.superblock.geometry.locate(entry.page);
             if last.replace(segment) != Some(segment) && core.member.needs_sync(segment) {
                 let incarnation = core.member.segment(segment).incarnation;
-                lock(&self.state).note_present(segment, incarnation);
+                self.state.lock().note_present(segment, incarnation);
             }
         }
     }
@@ -332,24 +332,24 @@ impl Writer {
     /// Segments that wait to be sealed.
     #[cfg(test)]
     pub(crate) fn full(&self) -> usize {
-        lock(&self.state).full.len()
+        self.state.lock().full.len()
     }
 
     /// Whether a segment waits to be sealed.
     pub(crate) fn has_full(&self) -> bool {
-        !lock(&self.state).full.is_empty()
+        !self.state.lock().full.is_empty()
     }
 
     /// Returns when what was put before is on the disk, or is not in the index any more. Fails with the segment
     /// that could not be synced, now or before.
     pub(crate) fn sync(&self, core: &Core) -> Result<(), (u32, io::Error)> {
         let (appenders, present): (Vec<_>, Vec<_>) = {
-            let state = lock(&self.state);
+            let state = self.state.lock();
             let present = state.present.iter().map(|(segment, it)| (*segment, *it)).collect();
             (state.active.iter().chain(&state.full).cloned().collect(), present)
         };
         // Waits while one is sealed, and holds up no put meanwhile.
-        let own = appenders.iter().map(|it| lock(it).segment());
+        let own = appenders.iter().map(|it| it.lock().segment());
         // A segment that was sealed or used again since then was synced: what lived in it, or its copy.
         let is_there = |(segment, it): &&(u32, PresentSegment)| {
             core.member.segment(*segment).incarnation == it.incarnation
@@ -364,7 +364,7 @@ impl Writer {
             }
         }
         outcome?;
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         for (segment, it) in &present {
             if state.present.get(segment) == Some(it) {
                 state.present.remove(segment);

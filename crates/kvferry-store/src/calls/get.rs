@@ -10,7 +10,6 @@ use crate::pending::Pending;
 use crate::policy::Retention;
 use crate::space::{CHUNK_BYTES, Space, check_range, chunks};
 use crate::stats::Counters;
-use crate::sync::lock;
 use crate::threads::parallel::IsLast;
 use crate::tiers::disk::{UnderWay, may_move};
 use crate::tiers::host::{self, Extent, HostTier};
@@ -117,7 +116,7 @@ impl Space {
         let wanted = self.wanted(prompt, first, memory)?;
         self.store.check()?;
         let (pending, promise) = Pending::new();
-        let _in_order = lock(&self.store.in_order);
+        let _in_order = self.store.in_order.lock();
         let joined = self.store.flights.join(wanted.blocks());
         let space = self.for_task();
         let task = move || {

@@ -8,10 +8,10 @@
 use crate::key::Key;
 use crate::memory::BlockMemory;
 use crate::pending::{Pending, Promise};
-use crate::sync::lock;
+use kvferry_sys::sync::Mutex;
 use rustc_hash::FxHashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Interval at which a call that follows another looks whether it is to go on by itself.
@@ -49,7 +49,7 @@ impl SingleFlight {
         self: &Arc<Self>,
         blocks: impl Iterator<Item = (Key, u64, &'a BlockMemory)>,
     ) -> JoinedLoads {
-        let mut flights = lock(&self.0);
+        let mut flights = self.0.lock();
         let (keys, roles) = blocks
             .map(|(key, check, memory)| {
                 let role = match flights.entry(key) {
@@ -73,7 +73,7 @@ impl SingleFlight {
     /// or with it, if it is being copied.
     fn leave(&self, key: &Key, follower: &Pending<bool>) {
         let left = {
-            let mut flights = lock(&self.0);
+            let mut flights = self.0.lock();
             let led = flights.get_mut(key).map(|it| {
                 let at = it.iter().position(|it| it.promise.is_of(follower));
                 at.map(|at| it.swap_remove(at))
@@ -98,7 +98,7 @@ impl JoinedLoads {
             return;
         }
         self.roles[block] = LoadRole::Ended;
-        let followers = lock(&self.flights.0).remove(&self.keys[block]).unwrap_or_default();
+        let followers = self.flights.0.lock().remove(&self.keys[block]).unwrap_or_default();
         for follower in followers {
             let is_there = landed.is_some_and(|(memory, check)| {
                 // Memory that can't be written is the follower's fault, and the follower's own read reports it.

@@ -8,13 +8,13 @@ use crate::gc::keeper::Keeper;
 use crate::gc::sealing::{SealScope, seal};
 use crate::index::{Member, MemberId};
 use crate::membership::Keep;
-use crate::sync::lock;
 use crate::writer::Writer;
 use kvferry_sys::poll::EventFd;
+use kvferry_sys::sync::{Condvar, Mutex};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -107,7 +107,7 @@ impl Worker {
         });
         let run = Arc::clone(&worker);
         let thread = kvferry_sys::thread::spawn("kvferry-store-gc".into(), move || run.run())?;
-        *lock(&worker.thread) = Some(thread);
+        *worker.thread.lock() = Some(thread);
         Ok(worker)
     }
 
@@ -120,13 +120,13 @@ impl Worker {
     pub(crate) fn stop(&self) {
         self.is_stopping.store(true, Ordering::Relaxed);
         self.ask(|tasks| tasks.stop = true);
-        if let Some(thread) = lock(&self.thread).take() {
+        if let Some(thread) = self.thread.lock().take() {
             let _ = thread.join();
         }
     }
 
     fn ask(&self, change: impl FnOnce(&mut Tasks)) {
-        change(&mut lock(&self.tasks));
+        change(&mut self.tasks.lock());
         self.changed.notify_one();
     }
 
@@ -242,18 +242,12 @@ impl Worker {
     /// pause.
     fn next_tasks(&self, at_most: Option<Duration>) -> Tasks {
         let idle = |tasks: &mut Tasks| tasks.is_pause();
-        let tasks = lock(&self.tasks);
+        let tasks = self.tasks.lock();
         let at_most = match self.writer.has_full() {
             true => Some(at_most.unwrap_or(PAUSE).min(PAUSE)),
             false => at_most,
         };
-        let mut tasks = if let Some(at_most) = at_most {
-            let waited = self.changed.wait_timeout_while(tasks, at_most, idle);
-            waited.unwrap_or_else(PoisonError::into_inner).0
-        } else {
-            let waited = self.changed.wait_while(tasks, idle);
-            waited.unwrap_or_else(PoisonError::into_inner)
-        };
+        let mut tasks = self.changed.wait_while(tasks, at_most, idle);
         std::mem::take(&mut *tasks)
     }
 }

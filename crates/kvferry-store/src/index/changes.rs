@@ -30,7 +30,6 @@ use super::layout::{CHANGES_LEN, KEY_LEN, MAX_MEMBERS, MemberId, RING_KEYS, STRI
 use super::member::{BEGUN, Member, PUBLISHED, SUBSCRIBERS};
 use super::{Index, layout};
 use crate::Key;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64, fence};
 use std::time::{Duration, Instant};
@@ -98,7 +97,7 @@ impl Member {
         }
         let number = usize::from(self.id().number);
         {
-            let _one_writer = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+            let _one_writer = self.changes.lock();
             let at = self.published(number).load(Relaxed);
             self.begun(number).store(at + 1, Relaxed);
             // A reader that sees a word of the new entry sees that it was begun.

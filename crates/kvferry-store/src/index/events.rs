@@ -17,7 +17,6 @@ use super::Index;
 use super::layout::{MAX_MEMBERS, RING_LEN, RING_WORDS};
 use super::member::{HEAD, LOST, Member, REBUILD, TAIL};
 use super::slot::SlotId;
-use std::sync::PoisonError;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
@@ -89,7 +88,7 @@ impl Member {
     }
 
     fn note(&self, kind: Kind, head: &[u32], slots: &[SlotId]) -> bool {
-        let _one_writer = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_writer = self.events.lock();
         let number = self.id().number;
         let [end, tail] = [HEAD, TAIL].map(|at| self.member_word(number, at));
         let at = end.load(Relaxed);

@@ -9,12 +9,13 @@ use super::slot::SlotId;
 use super::{Index, layout};
 use kvferry_sys::alive::{self, AliveMark};
 use kvferry_sys::process::Process;
+use kvferry_sys::sync::Mutex;
 use std::io;
 use std::ops::Deref;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::mpsc::{self, Sender};
-use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 // Words of a member, in lines of a processor's cache.

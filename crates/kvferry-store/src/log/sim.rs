@@ -2,9 +2,10 @@
 
 use super::{Disk, Geometry, PAGE_BYTES};
 use fastrand::Rng;
+use kvferry_sys::sync::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 /// Size of a sector, which a device writes whole or not at all.
 const SECTOR_BYTES: usize = 512;
@@ -104,7 +105,7 @@ impl SimDisk {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().expect("no thread panicked")
+        self.0.lock()
     }
 }
 
@@ -195,11 +196,7 @@ impl Disk for SimDisk {
         blocks: &[(u64, Memory)],
     ) -> io::Result<()> {
         let mut pieces = vec![(header.0, header.1.to_vec())];
-        pieces.extend(
-            blocks.iter().map(|(offset, memory)| {
-                (*offset, memory.lock().expect("no thread panicked").clone())
-            }),
-        );
+        pieces.extend(blocks.iter().map(|(offset, memory)| (*offset, memory.lock().clone())));
         let mut state = self.state();
         state.rng.shuffle(&mut pieces);
         pieces.into_iter().try_for_each(|(offset, bytes)| state.write(segment, offset, &bytes))
@@ -207,7 +204,7 @@ impl Disk for SimDisk {
 
     fn read_blocks(&self, blocks: &[(u32, u64, Memory)]) -> io::Result<()> {
         blocks.iter().try_for_each(|(segment, offset, memory)| {
-            self.read_at(*segment, *offset, &mut memory.lock().expect("no thread panicked"))
+            self.read_at(*segment, *offset, &mut memory.lock())
         })
     }
 

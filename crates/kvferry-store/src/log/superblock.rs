@@ -165,10 +165,10 @@ pub(crate) use cut::reached;
 /// Power that fails after a number of steps of this thread.
 #[cfg(test)]
 pub(crate) mod cut {
-    use crate::sync::lock;
+    use kvferry_sys::sync::Mutex;
     use std::cell::RefCell;
     use std::io;
-    use std::sync::{Arc, Mutex};
+    use std::sync::Arc;
 
     /// The steps that are left, of a thread and of those that work for it.
     type Left = Arc<Mutex<Option<u32>>>;
@@ -177,7 +177,7 @@ pub(crate) mod cut {
 
     /// Lets the power fail after `steps` of this thread. `None`: it does not fail.
     pub(crate) fn after(steps: Option<u32>) {
-        *lock(&current()) = steps;
+        *current().lock() = steps;
     }
 
     pub(crate) fn current() -> Left {
@@ -190,7 +190,7 @@ pub(crate) mod cut {
     }
 
     pub(crate) fn reached() -> io::Result<()> {
-        match &mut *lock(&current()) {
+        match &mut *current().lock() {
             None => Ok(()),
             Some(0) => Err(io::Error::other("the power has failed")),
             Some(left) => {

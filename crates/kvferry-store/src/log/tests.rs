@@ -8,10 +8,11 @@ use super::recover::{self, Fault, Scanned, scan, scan_all, verify};
 use super::sim::{Event, Image, Memory, Replay, SimDisk};
 use super::*;
 use fastrand::Rng;
+use kvferry_sys::sync::Mutex;
 use proptest::prelude::*;
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::os::unix::fs::FileExt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 const STORE: [u8; 16] = *b"a store's own id";
 const ENOSPC: i32 = 28;

@@ -18,13 +18,13 @@ pub(crate) mod elect;
 use crate::error::{Error, Result};
 use crate::index::{Index, Member, MemberId};
 use crate::log::Superblock;
-use crate::sync::lock;
 use crate::threads::task_pool::join_unless;
 use crate::tiers::disk::gate::{ask_all, is_hang};
 use elect::{Beacon, Secret, TakenAddress, check_user};
 use kvferry_sys::fd::Fd;
 use kvferry_sys::lock::LockFile;
 use kvferry_sys::poll::{EventFd, Interest, Ready, wait_any};
+use kvferry_sys::sync::Mutex;
 use kvferry_sys::unix::Channel;
 use std::collections::BTreeMap;
 use std::io;
@@ -32,7 +32,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -422,7 +422,7 @@ impl Membership {
 
     /// Wakes the keeper, if it is another process. Never waits.
     pub(crate) fn wake_keeper(&self) {
-        if let Some(keeper) = &*lock(&self.shared.keeper) {
+        if let Some(keeper) = &*self.shared.keeper.lock() {
             // Refused if the keeper has not read earlier ones, which wake it as well.
             let _ = keeper.send(&[WAKE], &[]);
         }
@@ -433,7 +433,7 @@ impl Membership {
     pub(crate) fn stop(&self, gives_up: impl Fn() -> bool) {
         self.shared.is_stopped.store(true, Ordering::Release);
         self.shared.stop.signal();
-        let thread = lock(&self.thread).take();
+        let thread = self.thread.lock().take();
         if let Some(thread) = thread {
             join_unless(thread, gives_up);
         }
@@ -518,7 +518,7 @@ impl<K: Keep> Run<K> {
 
     /// Becomes the keeper, or finds the one that has.
     fn elect(&mut self) {
-        *lock(&self.shared.keeper) = None;
+        *self.shared.keeper.lock() = None;
         if let Some(keeper) = self.keeper.take() {
             self.keep.left(keeper);
         }
@@ -535,7 +535,7 @@ impl<K: Keep> Run<K> {
             if let Ok(channel) = found {
                 let channel = Arc::new(channel);
                 self.place = RoleInStore::Follower(Arc::clone(&channel));
-                *lock(&self.shared.keeper) = Some(channel);
+                *self.shared.keeper.lock() = Some(channel);
                 self.introduce();
                 return;
             }

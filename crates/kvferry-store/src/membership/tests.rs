@@ -28,7 +28,7 @@ impl Keep for Fake {
     fn connected(&self, _: MemberId) {}
 
     fn left(&self, member: MemberId) {
-        lock(&self.left).push(member);
+        self.left.lock().push(member);
     }
 
     fn woken(&self) {}
@@ -111,11 +111,11 @@ fn a_connection_that_ends_is_that_of_the_keeper_which_had_accepted_it() {
             follower.member == Some(third.member.id())
         });
         drop(follower);
-        eventually("it sees the end", || !lock(&third.left).is_empty());
+        eventually("it sees the end", || !third.left.lock().is_empty());
         shared.is_stopped.store(true, Ordering::Release);
         serving.join().expect("no panic");
     });
-    assert_eq!(*lock(&third.left), [first.member.id()]);
+    assert_eq!(*third.left.lock(), [first.member.id()]);
 }
 
 #[test]

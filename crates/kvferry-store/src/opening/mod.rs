@@ -12,16 +12,15 @@ use crate::log::{self, Superblock};
 use crate::membership::{JOIN_TIMEOUT, wait_until};
 use crate::opening::directories::{ArrangedDirectories, Directory, State, arrange_within};
 use crate::options::StoreOptions;
-use crate::sync::lock;
 use crate::tiers::disk::Directories;
 use crate::tiers::disk::gate::{GivenUp, ask_all, is_hang};
 use kvferry::Agent;
+use kvferry_sys::sync::Mutex;
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, TryLockError};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -60,7 +59,7 @@ impl<'a> Opening<'a> {
 
     /// The directories whose files the processes lock.
     pub(crate) fn readable(&self) -> Vec<PathBuf> {
-        lock(&self.arranged).readable()
+        self.arranged.lock().readable()
     }
 
     pub(crate) fn first(&self) -> PathBuf {
@@ -70,7 +69,7 @@ impl<'a> Opening<'a> {
     /// The store's superblock, which is made if there is none. The caller has locked the directories that can be read.
     pub(crate) fn open_superblock(&self) -> Result<Superblock> {
         // Another process may have made the store since it was looked at, with the directories in another order.
-        let _locks = match lock(&self.arranged).superblock {
+        let _locks = match self.arranged.lock().superblock {
             None => lock_all(&self.options.directories, self.options.hang_after)?,
             Some(_) => Vec::new(),
         };
@@ -95,13 +94,13 @@ impl<'a> Opening<'a> {
                 now.make(self.new_superblock()?)?
             }
         };
-        *lock(&self.arranged) = now;
+        *self.arranged.lock() = now;
         Ok(superblock)
     }
 
     /// The directories that were found to hang, with the error of each.
     fn take_hanging(&self) -> BTreeMap<PathBuf, io::Error> {
-        let mut arranged = lock(&self.arranged);
+        let mut arranged = self.arranged.lock();
         let hanging = arranged.directories.iter_mut().filter_map(|it| match &mut it.state {
             State::Lost(error) if is_hang(error) => {
                 let kind = error.kind();
@@ -128,7 +127,7 @@ impl<'a> Opening<'a> {
     /// The files. The first process that opens the store marks the directories that are not, and says which ones
     /// are lost, and in which ones other users can replace files.
     pub(crate) fn disk(&self, superblock: &Superblock, is_first: bool) -> Result<Directories> {
-        let mut arranged = lock(&self.arranged);
+        let mut arranged = self.arranged.lock();
         if is_first {
             arranged.mark();
         }

@@ -2,13 +2,13 @@
 
 use super::recorder::{Fault, Recording};
 use super::{CAPACITY, Engine, Folder, PATIENCE, Process, bytes_of_segments, hash, options};
-use crate::sync::lock;
+use kvferry_sys::sync::Mutex;
 use kvferry_testkit::Journal;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, OnceLock, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 use tracing::Level;
@@ -213,9 +213,9 @@ fn run_all(cases: Vec<Case>, time: Duration) -> Vec<(Case, Outcome)> {
             while let Some(case) = cases.get(next.fetch_add(1, SeqCst))
                 && began.elapsed() < time
             {
-                lock(&under_way).insert(case.number, Instant::now());
+                under_way.lock().insert(case.number, Instant::now());
                 let outcome = run(&engine, &template, &work, *case);
-                lock(&under_way).remove(&case.number);
+                under_way.lock().remove(&case.number);
                 if done.send((*case, outcome)).is_err() {
                     return;
                 }
@@ -231,7 +231,7 @@ fn run_all(cases: Vec<Case>, time: Duration) -> Vec<(Case, Outcome)> {
                 Err(what) => panic!("{case:?}: {what}"),
             },
             Err(mpsc::RecvTimeoutError::Disconnected) => break,
-            Err(mpsc::RecvTimeoutError::Timeout) => panic!("hangs: {:?}", lock(&under_way)),
+            Err(mpsc::RecvTimeoutError::Timeout) => panic!("hangs: {:?}", under_way.lock()),
         }
     }
     assert!(!lines().has(&["panicked"]), "{:?}", lines());

@@ -10,14 +10,14 @@ mod oracle;
 pub(crate) mod recorder;
 mod world;
 
-use crate::sync::lock;
 use crate::{BlockMemory, Namespace, Put, Retain, Space, Store, StoreOptions};
 use kvferry::{Access, Agent, Region};
+use kvferry_sys::sync::Mutex;
 use recorder::{Note, Recording};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
@@ -70,7 +70,7 @@ fn hash(block: u64) -> [u8; 32] {
 /// The bytes of a block: 4 to 80 KiB.
 fn content(block: u64) -> Arc<[u8]> {
     static KNOWN: Mutex<BTreeMap<u64, Arc<[u8]>>> = Mutex::new(BTreeMap::new());
-    Arc::clone(lock(&KNOWN).entry(block).or_insert_with(|| new_content(block).into()))
+    Arc::clone(KNOWN.lock().entry(block).or_insert_with(|| new_content(block).into()))
 }
 
 fn new_content(block: u64) -> Vec<u8> {

@@ -1,10 +1,10 @@
 //! Records the steps of the stores below a folder, and lets some fail.
 
 use crate::fault_points::Op;
-use crate::sync::lock;
+use kvferry_sys::sync::Mutex;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 static RECORDERS: Mutex<Vec<Arc<Recorder>>> = Mutex::new(Vec::new());
@@ -98,21 +98,21 @@ impl Recording {
     pub(crate) fn start(root: &Path) -> Self {
         let recorder = Recorder { root: root.to_path_buf(), state: Mutex::default() };
         let recorder = Arc::new(recorder);
-        lock(&RECORDERS).push(Arc::clone(&recorder));
+        RECORDERS.lock().push(Arc::clone(&recorder));
         Self(recorder)
     }
 
     /// Events so far.
     pub(crate) fn now(&self) -> usize {
-        lock(&self.0.state).events.len()
+        self.0.state.lock().events.len()
     }
 
     pub(crate) fn note(&self, note: Note) {
-        lock(&self.0.state).events.push(Event::Note(note));
+        self.0.state.lock().events.push(Event::Note(note));
     }
 
     pub(crate) fn take(&self) -> Vec<Event> {
-        std::mem::take(&mut lock(&self.0.state).events)
+        std::mem::take(&mut self.0.state.lock().events)
     }
 
     /// The keys of blocks that had to leave.
@@ -121,33 +121,33 @@ impl Recording {
             Event::Begin(_, Op::Evicted(_, key)) => Some(*key),
             _ => None,
         };
-        lock(&self.0.state).events.iter().filter_map(evicted).collect()
+        self.0.state.lock().events.iter().filter_map(evicted).collect()
     }
 
     pub(crate) fn fail(&self, fault: Option<Fault>) {
-        lock(&self.0.state).fault = fault;
+        self.0.state.lock().fault = fault;
     }
 
     /// The thread that takes the step behind so many further ones unwinds with [`Killed`] instead, once.
     pub(crate) fn kill_after(&self, steps: Option<usize>) {
-        lock(&self.0.state).kill_after = steps;
+        self.0.state.lock().kill_after = steps;
     }
 
     /// Has each sync of a segment take this time at least.
     pub(crate) fn slow_syncs(&self, each: Duration) {
-        lock(&self.0.state).sync_takes = each;
+        self.0.state.lock().sync_takes = each;
     }
 
     /// Returns the number of operations on files, and those that were made to fail.
     pub(crate) fn injected(&self) -> (usize, Vec<String>) {
-        let state = lock(&self.0.state);
+        let state = self.0.state.lock();
         (state.operations, state.injected.clone())
     }
 }
 
 impl Drop for Recording {
     fn drop(&mut self) {
-        lock(&RECORDERS).retain(|it| !Arc::ptr_eq(it, &self.0));
+        RECORDERS.lock().retain(|it| !Arc::ptr_eq(it, &self.0));
     }
 }
 
@@ -244,15 +244,15 @@ pub(crate) struct Step(Option<(Arc<Recorder>, usize)>);
 
 impl Step {
     pub(crate) fn begin(op: impl FnOnce() -> Op) -> io::Result<Self> {
-        if lock(&RECORDERS).is_empty() {
+        if RECORDERS.lock().is_empty() {
             return Ok(Self(None));
         }
         let op = op();
-        let recorders = lock(&RECORDERS);
+        let recorders = RECORDERS.lock();
         let recorder = recorders.iter().find(|it| op.path().starts_with(&it.root)).cloned();
         drop(recorders);
         let Some(recorder) = recorder else { return Ok(Self(None)) };
-        let mut state = lock(&recorder.state);
+        let mut state = recorder.state.lock();
         let is_killed = state.kill_after == Some(0);
         state.kill_after = state.kill_after.and_then(|left| left.checked_sub(1));
         if is_killed {
@@ -272,7 +272,7 @@ impl Step {
 
     fn note_end(&mut self, is_ok: bool) {
         if let Some((recorder, step)) = self.0.take() {
-            lock(&recorder.state).events.push(Event::End(step, is_ok));
+            recorder.state.lock().events.push(Event::End(step, is_ok));
         }
     }
 }

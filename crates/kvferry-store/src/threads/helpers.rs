@@ -4,11 +4,11 @@
 //! carried out. Nothing is given to a directory that is known to hang, so they are no more than the callers that had
 //! begun by then.
 
-use crate::sync::lock;
+use kvferry_sys::sync::{Condvar, Mutex};
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// Threads that wait for the next job, at most.
 const IDLE_MAX: usize = 4;
@@ -34,7 +34,7 @@ impl Helpers {
     /// # Errors
     /// If no thread can be started.
     pub(crate) fn submit(self: &Arc<Self>, job: Job) -> io::Result<()> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.idle > state.waiting.len() {
             state.waiting.push_back(job);
             drop(state);
@@ -49,23 +49,23 @@ impl Helpers {
 
     /// Threads end once they have nothing to do.
     pub(crate) fn close(&self) {
-        lock(&self.state).is_closed = true;
+        self.state.lock().is_closed = true;
         self.changed.notify_all();
     }
 
     fn serve(&self, first: Job) {
         first();
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         loop {
             if let Some(job) = state.waiting.pop_front() {
                 drop(state);
                 job();
-                state = lock(&self.state);
+                state = self.state.lock();
             } else if state.is_closed || state.idle >= IDLE_MAX {
                 return;
             } else {
                 state.idle += 1;
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = self.changed.wait(state, None);
                 state.idle -= 1;
             }
         }
@@ -74,6 +74,6 @@ impl Helpers {
 
 impl fmt::Debug for Helpers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Helpers[{} idle]", lock(&self.state).idle)
+        write!(f, "Helpers[{} idle]", self.state.lock().idle)
     }
 }

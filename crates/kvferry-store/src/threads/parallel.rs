@@ -1,9 +1,9 @@
 //! Threads that share the parts of a call.
 
-use crate::sync::lock;
 use crate::threads::task_pool::TaskPool;
+use kvferry_sys::sync::{Condvar, Mutex};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::AcqRel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 /// The caller and some threads beside it, which share the parts of a call. A part is computed where its bytes were touched last, so that they
@@ -57,8 +57,8 @@ impl Parallel {
         }
         call.run();
         let idle = |results: &mut Results<T>| results.at_work > 0;
-        let done = call.changed.wait_while(lock(&call.results), idle);
-        std::mem::take(&mut done.unwrap_or_else(PoisonError::into_inner).of_part)
+        let mut done = call.changed.wait_while(call.results.lock(), None, idle);
+        std::mem::take(&mut done.of_part)
     }
 
     /// See [`TaskPool::close_unless`].
@@ -83,7 +83,7 @@ impl<T, F: Fn(usize) -> (T, IsLast)> Call<T, F> {
                 return;
             }
             let (result, is_last) = (self.work)(part);
-            if let Some(place) = lock(&self.results).of_part.get_mut(part) {
+            if let Some(place) = self.results.lock().of_part.get_mut(part) {
                 *place = Some(result);
             }
             if is_last == IsLast::Yes {
@@ -98,7 +98,7 @@ struct AtWork<'a, T, F>(&'a Call<T, F>);
 
 impl<'a, T, F> AtWork<'a, T, F> {
     fn new(call: &'a Call<T, F>) -> Self {
-        lock(&call.results).at_work += 1;
+        call.results.lock().at_work += 1;
         Self(call)
     }
 }
@@ -108,7 +108,7 @@ impl<T, F> Drop for AtWork<'_, T, F> {
         if std::thread::panicking() {
             self.0.next.fetch_max(self.0.parts, AcqRel);
         }
-        lock(&self.0.results).at_work -= 1;
+        self.0.results.lock().at_work -= 1;
         self.0.changed.notify_all();
     }
 }

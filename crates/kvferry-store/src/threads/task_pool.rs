@@ -6,11 +6,11 @@
 //! thread that has refused it, cancelled it, or noticed that its time has passed.
 
 use crate::error::{Error, Result};
-use crate::sync::lock;
+use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -129,7 +129,7 @@ pub(crate) struct Ticket {
 impl Ticket {
     /// Gives the task up. False if it has begun, or was given up before.
     pub(crate) fn cancel(&self) -> bool {
-        let removed = self.pool.upgrade().and_then(|pool| lock(&pool.tasks).remove(self.number));
+        let removed = self.pool.upgrade().and_then(|pool| pool.tasks.lock().remove(self.number));
         // Without the lock: the end of the task may wake anything.
         removed.map(|it| (it.task)(Turn::GivenUp)).is_some()
     }
@@ -190,7 +190,7 @@ impl TaskPool {
     }
 
     fn open(&self) -> Result<MutexGuard<'_, Tasks>> {
-        let tasks = lock(&self.0.tasks);
+        let tasks = self.0.tasks.lock();
         if tasks.is_closed { Err(Error::Closed) } else { Ok(tasks) }
     }
 
@@ -217,7 +217,7 @@ impl TaskPool {
     /// those that are at work when `gives_up` says so. Tasks whose time passes meanwhile are given up as before.
     pub(crate) fn close_unless(&self, gives_up: impl Fn() -> bool) {
         let Shared { tasks, changed, watch, servers, watcher, .. } = &*self.0;
-        lock(tasks).is_closed = true;
+        tasks.lock().is_closed = true;
         changed.notify_all();
         watch.notify_all();
         let this = std::thread::current().id();
@@ -226,11 +226,11 @@ impl TaskPool {
                 join_unless(thread, &gives_up);
             }
         };
-        let servers = std::mem::take(&mut *lock(servers));
+        let servers = std::mem::take(&mut *servers.lock());
         servers.into_iter().for_each(join);
         // The watcher ends when nothing waits.
         self.0.serve();
-        let watcher = lock(watcher).take();
+        let watcher = watcher.lock().take();
         watcher.into_iter().for_each(join);
     }
 }
@@ -252,7 +252,7 @@ impl Shared {
         if self.start_server(self.threads_max) {
             return;
         }
-        if lock(&self.servers).is_empty() {
+        if self.servers.lock().is_empty() {
             drop(self.carry_out());
         } else {
             self.start_watcher();
@@ -262,12 +262,12 @@ impl Shared {
     /// Starts a thread that carries out tasks. False if there are `most` of them, the pool is closed, or it can't be
     /// started.
     fn start_server(self: &Arc<Self>, most: usize) -> bool {
-        let mut servers = lock(&self.servers);
+        let mut servers = self.servers.lock();
         if servers.len() >= most {
             servers.retain(|it| !it.is_finished());
         }
         // Under the lock: closing joins all that were started.
-        if servers.len() >= most || lock(&self.tasks).is_closed {
+        if servers.len() >= most || self.tasks.lock().is_closed {
             return false;
         }
         let pool = Arc::clone(self);
@@ -276,8 +276,8 @@ impl Shared {
     }
 
     fn start_watcher(self: &Arc<Self>) {
-        let mut watcher = lock(&self.watcher);
-        let mut tasks = lock(&self.tasks);
+        let mut watcher = self.watcher.lock();
+        let mut tasks = self.tasks.lock();
         if tasks.next_look.is_some() || tasks.is_closed {
             return;
         }
@@ -286,7 +286,7 @@ impl Shared {
         let pool = Arc::clone(self);
         match (self.start)(Box::new(move || pool.watch_tasks())) {
             Ok(new) => *watcher = Some(new),
-            Err(_) => lock(&self.tasks).next_look = None,
+            Err(_) => self.tasks.lock().next_look = None,
         }
     }
 
@@ -302,20 +302,20 @@ impl Shared {
                 return;
             }
             tasks.idle += 1;
-            tasks = self.changed.wait(tasks).unwrap_or_else(PoisonError::into_inner);
+            tasks = self.changed.wait(tasks, None);
             tasks.idle -= 1;
         }
     }
 
     /// Carries out tasks until none waits.
     fn carry_out(&self) -> MutexGuard<'_, Tasks> {
-        let mut tasks = lock(&self.tasks);
+        let mut tasks = self.tasks.lock();
         while let Some(Waiting { task, until, .. }) = tasks.remove_first() {
             tasks.begun += 1;
             drop(tasks);
             let is_late = until.is_some_and(|until| until <= Instant::now());
             call(task, if is_late { Turn::GivenUp } else { Turn::Begun });
-            tasks = lock(&self.tasks);
+            tasks = self.tasks.lock();
         }
         tasks
     }
@@ -323,7 +323,7 @@ impl Shared {
     /// Gives up tasks whose time has passed, and starts a thread each time that none has begun for the time of `patience`
     /// although tasks wait. Ends at a look at which none waits; once the pool is closed, as soon as none does.
     fn watch_tasks(self: &Arc<Self>) {
-        let mut tasks = lock(&self.tasks);
+        let mut tasks = self.tasks.lock();
         let (mut begun, mut look) = (tasks.begun, after(Instant::now(), self.patience));
         loop {
             let now = Instant::now();
@@ -331,7 +331,7 @@ impl Shared {
             if !late.is_empty() {
                 drop(tasks);
                 late.into_iter().for_each(|it| call(it.task, Turn::GivenUp));
-                tasks = lock(&self.tasks);
+                tasks = self.tasks.lock();
                 continue;
             }
             let is_due = look <= now;
@@ -344,15 +344,14 @@ impl Shared {
                 if is_held {
                     drop(tasks);
                     self.start_server(2 * self.threads_max);
-                    tasks = lock(&self.tasks);
+                    tasks = self.tasks.lock();
                     continue;
                 }
             }
             let first = tasks.waiting.values().filter_map(|it| it.until).min();
             let next_look = first.map_or(look, |until| until.min(look));
             tasks.next_look = Some(next_look);
-            let waited = self.watch.wait_timeout(tasks, next_look.duration_since(now));
-            tasks = waited.unwrap_or_else(PoisonError::into_inner).0;
+            tasks = self.watch.wait(tasks, next_look.duration_since(now));
         }
         tasks.next_look = None;
     }
@@ -396,7 +395,7 @@ mod tests {
             let (held, begun) = (Arc::clone(&held), begun.clone());
             let task = move || {
                 let _ = begun.send(());
-                let _ = lock(&held).recv();
+                let _ = held.lock().recv();
             };
             pool.submit(task).expect("it is open");
         }

@@ -65,14 +65,14 @@ impl Disk for FileDisk {
         blocks: &[(u64, Memory)],
     ) -> io::Result<()> {
         self.write_at(segment, header.0, header.1)?;
-        blocks.iter().try_for_each(|(offset, memory)| {
-            self.write_at(segment, *offset, &memory.lock().expect("no thread panicked"))
-        })
+        blocks
+            .iter()
+            .try_for_each(|(offset, memory)| self.write_at(segment, *offset, &memory.lock()))
     }
 
     fn read_blocks(&self, blocks: &[(u32, u64, Memory)]) -> io::Result<()> {
         blocks.iter().try_for_each(|(segment, offset, memory)| {
-            self.read_at(*segment, *offset, &mut memory.lock().expect("no thread panicked"))
+            self.read_at(*segment, *offset, &mut memory.lock())
         })
     }
 
@@ -97,15 +97,15 @@ fn threads_that_write_extents_of_one_segment_in_files_find_all_of_them_again() {
             scope.spawn(move || {
                 for key in thread * 1000 + 1.. {
                     let data = random_data(key, 20_000);
-                    let planned = appender.lock().unwrap().plan(&[block(key, &data)]);
+                    let planned = appender.lock().plan(&[block(key, &data)]);
                     let Some(extent) = planned else { break };
                     let result = extent.write(disk, [memory(&data)]);
-                    appender.lock().unwrap().finished(extent, result.is_ok());
+                    appender.lock().finished(extent, result.is_ok());
                 }
             });
         }
     });
-    let mut appender = appender.into_inner().unwrap();
+    let mut appender = appender.into_inner();
     appender.seal(&disk).unwrap();
 
     assert_eq!(Superblock::read(&disk.directory).unwrap(), Some((store, format::VERSION)));
@@ -121,7 +121,7 @@ fn threads_that_write_extents_of_one_segment_in_files_find_all_of_them_again() {
     let record = scanned.records[17];
     let read = memory(&vec![0; record.block.len as usize]);
     disk.read_blocks(&[(1, bytes_of(record.page), Arc::clone(&read))]).unwrap();
-    assert_eq!(*read.lock().unwrap(), padded(&random_data(record.block.key[0], 20_000)));
+    assert_eq!(*read.lock(), padded(&random_data(record.block.key[0], 20_000)));
     disk.remove(0).unwrap();
     assert_eq!(disk.segments().unwrap(), [1]);
 }

@@ -21,12 +21,12 @@ use crate::fault_points::{Op, step, sync_directory};
 use crate::index::Index;
 use crate::log::{self, Superblock};
 use crate::opening::owner::{self, FileUser};
-use crate::sync::lock;
 use crate::threads::helpers::Helpers;
 use crate::tiers::disk::gate::{Entered, Gate, Pace, is_hang};
 use kvferry::{Agent, DirectIo, FileOptions};
 use kvferry_sys::fd::Tracked;
 use kvferry_sys::private;
+use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
 use open_files::OpenFiles;
 use rustc_hash::FxHashSet;
 use std::fs::File;
@@ -35,7 +35,7 @@ use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// The part of the process's descriptors that the open segments of a store take, at most.
@@ -149,12 +149,12 @@ impl Device {
         let shared = Arc::new((Mutex::new(Outcome::Running), Condvar::new()));
         let (of_job, device) = (Arc::clone(&shared), Arc::clone(self));
         let job = move || {
-            if matches!(*lock(&of_job.0), Outcome::GivenUp) {
+            if matches!(*of_job.0.lock(), Outcome::GivenUp) {
                 return;
             }
             let outcome = catch_unwind(AssertUnwindSafe(|| run(&device)));
             let (state, changed) = &*of_job;
-            let mut state = lock(state);
+            let mut state = state.lock();
             if matches!(*state, Outcome::GivenUp) {
                 let is_lost = match outcome {
                     Ok(outcome) => outcome.is_err_and(|e| is_of_device(&e)),
@@ -178,7 +178,7 @@ impl Device {
         // `None` is later than any clock.
         let mut ask_at = Instant::now().checked_add(self.gate.limit());
         let (state, changed) = &*shared;
-        let mut state = lock(state);
+        let mut state = state.lock();
         loop {
             if let Outcome::Ended(_) = &*state {
                 return match std::mem::replace(&mut *state, Outcome::Running) {
@@ -207,17 +207,16 @@ impl Device {
                 }
                 most = most.min(at - asked);
             }
-            let waited = changed.wait_timeout(state, most);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = changed.wait(state, most);
             self.gate.looked_late(asked, asked.elapsed().saturating_sub(most));
         }
     }
 
     /// Carries out what changes the number of files by one.
     fn change<T>(&self, by: i64, op: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
-        lock(&self.state.counted).changing += 1;
+        self.state.counted.lock().changing += 1;
         let outcome = op();
-        let mut counted = lock(&self.state.counted);
+        let mut counted = self.state.counted.lock();
         counted.changing -= 1;
         counted.changed += 1;
         if outcome.is_ok() {
@@ -251,7 +250,7 @@ impl Device {
             // The kernel reports the error once: after this process has ended, the sync of another one may succeed.
             index.note_unsynced(segment);
         }
-        lock(&self.state.unsynced).insert(segment);
+        self.state.unsynced.lock().insert(segment);
     }
 
     pub(super) fn path_of(&self, segment: u32) -> PathBuf {
@@ -259,7 +258,7 @@ impl Device {
     }
 
     pub(super) fn named(&self) -> MutexGuard<'_, FxHashSet<u32>> {
-        lock(&self.state.named)
+        self.state.named.lock()
     }
 
     /// An open segment, for an operation that the caller's thread carries out.
@@ -268,7 +267,7 @@ impl Device {
         segment: u32,
         to_write: bool,
     ) -> io::Result<Arc<Segment>> {
-        let known = lock(&self.state.open).find(segment, to_write);
+        let known = self.state.open.lock().find(segment, to_write);
         match known {
             Some(known) => Ok(known),
             None => self.patiently(Pace::Quick, None, move |it| it.opened(segment, to_write)),
@@ -287,7 +286,7 @@ impl Device {
 
     fn opened(&self, segment: u32, to_write: bool) -> io::Result<Arc<Segment>> {
         let closed = {
-            let mut open = lock(&self.state.open);
+            let mut open = self.state.open.lock();
             if let Some(known) = open.find(segment, to_write) {
                 return Ok(known);
             }
@@ -298,7 +297,7 @@ impl Device {
             new => new?,
         };
         let most = self.open_max();
-        let mut open = lock(&self.state.open);
+        let mut open = self.state.open.lock();
         if let Some(known) = open.find(segment, to_write) {
             // Another thread was faster.
             return Ok(known);
@@ -383,17 +382,17 @@ impl Device {
     }
 
     fn known(&self, segment: u32) -> Option<Arc<Segment>> {
-        lock(&self.state.open).files.get(&segment).map(|(it, _)| Arc::clone(it))
+        self.state.open.lock().files.get(&segment).map(|(it, _)| Arc::clone(it))
     }
 
     #[cfg(test)]
     pub(super) fn close_all(&self) {
-        lock(&self.state.open).files.clear();
+        self.state.open.lock().files.clear();
     }
 
     /// Closes a segment's file once nothing reads it.
     pub(super) fn close(&self, segment: u32) {
-        let Some(closed) = lock(&self.state.open).close(segment) else { return };
+        let Some(closed) = self.state.open.lock().close(segment) else { return };
         if self.directories > 1 {
             // Its last user waits for the device, if it hangs.
             let _ = self.helpers.submit(Box::new(move || drop(closed)));
@@ -403,7 +402,7 @@ impl Device {
     /// See [`super::Directories::close_files`].
     pub(super) fn close_files(&self) {
         let files = {
-            let mut open = lock(&self.state.open);
+            let mut open = self.state.open.lock();
             open.closed += 1;
             std::mem::take(&mut open.files)
         };
@@ -424,7 +423,7 @@ impl Device {
     /// See [`super::Directories::ensure`].
     pub(super) fn ensure(self: &Arc<Self>, segment: u32) -> io::Result<()> {
         // It is used anew.
-        lock(&self.state.unsynced).remove(&segment);
+        self.state.unsynced.lock().remove(&segment);
         // First: it takes less time to find out that the device hangs.
         let exists = self.patiently(Pace::Quick, Some(segment), move |it| {
             Ok(std::fs::symlink_metadata(it.path_of(segment)).is_ok())
@@ -568,15 +567,15 @@ impl Device {
     }
 
     fn spare(&self) -> Vec<u8> {
-        std::mem::take(&mut *lock(&self.state.spare))
+        std::mem::take(&mut *self.state.spare.lock())
     }
 
     fn keep(&self, buffer: Vec<u8>) {
-        *lock(&self.state.spare) = buffer;
+        *self.state.spare.lock() = buffer;
     }
 
     pub(super) fn sync(self: &Arc<Self>, segment: u32) -> io::Result<()> {
-        if lock(&self.state.unsynced).remove(&segment) {
+        if self.state.unsynced.lock().remove(&segment) {
             return Err(io::Error::from_raw_os_error(EIO));
         }
         self.carry_out(Pace::Slow, OperationKind::Sync, Some(segment), move |it| {
@@ -602,7 +601,7 @@ impl Device {
 
     /// Whether segments can be written to. It is known for a moment.
     pub(super) fn is_writable(self: &Arc<Self>) -> bool {
-        let known = *lock(&self.state.writable);
+        let known = *self.state.writable.lock();
         match known {
             _ if self.gate.is_hanging() => false,
             Some((at, is_writable)) if at.elapsed() < KNOWN_FOR => is_writable,
@@ -619,7 +618,7 @@ impl Device {
             // Of format 1.
             Err(e) => e.kind() == io::ErrorKind::NotFound && self.path.exists(),
         };
-        *lock(&self.state.writable) = Some((Instant::now(), is_writable));
+        *self.state.writable.lock() = Some((Instant::now(), is_writable));
         is_writable
     }
 

@@ -6,15 +6,15 @@
 //! ended.
 
 use crate::log::superblock::FILE;
-use crate::sync::lock;
+use kvferry_sys::sync::{Condvar, Mutex};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Factor on the time limit for an operation that works on a whole file, such as to sync it.
@@ -215,7 +215,7 @@ impl Waiter {
     /// directory and releases its segment in one step: a thread that finds no operation in progress finds no segment
     /// held. False if the operation has ended.
     pub(crate) fn give_up(&self, segment: u32) -> bool {
-        let mut doing = lock(&self.gate.doing);
+        let mut doing = self.gate.doing.lock();
         let is_in_progress = doing.begun.keys().any(|(_, count)| *count == self.count);
         if is_in_progress {
             doing.given_up.insert(self.count, segment);
@@ -246,7 +246,7 @@ impl Gate {
         let limit = if pace == Pace::Slow { self.limit.saturating_mul(SLOW) } else { self.limit };
         // Longer than any clock: never.
         let hangs_at = now.checked_add(limit).unwrap_or(now + Duration::from_secs(u32::MAX.into()));
-        let mut doing = lock(&self.doing);
+        let mut doing = self.doing.lock();
         if doing.is_closed {
             return Err(io::Error::other("the store was closed"));
         }
@@ -278,7 +278,7 @@ impl Gate {
 
     /// Whether an operation on a segment that was given up is in progress.
     pub(crate) fn is_held(&self, segment: u32) -> bool {
-        lock(&self.doing).given_up.values().any(|it| *it == segment)
+        self.doing.lock().given_up.values().any(|it| *it == segment)
     }
 
     fn find_hang(&self, doing: &Doing, now: Instant) -> Option<io::Error> {
@@ -292,7 +292,7 @@ impl Gate {
 
     /// The error of operations, while the directory hangs.
     pub(crate) fn hangs(&self) -> Option<io::Error> {
-        self.find_hang(&lock(&self.doing), Instant::now())
+        self.find_hang(&self.doing.lock(), Instant::now())
     }
 
     /// A thread was to look at this directory again after `asked` and some moments, and looks only `late` after them. If
@@ -302,7 +302,7 @@ impl Gate {
         if late < (self.limit / 2).max(SLEPT_MIN) {
             return;
         }
-        let mut doing = lock(&self.doing);
+        let mut doing = self.doing.lock();
         if doing.woke.is_some_and(|woke| woke >= asked) {
             // Another thread has found out.
             return;
@@ -322,7 +322,7 @@ impl Gate {
     /// Makes all operations in progress appear to have begun earlier.
     #[cfg(test)]
     pub(crate) fn age(&self, by: Duration) {
-        let mut doing = lock(&self.doing);
+        let mut doing = self.doing.lock();
         let begun = std::mem::take(&mut doing.begun);
         let before = |at: Instant| at.checked_sub(by).expect("clocks go back so far");
         let earlier = |((hangs_at, count), begun): ((Instant, u64), Instant)| {
@@ -334,14 +334,14 @@ impl Gate {
 
     /// The error of an operation on a file on which another one that was given up is in progress.
     pub(crate) fn busy(&self) -> io::Error {
-        let doing = lock(&self.doing);
+        let doing = self.doing.lock();
         let begun = doing.begun.values().min().map_or(Duration::ZERO, Instant::elapsed);
         self.error(begun)
     }
 
     /// Time until the directory hangs, if no operation ends.
     pub(crate) fn left(&self) -> Duration {
-        let doing = lock(&self.doing);
+        let doing = self.doing.lock();
         let first = doing.begun.first_key_value();
         first.map_or(self.limit, |((at, _), _)| at.saturating_duration_since(Instant::now()))
     }
@@ -354,26 +354,25 @@ impl Gate {
     /// Time limit of the operation in progress whose deadline is the earliest.
     #[cfg(test)]
     pub(crate) fn first_limit(&self) -> Option<Duration> {
-        let doing = lock(&self.doing);
+        let doing = self.doing.lock();
         doing.begun.first_key_value().map(|((hangs_at, _), begun)| *hangs_at - *begun)
     }
 
     /// Nothing enters from now on.
     pub(crate) fn close(&self) {
-        lock(&self.doing).is_closed = true;
+        self.doing.lock().is_closed = true;
     }
 
     /// Returns when no operation is in progress.
     pub(crate) fn wait_quiet(&self) {
         let busy = |doing: &mut Doing| !doing.begun.is_empty();
-        let waited = self.ended.wait_while(lock(&self.doing), busy);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        drop(self.ended.wait_while(self.doing.lock(), None, busy));
     }
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        let mut doing = lock(&self.gate.doing);
+        let mut doing = self.gate.doing.lock();
         if doing.begun.remove(&self.key).is_none() {
             // Its time was put off.
             doing.begun.retain(|(_, count), _| *count != self.key.1);
@@ -424,7 +423,7 @@ mod tests {
         let paths = ["/mnt/a", "/mnt/b", "/mnt/c"].map(PathBuf::from);
         let ask = move |path: &Path| {
             if path.ends_with("b") {
-                let _ = lock(&held).recv();
+                let _ = held.lock().recv();
             }
             Ok(path.to_path_buf())
         };

@@ -126,7 +126,7 @@ impl Directories {
     pub(crate) fn hold_creates(
         &self,
         directory: usize,
-    ) -> std::sync::MutexGuard<'_, rustc_hash::FxHashSet<u32>> {
+    ) -> kvferry_sys::sync::MutexGuard<'_, rustc_hash::FxHashSet<u32>> {
         self.all[directory].named()
     }
 

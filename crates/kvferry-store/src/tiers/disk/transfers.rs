@@ -6,10 +6,10 @@ use super::gate::{Entered, Waiter};
 use crate::error::Result;
 use crate::fault_points::Step;
 use crate::memory::{BlockMemory, PAGE};
-use crate::sync::lock;
 use kvferry::{Access, Agent, Batch, Options, Region, Transfer, TransferStats};
+use kvferry_sys::sync::Mutex;
 use std::io;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 /// Headers of extents that are written at once, beside their blocks.
@@ -40,7 +40,7 @@ impl Headers {
 
     /// A copy of `bytes`, which are a page; `None` if all memory is in use.
     pub(super) fn copy(self: &Arc<Self>, bytes: &[u8]) -> Option<Header> {
-        let number = lock(&self.free).pop()?;
+        let number = self.free.lock().pop()?;
         let header = Header { of: Arc::clone(self), number };
         self.region.write_at(header.offset(), bytes).is_ok().then_some(header)
     }
@@ -54,7 +54,7 @@ impl Header {
 
 impl Drop for Header {
     fn drop(&mut self) {
-        lock(&self.of.free).push(self.number);
+        self.of.free.lock().push(self.number);
     }
 }
 

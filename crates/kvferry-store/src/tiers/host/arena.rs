@@ -2,10 +2,10 @@
 
 use crate::error::Result;
 use crate::memory::{BlockMemory, PAGE};
-use crate::sync::lock;
 use kvferry::{Access, Agent, Region};
+use kvferry_sys::sync::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 #[derive(Debug)]
 pub(super) struct Arena {
@@ -26,13 +26,13 @@ impl Arena {
     /// An extent of at least `len` bytes; `None` if no free range is as long.
     pub(super) fn take(self: &Arc<Self>, len: u64) -> Option<Extent> {
         let len = len.next_multiple_of(PAGE as u64);
-        let at = lock(&self.free).take(len)?;
+        let at = self.free.lock().take(len)?;
         Some(Extent { arena: Arc::clone(self), at, len })
     }
 
     /// Bytes of all extents.
     pub(super) fn used(&self) -> u64 {
-        self.region.len() as u64 - lock(&self.free).bytes
+        self.region.len() as u64 - self.free.lock().bytes
     }
 }
 
@@ -67,7 +67,7 @@ impl Extent {
 
 impl Drop for Extent {
     fn drop(&mut self) {
-        lock(&self.arena.free).give(self.at, self.len);
+        self.arena.free.lock().give(self.at, self.len);
     }
 }
 

@@ -19,13 +19,13 @@ use crate::log;
 use crate::memory::{BlockMemory, Owner, PAGE};
 use crate::outcome::NotStored;
 use crate::policy::{Policy, Retention, Slot};
-use crate::sync::lock;
 use arena::Arena;
 use kvferry::Agent;
+use kvferry_sys::sync::Mutex;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Bytes of a tier, at least.
@@ -134,21 +134,21 @@ impl HostTier {
     }
 
     pub(crate) fn held(&self) -> Held {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         let (blocks, waiting) = (state.slots.len() as u64, state.waiting_bytes);
         Held { blocks, bytes: self.arena.used(), waiting }
     }
 
     /// Number of leading `keys` whose blocks are in the tier.
     pub(crate) fn prefix(&self, keys: &[Key]) -> usize {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         keys.iter().take_while(|key| state.slots.contains_key(key)).count()
     }
 
     /// Finds those of these blocks that are in the tier. A block of another name that has the same key does not
     /// count.
     pub(crate) fn find(&self, names: impl Iterator<Item = (Key, u64)>) -> Vec<Option<Arc<Block>>> {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         let find = |(key, check)| {
             let slot = *state.slots.get(&key)?;
             state.blocks[slot as usize].as_ref().filter(|block| block.check == check).cloned()
@@ -158,7 +158,7 @@ impl HostTier {
 
     /// A request used these blocks, the first of its prompt first; `missing` more were nowhere.
     pub(crate) fn note_use(&self, now_ms: u64, keys: &[Key], missing: usize) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let state = &mut *state;
         let chain: Vec<Slot> = keys.iter().map_while(|key| state.slots.get(key).copied()).collect();
         state.policy.used(now_ms, &chain, keys.len() - chain.len() + missing);
@@ -167,7 +167,7 @@ impl HostTier {
     /// Memory for a block of `len` bytes, for which others leave. `None` if none can, or if the block is to
     /// wait and too many do.
     pub(crate) fn reserve(&self, now_ms: u64, len: u64, is_waiting: bool) -> Option<Extent> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let most = self.bytes / WAITING_SHARE;
         // One that is as long would have all others leave.
         if len > most || is_waiting && state.waiting_bytes + len > most {
@@ -191,7 +191,7 @@ impl HostTier {
         blocks: &[Arc<Block>],
         retention: Retention,
     ) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let state = &mut *state;
         let mut parent = parent.and_then(|key| state.slots.get(&key).copied());
         let mut added = Vec::with_capacity(blocks.len());
@@ -217,7 +217,7 @@ impl HostTier {
         check: u64,
         record: impl FnOnce(&Block) -> log::Block,
     ) -> TakenIn {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let state = &mut *state;
         if let Some(number) = state.numbers.get(&key) {
             return TakenIn::Before(state.waiting[number].left);
@@ -240,13 +240,13 @@ impl HostTier {
 
     /// Whether a block waits, and why it could not be written, if that was tried.
     pub(crate) fn waits(&self, key: &Key) -> Option<Option<NotStored>> {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         state.numbers.get(key).map(|number| state.waiting[number].left)
     }
 
     /// The number that the next block gets which waits.
     pub(crate) fn next_number(&self) -> u64 {
-        lock(&self.state).next_number
+        self.state.lock().next_number
     }
 
     /// Blocks that wait with these numbers and follow each other in a prompt: the first, and others while all are no
@@ -257,7 +257,7 @@ impl HostTier {
         bytes_max: u64,
         now: Option<Instant>,
     ) -> Vec<(u64, Waiting)> {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         let (mut chain, mut bytes): (Vec<(u64, Waiting)>, _) = (Vec::new(), 0);
         let is_due = |(_, it): &(&u64, &Waiting)| {
             now.zip(it.again).is_none_or(|(now, (again, _))| now >= again)
@@ -276,7 +276,7 @@ impl HostTier {
 
     /// Blocks wait no more: they may leave.
     pub(crate) fn written(&self, numbers: impl Iterator<Item = u64>) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let state = &mut *state;
         for number in numbers {
             let Some(waiting) = state.waiting.remove(&number) else { continue };
@@ -290,14 +290,14 @@ impl HostTier {
 
     /// Notes why blocks with these numbers could not be written, if they still wait.
     pub(crate) fn leave(&self, numbers: Range<u64>, why: NotStored) {
-        for (_, waiting) in lock(&self.state).waiting.range_mut(numbers) {
+        for (_, waiting) in self.state.lock().waiting.range_mut(numbers) {
             waiting.left = Some(why);
         }
     }
 
     /// Like [`HostTier::leave`], but the blocks are tried again after a pause, which doubles with each try.
     pub(crate) fn leave_for_long(&self, numbers: impl Iterator<Item = u64>, why: NotStored) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         for number in numbers {
             let Some(waiting) = state.waiting.get_mut(&number) else { continue };
             let after = waiting.again.map_or(AGAIN_MIN, |(_, last)| (last * 2).min(AGAIN_MAX));
@@ -308,18 +308,18 @@ impl HostTier {
 
     /// Whether a block waits with a number below this.
     pub(crate) fn has_waiting(&self, below: u64) -> bool {
-        lock(&self.state).waiting.range(..below).next().is_some()
+        self.state.lock().waiting.range(..below).next().is_some()
     }
 
     /// Number of waiting blocks with numbers below `below` that could not be written at the last try.
     pub(crate) fn left(&self, below: u64) -> usize {
-        lock(&self.state).waiting.range(..below).filter(|(_, it)| it.left.is_some()).count()
+        self.state.lock().waiting.range(..below).filter(|(_, it)| it.left.is_some()).count()
     }
 
     /// No block waits any more. Returns why those that did could not be written.
     pub(crate) fn give_up(&self) -> Vec<NotStored> {
         let waiting: Vec<_> = {
-            let state = lock(&self.state);
+            let state = self.state.lock();
             let why = |it: &Waiting| it.left.unwrap_or(NotStored::Failed);
             state.waiting.iter().map(|(number, it)| (*number, why(it))).collect()
         };

@@ -22,11 +22,10 @@
 mod passes;
 
 use crate::index::Member;
-use crate::sync::lock;
 use crate::tiers::host::HostTier;
+use kvferry_sys::sync::{Condvar, Mutex};
 #[cfg(test)]
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -81,30 +80,25 @@ impl WriteBehind {
     /// Waits until the blocks with numbers below `end` are written, or a pass that was asked for has tried them; until
     /// `until`, or until the store is closed, if a time is given.
     pub(crate) fn wait(&self, host: &HostTier, asked: u64, end: u64, until: Option<Instant>) {
-        let mut work = lock(&self.work);
+        let mut work = self.work.lock();
         while !work.has_tried(asked, end) && host.has_waiting(end) {
-            let Some(until) = until else {
-                work = self.changed.wait(work).unwrap_or_else(PoisonError::into_inner);
-                continue;
-            };
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || work.is_hurried {
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero() || work.is_hurried) {
                 return;
             }
-            let waited = self.changed.wait_timeout(work, left);
-            work = waited.unwrap_or_else(PoisonError::into_inner).0;
+            work = self.changed.wait(work, left);
         }
     }
 
     /// Callers that wait for space, and have something else to say, wait no longer.
     pub(crate) fn hurry(&self) {
-        lock(&self.work).is_hurried = true;
+        self.work.lock().is_hurried = true;
         self.changed.notify_all();
     }
 
     /// Changes what the thread is asked for, and wakes it.
     fn change<T>(&self, member: &Member, change: impl FnOnce(&mut Work) -> T) -> T {
-        let mut work = lock(&self.work);
+        let mut work = self.work.lock();
         let changed = change(&mut work);
         let waits_for_space = work.waits_for_space;
         drop(work);
@@ -117,7 +111,7 @@ impl WriteBehind {
 
     /// The pass that is under way has tried all blocks with numbers below `end`.
     fn note_tried(&self, end: u64) {
-        if let Some((_, tried)) = &mut lock(&self.work).under_way {
+        if let Some((_, tried)) = &mut self.work.lock().under_way {
             *tried = end;
         }
         self.changed.notify_all();
@@ -132,16 +126,16 @@ impl WriteBehind {
     /// The number of passes that were asked for.
     #[cfg(test)]
     pub(crate) fn asked(&self) -> u64 {
-        lock(&self.work).asked
+        self.work.lock().asked
     }
 
     #[cfg(test)]
     pub(crate) fn passes(&self) -> u64 {
-        lock(&self.work).passes
+        self.work.lock().passes
     }
 
     #[cfg(test)]
     pub(crate) fn looks(&self) -> u64 {
-        lock(&self.work).looks
+        self.work.lock().looks
     }
 }

@@ -19,13 +19,13 @@ use crate::outcome::Put;
 use crate::pending::Promise;
 use crate::policy::Retention;
 use crate::stats::Counters;
-use crate::sync::lock;
+use kvferry_sys::sync::Mutex;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -239,7 +239,7 @@ impl Handle {
     /// Ends prefetches with `Closed`, and the thread. Idempotent.
     pub(super) fn stop(&self) {
         let _ = self.events.send(Event::Stop);
-        if let Some(thread) = lock(&self.thread).take()
+        if let Some(thread) = self.thread.lock().take()
             && thread.thread().id() != std::thread::current().id()
         {
             let _ = thread.join();
@@ -399,7 +399,7 @@ impl Fetcher {
             if prefetch.target.has(&wanted.key) {
                 continue;
             }
-            let is_away = lock(&self.shared.gate).look(Direction::Down, now_ms).is_some();
+            let is_away = self.shared.gate.lock().look(Direction::Down, now_ms).is_some();
             match self.flights.get_mut(&wanted.key) {
                 // Two names of blocks with one key: the second one waits for another time.
                 Some(flight) if flight.wanted != wanted => return,
@@ -432,7 +432,7 @@ impl Fetcher {
         {
             let Some(flight) = self.flights.get(&key) else { continue };
             let name = name_of(flight.wanted.namespace, key);
-            let permit = lock(&self.shared.gate).admit(Direction::Down, self.shared.now_ms());
+            let permit = self.shared.gate.lock().admit(Direction::Down, self.shared.now_ms());
             let Some(permit) = permit else {
                 self.count(|counters| &counters.fetch_missed);
                 self.deliver(key, &Answer::Missing);
@@ -493,7 +493,7 @@ impl Fetcher {
 
     fn damaged(&mut self, wanted: &Wanted, now_ms: u64, what: &str) {
         self.count(|counters| &counters.fetch_corrupt);
-        lock(&self.shared.damaged).insert(wanted.key, now_ms);
+        self.shared.damaged.lock().insert(wanted.key, now_ms);
         if now_ms >= self.quiet_until_ms {
             self.quiet_until_ms = now_ms + DAMAGED_EVERY_MS;
             let (location, name) = (&self.shared.location, name_of(wanted.namespace, wanted.key));

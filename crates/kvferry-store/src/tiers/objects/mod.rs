@@ -22,12 +22,12 @@ mod upload;
 use crate::core::Core;
 use crate::key::Key;
 use crate::log;
-use crate::sync::lock;
+use kvferry_sys::sync::Mutex;
 use outage::{Direction, Gate, OutageChange, Patience, Permit, RequestEnd};
 use remembered::Remembered;
 use std::fmt;
 use std::io;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Keys of objects that are known to be damaged, and how long they are known.
@@ -235,18 +235,18 @@ impl Shared {
     }
 
     fn is_away(&self) -> bool {
-        lock(&self.gate).is_away()
+        self.gate.lock().is_away()
     }
 
     fn get(&self, name: &str, len_max: u64, done: Done<GetResult>) {
-        let objects = lock(&self.objects).clone();
+        let objects = self.objects.lock().clone();
         if let Some(objects) = objects {
             objects.get(name, len_max, done);
         }
     }
 
     fn put(&self, name: &str, content: Vec<u8>, if_exists: IfExists, done: Done<()>) {
-        let objects = lock(&self.objects).clone();
+        let objects = self.objects.lock().clone();
         if let Some(objects) = objects {
             objects.put(name, content, if_exists, done);
         }
@@ -259,7 +259,7 @@ impl Shared {
             Err(Fault::Refused(_)) => RequestEnd::Refused,
             Err(Fault::Failed(_)) => RequestEnd::Failed,
         };
-        let change = lock(&self.gate).ended(direction, permit, end, self.now_ms());
+        let change = self.gate.lock().ended(direction, permit, end, self.now_ms());
         let location = &self.location;
         match (change, outcome) {
             (OutageChange::Back, _) => tracing::info!("the object store {location} answers again"),
@@ -335,9 +335,9 @@ impl Tier {
         let timeout = self.shared.settings.close_timeout;
         self.shared
             .uploads
-            .wait_idle(timeout, || lock(&self.shared.gate).is_away_in(Direction::Up));
+            .wait_idle(timeout, || self.shared.gate.lock().is_away_in(Direction::Up));
         self.uploader.stop();
-        let objects = lock(&self.shared.objects).take();
+        let objects = self.shared.objects.lock().take();
         drop(objects);
     }
 

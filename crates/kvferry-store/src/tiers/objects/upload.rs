@@ -10,12 +10,12 @@ use crate::log::format::{bytes_of, pages_of};
 use crate::log::{Block, Disk};
 use crate::policy::Retention;
 use crate::stats::Counters;
-use crate::sync::lock;
 use crc_fast::{CrcAlgorithm, checksum};
+use kvferry_sys::sync::{Condvar, Mutex};
 use rustc_hash::FxHashSet;
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -79,40 +79,34 @@ impl Queue {
     /// Has the thread look at the queue again.
     pub(super) fn wake(&self) {
         // Under the lock, so that a thread that is about to wait does not miss it.
-        let _state = lock(&self.state);
+        let _state = self.state.lock();
         self.changed.notify_all();
     }
 
     pub(super) fn len(&self) -> usize {
-        lock(&self.state).keys.len()
+        self.state.lock().keys.len()
     }
 
     pub(super) fn refuse(&self) {
-        lock(&self.state).is_refusing = true;
+        self.state.lock().is_refusing = true;
     }
 
     /// Waits until no block is left. False if the time passed, or `is_vain`, first.
     pub(super) fn wait_idle(&self, timeout: Duration, is_vain: impl Fn() -> bool) -> bool {
         let until = Instant::now().checked_add(timeout);
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         while !state.keys.is_empty() {
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             if state.is_stopping || left == Some(Duration::ZERO) || is_vain() {
                 return false;
             }
-            state = match left {
-                Some(left) => {
-                    let waited = self.changed.wait_timeout(state, left);
-                    waited.unwrap_or_else(PoisonError::into_inner).0
-                }
-                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
-            };
+            state = self.changed.wait(state, left);
         }
         true
     }
 
     fn ended(&self, sent: SentUpload, outcome: Outcome<()>) {
-        lock(&self.state).ended.push((sent, outcome));
+        self.state.lock().ended.push((sent, outcome));
         self.changed.notify_all();
     }
 }
@@ -155,7 +149,7 @@ impl Uploader {
     pub(super) fn offer(&self, blocks: &[Block]) {
         let settings = self.shared.settings;
         let mut dropped = 0;
-        let mut state = lock(&self.shared.uploads.state);
+        let mut state = self.shared.uploads.state.lock();
         for block in blocks.iter().copied() {
             if Retention::from_bits(block.retention).priority < settings.priority_min
                 || state.keys.contains(&block.key)
@@ -181,7 +175,7 @@ impl Uploader {
     /// Ends the thread. What still waits is dropped, and counted. Idempotent.
     pub(super) fn stop(&self) {
         let left = {
-            let mut state = lock(&self.shared.uploads.state);
+            let mut state = self.shared.uploads.state.lock();
             state.is_stopping = true;
             state.is_refusing = true;
             state.waiting.clear();
@@ -190,7 +184,7 @@ impl Uploader {
         };
         Counters::add(&self.shared.core.counters.upload_dropped, left);
         self.shared.uploads.changed.notify_all();
-        if let Some(thread) = lock(&self.thread).take()
+        if let Some(thread) = self.thread.lock().take()
             && thread.thread().id() != std::thread::current().id()
         {
             let _ = thread.join();
@@ -220,7 +214,7 @@ fn serve(shared: &Shared) {
 /// Waits until there is something to do.
 fn next(shared: &Shared) -> NextUpload {
     let queue = &shared.uploads;
-    let mut state = lock(&queue.state);
+    let mut state = queue.state.lock();
     loop {
         if state.is_stopping {
             return NextUpload::Stop;
@@ -232,23 +226,20 @@ fn next(shared: &Shared) -> NextUpload {
         // Not while nothing waits: there is nothing to wake up for.
         let not_before_ms = match state.waiting.is_empty() {
             true => None,
-            false => lock(&shared.gate).look(Direction::Up, now_ms),
+            false => shared.gate.lock().look(Direction::Up, now_ms),
         };
-        state = match not_before_ms {
+        let left = match not_before_ms {
             None => {
                 if let Some(job) = state.take(shared.settings.concurrency) {
                     return NextUpload::Upload(job);
                 }
-                queue.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+                None
             }
             // A probe is under way.
-            Some(u64::MAX) => queue.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
-            Some(ms) => {
-                let left = Duration::from_millis(ms.saturating_sub(now_ms));
-                let waited = queue.changed.wait_timeout(state, left);
-                waited.unwrap_or_else(PoisonError::into_inner).0
-            }
+            Some(u64::MAX) => None,
+            Some(ms) => Some(Duration::from_millis(ms.saturating_sub(now_ms))),
         };
+        state = queue.changed.wait(state, left);
     }
 }
 
@@ -259,9 +250,9 @@ fn upload(shared: &Shared, job: UploadJob) {
         finish(shared, &job.block, |counters| &counters.upload_dropped);
         return;
     };
-    let permit = lock(&shared.gate).admit(Direction::Up, shared.now_ms());
+    let permit = shared.gate.lock().admit(Direction::Up, shared.now_ms());
     let Some(permit) = permit else { return again(shared, job, true) };
-    let is_damaged = lock(&shared.damaged).contains(&key_of(&job.block), shared.now_ms());
+    let is_damaged = shared.damaged.lock().contains(&key_of(&job.block), shared.now_ms());
     let if_exists = if is_damaged { IfExists::Replace } else { IfExists::Keep };
     let name = name_of(job.block.namespace, key_of(&job.block));
     let sent = SentUpload { job, permit };
@@ -295,13 +286,13 @@ fn settle(shared: &Shared, sent: SentUpload, outcome: Outcome<()>) {
     let counters = &shared.core.counters;
     match outcome {
         Ok(()) => {
-            lock(&shared.damaged).remove(&key_of(&job.block));
-            lock(&shared.uploads.state).succeeded += 1;
+            shared.damaged.lock().remove(&key_of(&job.block));
+            shared.uploads.state.lock().succeeded += 1;
             finish(shared, &job.block, |counters| &counters.uploaded);
         }
         Err(_) => {
             Counters::add(&counters.upload_failed, 1);
-            job.failed(lock(&shared.uploads.state).succeeded);
+            job.failed(shared.uploads.state.lock().succeeded);
             match job.tries < TRIES_MAX {
                 // Behind the others: another one is the next probe of an object store that is away.
                 true => again(shared, job, false),
@@ -313,7 +304,7 @@ fn settle(shared: &Shared, sent: SentUpload, outcome: Outcome<()>) {
 
 /// Puts a block back that was not uploaded: behind the others, or before them.
 fn again(shared: &Shared, job: UploadJob, is_first: bool) {
-    let mut state = lock(&shared.uploads.state);
+    let mut state = shared.uploads.state.lock();
     state.landed(&job.block);
     if state.is_stopping {
         // It was counted.
@@ -331,7 +322,7 @@ fn again(shared: &Shared, job: UploadJob, is_first: bool) {
 
 /// Counts what became of a block, unless it was counted when the thread was stopped.
 fn finish(shared: &Shared, block: &Block, counter: fn(&Counters) -> &std::sync::atomic::AtomicU64) {
-    let mut state = lock(&shared.uploads.state);
+    let mut state = shared.uploads.state.lock();
     state.landed(block);
     let is_mine = state.keys.remove(&block.key);
     if is_mine {

@@ -3,7 +3,6 @@
 use super::Device;
 use crate::fault_points::{Op, step};
 use crate::log;
-use crate::sync::lock;
 use crate::tiers::disk::errors::is_read_only;
 use crate::tiers::disk::gate::Pace;
 use std::io;
@@ -14,25 +13,25 @@ impl Device {
     /// Bytes of all segments' files, as far as that is known. Waits for no device: another thread counts them anew.
     pub(in crate::tiers::disk) fn bytes(self: &Arc<Self>) -> u64 {
         self.count_soon();
-        lock(&self.state.counted).segments * self.segment_bytes
+        self.state.counted.lock().segments * self.segment_bytes
     }
 
     /// Has another thread count the segments' files, unless one does.
     fn count_soon(self: &Arc<Self>) {
-        if std::mem::replace(&mut lock(&self.state.counted).is_counting, true) {
+        if std::mem::replace(&mut self.state.counted.lock().is_counting, true) {
             return;
         }
         let device = Arc::clone(self);
         let begun = self.enter(Pace::Quick).and_then(|entered| {
             let count = move || {
                 device.count();
-                lock(&device.state.counted).is_counting = false;
+                device.state.counted.lock().is_counting = false;
                 drop(entered);
             };
             self.helpers.submit(Box::new(count))
         });
         if begun.is_err() {
-            lock(&self.state.counted).is_counting = false;
+            self.state.counted.lock().is_counting = false;
         }
     }
 
@@ -46,13 +45,13 @@ impl Device {
 
     /// A directory that can't be listed has none.
     fn count(&self) {
-        let before = lock(&self.state.counted).changed;
+        let before = self.state.counted.lock().changed;
         let is_segment = |entry: &std::fs::DirEntry| {
             entry.file_name().to_str().and_then(log::superblock::segment_of).is_some()
         };
         let listed = std::fs::read_dir(&self.path);
         let segments = listed.map_or(0, |it| it.flatten().filter(is_segment).count());
-        let mut counted = lock(&self.state.counted);
+        let mut counted = self.state.counted.lock();
         if (counted.changing, counted.changed) == (0, before) {
             counted.segments = segments as u64;
         }

@@ -6,13 +6,11 @@ use crate::open_store::OpenStore;
 use crate::outcome::{NotStored, Put, Refusal};
 use crate::space::{CHUNK_BYTES, Space};
 use crate::stats::Counters;
-use crate::sync::lock;
 use crate::threads::task_pool::join_unless;
 use crate::tiers::host::{HostTier, Waiting};
 use crate::waits::{Patience, RETRY_EVERY};
 use crate::writer::Candidate;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::PoisonError;
 #[cfg(test)]
 use std::sync::atomic::Ordering::Relaxed;
 use std::thread::JoinHandle;
@@ -34,7 +32,7 @@ impl WriteBehind {
             work.is_for_all |= all;
             work.asked
         });
-        let mut thread = lock(&self.thread);
+        let mut thread = self.thread.lock();
         if !self.start(&mut thread, space) {
             // By this thread, then, while the lock keeps others from doing the same.
             self.pass_for(asked, space, Patience::behind(), all);
@@ -76,7 +74,7 @@ impl WriteBehind {
             work.is_closing = true;
             work.asked
         });
-        let mut thread = lock(&self.thread);
+        let mut thread = self.thread.lock();
         if thread.is_none() && !host.has_waiting(u64::MAX) {
             return;
         }
@@ -95,7 +93,7 @@ impl WriteBehind {
         // Of the last pass: when it ended, and how many segments had been freed when it began.
         let mut last: Option<(Instant, u32)> = None;
         loop {
-            let mut work = lock(&self.work);
+            let mut work = self.work.lock();
             while !work.is_due() {
                 #[cfg(test)]
                 {
@@ -103,7 +101,7 @@ impl WriteBehind {
                 }
                 let has_left = !host.next_waiting(0..u64::MAX, 0, None).is_empty();
                 let Some((at, freed)) = last.filter(|_| has_left) else {
-                    work = self.changed.wait(work).unwrap_or_else(PoisonError::into_inner);
+                    work = self.changed.wait(work, None);
                     continue;
                 };
                 let is_freed = member.freed() != freed;
@@ -113,14 +111,13 @@ impl WriteBehind {
                     break;
                 }
                 if is_freed {
-                    let waited = self.changed.wait_timeout(work, left);
-                    work = waited.unwrap_or_else(PoisonError::into_inner).0;
+                    work = self.changed.wait(work, left);
                     continue;
                 }
                 work.waits_for_space = true;
                 drop(work);
-                member.wait_freed(freed, left, || lock(&self.work).is_due());
-                work = lock(&self.work);
+                member.wait_freed(freed, left, || self.work.lock().is_due());
+                work = self.work.lock();
                 work.waits_for_space = false;
             }
             let (asked, is_closing) = (work.asked, work.is_closing);
@@ -140,11 +137,11 @@ impl WriteBehind {
         let Some(host) = &space.store.host else { return };
         let end = host.next_number();
         let due = (!is_for_all).then(Instant::now);
-        lock(&self.work).under_way = Some((asked, 0));
+        self.work.lock().under_way = Some((asked, 0));
         if catch_unwind(AssertUnwindSafe(|| pass(space, host, end, patience, due))).is_err() {
             host.leave(0..end, NotStored::Failed);
         }
-        let mut work = lock(&self.work);
+        let mut work = self.work.lock();
         work.under_way = None;
         work.done = work.done.max(asked);
         #[cfg(test)]
