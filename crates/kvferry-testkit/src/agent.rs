@@ -9,10 +9,11 @@ use kvferry::{
     Access, Agent, AgentBuilder, Batch, Checksum, Incarnation, Notification, Options, Peer,
     RegionId, RemoteRegion, Transfer, Transports,
 };
+use kvferry_sys::sync::Mutex;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Makes pairs of agents with these settings.
@@ -138,7 +139,7 @@ impl Memories {
         len: usize,
         access: Access,
     ) -> Result<Region, Failure> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(memory.clone());
+        self.0.lock().push(memory.clone());
         let inner = match memory.device() {
             Some(device) => {
                 assert_eq!((offset, len), (0, memory.len()), "a device is registered as a whole");

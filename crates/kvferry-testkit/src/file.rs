@@ -15,22 +15,19 @@ use kvferry::{
     Access, Agent, Batch, FileOptions, FileRegion, Notification, Options, Result, Transfer,
 };
 use kvferry_sys::poll::EventFd;
+use kvferry_sys::sync::{Condvar, Mutex};
 use rustix::fs::{FallocateFlags, fallocate};
 use std::collections::{BTreeMap, VecDeque};
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Bytes of the file, which has holes: more than any scenario has under way.
 const FILE_BYTES: u64 = 64 << 30;
 /// Places begin at multiples of this, so that no two share a page.
 const PLACE_ALIGNMENT: u64 = 64 << 10;
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Makes pairs of agents with a file between them.
 #[derive(Clone, Debug)]
@@ -115,7 +112,7 @@ struct Notes {
 
 impl Notes {
     fn push(&self, note: Notification) {
-        lock(&self.arrived).push_back(note);
+        self.arrived.lock().push_back(note);
         self.changed.notify_all();
     }
 }
@@ -131,7 +128,7 @@ impl Between {
     /// Takes the first gap that is long enough. It is a hole.
     fn place(self: &Arc<Self>, len: u64) -> Place {
         let len = len.max(1);
-        let mut places = lock(&self.places);
+        let mut places = self.places.lock();
         let mut start = 0;
         for (taken, end) in places.iter() {
             if start + len <= *taken {
@@ -150,7 +147,7 @@ impl Drop for Place {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         // Where the file system makes no holes, no other transfer gets the place.
         if fallocate(&self.between.file, flags, self.start, self.len).is_ok() {
-            lock(&self.between.places).remove(&self.start);
+            self.between.places.lock().remove(&self.start);
         }
     }
 }
@@ -353,14 +350,13 @@ impl Endpoint for FileEnd {
     }
 
     fn take_notes(&self) -> Vec<Notification> {
-        lock(&self.between.notes[self.side].arrived).drain(..).collect()
+        self.between.notes[self.side].arrived.lock().drain(..).collect()
     }
 
     fn wait_note(&self, timeout: Duration) -> Option<Notification> {
         let notes = &self.between.notes[self.side];
-        let arrived = lock(&notes.arrived);
-        let waited = notes.changed.wait_timeout_while(arrived, timeout, |notes| notes.is_empty());
-        waited.unwrap_or_else(PoisonError::into_inner).0.pop_front()
+        let arrived = notes.arrived.lock();
+        notes.changed.wait_while(arrived, timeout, |notes| notes.is_empty()).pop_front()
     }
 
     fn gauges(&self) -> Vec<(&'static str, u64)> {
@@ -368,7 +364,7 @@ impl Endpoint for FileEnd {
         let mut gauges = vec![
             ("transfers_in_flight", stats.transfers_in_flight),
             ("regions", stats.regions),
-            ("notifications", lock(&self.between.notes[self.side].arrived).len() as u64),
+            ("notifications", self.between.notes[self.side].arrived.lock().len() as u64),
         ];
         if self.closed.load(Ordering::SeqCst) {
             gauges.push(("gates", stats.gates));
@@ -399,7 +395,7 @@ struct State {
 impl Relay {
     /// Makes a step the one that a cancel stops.
     fn run(&self, step: &Transfer) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.step = Some(step.clone());
         let is_cancelled = state.is_cancelled;
         drop(state);
@@ -409,7 +405,7 @@ impl Relay {
     }
 
     fn end(&self, outcome: Outcome) {
-        lock(&self.state).outcome = Some(outcome);
+        self.state.lock().outcome = Some(outcome);
         self.changed.notify_all();
         self.event.signal();
     }
@@ -419,19 +415,18 @@ struct Running(Arc<Relay>);
 
 impl Handle for Running {
     fn poll(&self) -> Option<Outcome> {
-        lock(&self.0.state).outcome.clone()
+        self.0.state.lock().outcome.clone()
     }
 
     fn wait(&self, timeout: Duration) -> Option<Outcome> {
-        let state = lock(&self.0.state);
+        let state = self.0.state.lock();
         let runs = |state: &mut State| state.outcome.is_none();
-        let waited = self.0.changed.wait_timeout_while(state, timeout, runs);
-        waited.unwrap_or_else(PoisonError::into_inner).0.outcome.clone()
+        self.0.changed.wait_while(state, timeout, runs).outcome.clone()
     }
 
     fn cancel(&self) {
         let step = {
-            let mut state = lock(&self.0.state);
+            let mut state = self.0.state.lock();
             state.is_cancelled = true;
             state.step.clone()
         };

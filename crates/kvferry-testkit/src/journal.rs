@@ -1,7 +1,8 @@
 //! Log lines of the code under test.
 
+use kvferry_sys::sync::{Mutex, MutexGuard};
 use std::fmt::{Debug, Write};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use tracing::field::{Field, Visit};
 use tracing::span;
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -38,7 +39,7 @@ impl Journal {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<String>> {
-        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lines.lock()
     }
 }
 

@@ -16,9 +16,10 @@ use crate::slow::{DeviceFault, Direction, SlowMemory};
 use crate::violation::{Violation, ensure};
 use kvferry_sys::HostSpan;
 use kvferry_sys::map::Mapping;
+use kvferry_sys::sync::{Mutex, MutexGuard};
 use std::fmt;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Poisoned bytes before and after the memory.
 pub const GUARD_BYTES: usize = 8192;
@@ -116,7 +117,7 @@ impl Memory {
     }
 
     fn expected(&self) -> MutexGuard<'_, Vec<u8>> {
-        self.0.expected.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.expected.lock()
     }
 
     /// Reads `len` bytes of the memory at `offset`.

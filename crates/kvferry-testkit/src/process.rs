@@ -16,14 +16,15 @@ mod serve;
 
 pub use serve::serve_if_child;
 
+use kvferry_sys::sync::Mutex;
 use serde_json::{Value, json};
 use std::fmt;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::FileExt;
 use std::process::{ChildStdin, Command, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -165,7 +166,7 @@ impl Child {
         thread::spawn(move || {
             for line in BufReader::new(errors).lines().map_while(Result::ok) {
                 drop(writeln!(std::io::stderr(), "{line}"));
-                *kept.lock().unwrap_or_else(PoisonError::into_inner) += &(line + "\n");
+                *kept.lock() += &(line + "\n");
             }
         });
         let mut child = Self { process, input, replies, stderr };
@@ -299,7 +300,7 @@ impl Child {
 
     /// Returns the child's output to stderr so far.
     pub fn stderr(&self) -> String {
-        self.stderr.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.stderr.lock().clone()
     }
 
     /// Interrupts a system call of the child by a signal. Needs the command `catch_signals` before.

@@ -13,11 +13,12 @@ use fastrand::Rng;
 use kvferry::{After, Device, DeviceCopy, DeviceMemory, DevicePiece, Happened, StagePool};
 use kvferry_sys::HostSpan;
 use kvferry_sys::map::Mapping;
+use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
 use std::any::Any;
 use std::fmt;
 use std::io;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 
@@ -173,7 +174,7 @@ fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Completes the waits whose edges have happened.
@@ -213,7 +214,7 @@ impl Shared {
                 return;
             }
             let Some(serial) = state.choose() else {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = self.changed.wait(state, None);
                 continue;
             };
             let delay = match state.rng.u8(..) {
@@ -290,7 +291,7 @@ struct EdgeState {
 
 impl Edge {
     fn state(&self) -> MutexGuard<'_, EdgeState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     /// Lets the transfers that wait for it go on.

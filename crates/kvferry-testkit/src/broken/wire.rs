@@ -17,10 +17,11 @@ use crate::slow::Direction;
 use kvferry::{Access, Notification, Options};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::poll::EventFd;
+use kvferry_sys::sync::{Condvar, Mutex, RwLock};
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -33,10 +34,6 @@ const WORKERS: usize = 4;
 
 /// Time after a deadline in which a worker may notice it before the timer does.
 const GRACE: Duration = Duration::from_millis(30);
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 pub(super) fn pair(fault: Option<Fault>) -> Pair {
     let wire = Arc::new(Wire {
@@ -212,9 +209,9 @@ impl Wire {
             return job;
         }
         if job.deadline.is_some() && !self.has(Fault::DeadlinesIgnored) && !self.has(Fault::Hang) {
-            lock(&self.timed).push(Arc::clone(&job));
+            self.timed.lock().push(Arc::clone(&job));
         }
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         if self.has(Fault::FullQueue) && queue.len() >= 48 {
             self.was_full.store(true, SeqCst);
         } else {
@@ -229,15 +226,15 @@ impl Wire {
         let own = Arc::new(buffer());
         while !self.stopped.load(SeqCst) {
             let one_by_one = self.has(Fault::Starvation) || self.has(Fault::PrefersBig);
-            let turn = one_by_one.then(|| lock(&self.whole_jobs));
-            let mut queue = lock(&self.queue);
+            let turn = one_by_one.then(|| self.whole_jobs.lock());
+            let mut queue = self.queue.lock();
             let Some(job) = self.next_job(&mut queue) else {
                 drop(turn);
-                drop(self.wake.wait_timeout(queue, Duration::from_millis(50)));
+                drop(self.wake.wait(queue, Duration::from_millis(50)));
                 continue;
             };
             drop(queue);
-            let penalty = *lock(&self.penalty);
+            let penalty = *self.penalty.lock();
             if let Some(until) = penalty {
                 thread::sleep(until.saturating_duration_since(Instant::now()));
             }
@@ -246,7 +243,7 @@ impl Wire {
                 step = self.step(&job, &own);
             }
             match step {
-                Step::Again => lock(&self.queue).push_back(job),
+                Step::Again => self.queue.lock().push_back(job),
                 Step::End(outcome) => self.complete(&job, outcome),
                 Step::Forget => {}
             }
@@ -279,8 +276,8 @@ impl Wire {
         while !self.stopped.load(SeqCst) {
             thread::sleep(Duration::from_millis(4));
             let late: Vec<_> = {
-                let mut timed = lock(&self.timed);
-                timed.retain(|job| lock(&job.outcome).is_none());
+                let mut timed = self.timed.lock();
+                timed.retain(|job| job.outcome.lock().is_none());
                 let now = Instant::now();
                 timed
                     .iter()
@@ -296,7 +293,7 @@ impl Wire {
     }
 
     fn complete(self: &Arc<Self>, job: &Arc<Job>, outcome: Outcome) {
-        let mut slot = lock(&job.outcome);
+        let mut slot = job.outcome.lock();
         if slot.is_some() {
             return;
         }
@@ -318,7 +315,7 @@ impl Wire {
             let job = Arc::clone(job);
             thread::spawn(move || {
                 thread::sleep(Duration::from_millis(6));
-                *lock(&job.outcome) = Some(outcome);
+                *job.outcome.lock() = Some(outcome);
             });
         }
         drop(slot);
@@ -336,7 +333,7 @@ impl Wire {
     fn write_last_byte_again(&self, job: &Arc<Job>) {
         let job = Arc::clone(job);
         thread::spawn(move || {
-            let Some((memory, at)) = lock(&job.progress).resolved.as_ref().and_then(|moves| {
+            let Some((memory, at)) = job.progress.lock().resolved.as_ref().and_then(|moves| {
                 let last = moves.last().filter(|m| m.len > 0)?;
                 let [_, (target, at)] = last.ends(job.way);
                 Some((target.memory.clone(), target.offset as u64 + at + last.len - 1))
@@ -352,7 +349,7 @@ impl Wire {
 
     fn deliver(&self, side: usize, note: Notification) {
         let end = &self.ends[side];
-        let mut notes = lock(&end.notes);
+        let mut notes = end.notes.lock();
         notes.delivered += 1;
         let fifth = notes.delivered.is_multiple_of(5);
         match self.fault {
@@ -377,11 +374,11 @@ impl Wire {
     fn step(self: &Arc<Self>, job: &Arc<Job>, own: &Arc<Mapping>) -> Step {
         let _device = (self.has(Fault::OneDeviceBlocksAll)
             && job.moves.iter().any(|m| m.remote.memory.kind() == MemoryKind::Slow))
-        .then(|| lock(&self.whole_jobs));
+        .then(|| self.whole_jobs.lock());
         if let Some(step) = self.early_end(job) {
             return step;
         }
-        let mut progress = lock(&job.progress);
+        let mut progress = job.progress.lock();
         if progress.resolved.is_none() {
             if let (true, Some(note)) = (self.has(Fault::NotificationBeforeData), &job.note) {
                 self.deliver(1 - job.side, note.clone());
@@ -460,7 +457,7 @@ impl Wire {
     fn refuse(&self, job: &Job, failure: Failure) -> Step {
         self.refusals.fetch_add(1, SeqCst);
         if self.has(Fault::PenaltyAfterRefusal) {
-            *lock(&self.penalty) = Some(Instant::now() + Duration::from_secs(1));
+            *self.penalty.lock() = Some(Instant::now() + Duration::from_secs(1));
         }
         Step::End(if self.has(Fault::SwallowedError) { Ok(job.moved()) } else { Err(failure) })
     }
@@ -523,11 +520,11 @@ impl Wire {
         // A thread that closes one of the gates waits for this piece.
         let passes = [source, target].map(|region| {
             let gate = (!ignores_gates(region)).then_some(&region.gate);
-            gate.map(|gate| gate.read().unwrap_or_else(PoisonError::into_inner))
+            gate.map(|gate| gate.read())
         });
         enter(source)?;
         enter(target)?;
-        let shared = self.has(Fault::SharedBuffer).then(|| Arc::clone(&lock(&self.shared_buffer)));
+        let shared = self.has(Fault::SharedBuffer).then(|| Arc::clone(&self.shared_buffer.lock()));
         let span = shared.as_ref().unwrap_or(own).span(0, len);
         let at = |region: &Registered, at: u64| (region.offset as u64).wrapping_add(at) as isize;
         let copied = source
@@ -567,7 +564,7 @@ impl Wire {
     }
 
     fn remember(&self, region: u64, at: u64, span: kvferry_sys::HostSpan) {
-        let mut cache = lock(&self.cache);
+        let mut cache = self.cache.lock();
         let mut now = vec![0; span.len()];
         span.copy_to(&mut now);
         if cache.len() < 200 {
@@ -639,7 +636,7 @@ impl Wire {
         named: &Arc<Registered>,
         unchecked: bool,
     ) -> Result<(Arc<Registered>, u64), Failure> {
-        let regions = lock(&self.ends[side].regions);
+        let regions = self.ends[side].regions.lock();
         if m.aim == Aim::Address {
             let address = named.address().wrapping_add(m.remote_offset);
             return regions
@@ -659,7 +656,7 @@ impl Wire {
 
     /// Whether regions side by side cover a range that starts in the first of them.
     fn covered(&self, side: usize, region: &Registered, at: u64, len: u64) -> bool {
-        let regions = lock(&self.ends[side].regions);
+        let regions = self.ends[side].regions.lock();
         let Some(end) = region.address().checked_add(at).and_then(|a| a.checked_add(len)) else {
             return false;
         };

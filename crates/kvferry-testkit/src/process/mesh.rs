@@ -8,10 +8,11 @@ use kvferry::{
     Access, Agent, Batch, Error, ErrorKind, Incarnation, Options, Peer, Region, RemoteRegion,
     Transfer,
 };
+use kvferry_sys::sync::{Condvar, Mutex};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::pin::Pin;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -90,23 +91,19 @@ struct Events {
     some: Condvar,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Events {
     fn put(&self, event: Event) {
-        lock(&self.queue).push_back(event);
+        self.queue.lock().push_back(event);
         self.some.notify_one();
     }
 
     fn take(&self) -> Event {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         loop {
             if let Some(event) = queue.pop_front() {
                 return event;
             }
-            queue = self.some.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            queue = self.some.wait(queue, None);
         }
     }
 }
@@ -172,7 +169,7 @@ impl Mesh {
     }
 
     pub(super) fn report(&self) -> Report {
-        let mut report = lock(&self.report);
+        let mut report = self.report.lock();
         let faults = std::mem::take(&mut report.faults);
         Report { at_ns: kvferry_sys::clock::boottime_ns(), faults, ..report.clone() }
     }
@@ -181,7 +178,7 @@ impl Mesh {
     pub(super) fn stop(self) -> Report {
         self.events.put(Event::Stop);
         self.thread.join().expect("the driver of a mesh does not panic");
-        let mut report = lock(&self.report);
+        let mut report = self.report.lock();
         std::mem::take(&mut report)
     }
 }
@@ -306,7 +303,7 @@ impl Driver {
         let restarted = pairing.remote.incarnation != incarnation;
         let again = pairing.writes < self.plan.writes_per_read;
         {
-            let mut report = lock(&self.report);
+            let mut report = self.report.lock();
             report.longest_us = report.longest_us.max(took.as_micros() as u64);
             match &outcome {
                 Ok(moved) => report.bytes[index] += moved.bytes,
@@ -325,7 +322,7 @@ impl Driver {
                 let at = index * self.plan.slot;
                 self.back.read_at(at, &mut bytes).expect("owned memory");
                 if bytes != pattern.bytes(self.plan.slot) {
-                    lock(&self.report).wrong += 1;
+                    self.report.lock().wrong += 1;
                 }
                 self.write(index);
             }

@@ -7,7 +7,8 @@ use crate::slow::SlowMemory;
 use crate::violation::{Violation, ensure};
 use fastrand::Rng;
 use kvferry::{Access, Notification, Options};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use kvferry_sys::sync::{Mutex, MutexGuard};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -103,7 +104,7 @@ impl<'a> Rig<'a> {
     }
 
     fn regions(&self) -> MutexGuard<'_, Vec<(Side, Region)>> {
-        self.regions.lock().unwrap_or_else(PoisonError::into_inner)
+        self.regions.lock()
     }
 
     /// A region of the near side and one of the far side, `len` bytes each.

@@ -34,13 +34,13 @@ impl Endpoint for Side {
             alive: AtomicBool::new(true),
             gate: RwLock::new(()),
         });
-        lock(&self.end().regions).insert(inner.id, Arc::clone(&inner));
+        self.end().regions.lock().insert(inner.id, Arc::clone(&inner));
         Ok(Region { memory: memory.clone(), offset, len, access, inner })
     }
 
     fn unregister(&self, region: &Region) -> Result<(), Failure> {
         let region = region.inner.clone().downcast::<Registered>().expect("a region of this wire");
-        let known = lock(&self.end().regions).remove(&region.id);
+        let known = self.end().regions.lock().remove(&region.id);
         known.ok_or_else(|| Failure::new("not_registered"))?;
         region.alive.store(false, SeqCst);
         let forgets = match self.wire().fault {
@@ -49,7 +49,7 @@ impl Endpoint for Side {
             _ => false,
         };
         if !forgets {
-            drop(region.gate.write().unwrap_or_else(PoisonError::into_inner));
+            drop(region.gate.write());
         }
         Ok(())
     }
@@ -87,19 +87,18 @@ impl Endpoint for Side {
     }
 
     fn take_notes(&self) -> Vec<Notification> {
-        lock(&self.end().notes).queue.drain(..).collect()
+        self.end().notes.lock().queue.drain(..).collect()
     }
 
     fn wait_note(&self, timeout: Duration) -> Option<Notification> {
         let give_up = Instant::now() + timeout;
-        let mut notes = lock(&self.end().notes);
+        let mut notes = self.end().notes.lock();
         loop {
             if let Some(note) = notes.queue.pop_front() {
                 return Some(note);
             }
             let left = give_up.checked_duration_since(Instant::now())?;
-            let waited = self.end().noted.wait_timeout(notes, left);
-            notes = waited.unwrap_or_else(PoisonError::into_inner).0;
+            notes = self.end().noted.wait(notes, left);
         }
     }
 
@@ -108,19 +107,19 @@ impl Endpoint for Side {
         let leaked = end.closed.load(SeqCst) && self.wire().has(Fault::LeakedSession);
         vec![
             ("transfers in flight", end.in_flight.load(SeqCst) as u64),
-            ("regions", lock(&end.regions).len() as u64),
-            ("notifications", lock(&end.notes).queue.len() as u64),
+            ("regions", end.regions.lock().len() as u64),
+            ("notifications", end.notes.lock().queue.len() as u64),
             ("sessions", u64::from(leaked)),
         ]
     }
 
     fn close(&self) {
         self.end().closed.store(true, SeqCst);
-        let regions = std::mem::take(&mut *lock(&self.end().regions));
+        let regions = std::mem::take(&mut *self.end().regions.lock());
         for region in regions.values() {
             region.alive.store(false, SeqCst);
             if !self.wire().has(Fault::HastyClose) {
-                drop(region.gate.write().unwrap_or_else(PoisonError::into_inner));
+                drop(region.gate.write());
             }
         }
     }
@@ -141,13 +140,12 @@ impl Drop for Running {
 
 impl Handle for Running {
     fn poll(&self) -> Option<Outcome> {
-        lock(&self.job.outcome).clone()
+        self.job.outcome.lock().clone()
     }
 
     fn wait(&self, timeout: Duration) -> Option<Outcome> {
-        let outcome = lock(&self.job.outcome);
-        let waited = self.job.ended.wait_timeout_while(outcome, timeout, |o| o.is_none());
-        let (outcome, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let outcome = self.job.outcome.lock();
+        let outcome = self.job.ended.wait_while(outcome, timeout, |o| o.is_none());
         if outcome.is_none() && self.wire.has(Fault::WaitCancels) {
             drop(outcome);
             self.cancel();
