@@ -5,13 +5,14 @@ use crate::fault::{fault, is_no_bucket};
 use bytes::Bytes;
 use kvferry_store::objects::{Done, Fault, GetResult, IfExists, Objects};
 use kvferry_store::{Error, Result};
+use kvferry_sys::sync::Mutex;
 use object_store::path::Path;
 use object_store::{GetOptions, ObjectStore, PutMode, PutOptions, PutPayload};
 use std::fmt;
 use std::future::Future;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::Semaphore;
@@ -241,7 +242,7 @@ impl Remote {
 
     fn found_out(&self, may_read: MayRead) {
         let now = Some((Instant::now(), may_read));
-        *self.asked.lock().unwrap_or_else(PoisonError::into_inner) = now;
+        *self.asked.lock() = now;
     }
 
     async fn get(&self, name: &str, len_max: u64) -> object_store::Result<GetResult> {
@@ -262,7 +263,7 @@ impl Remote {
 
     /// Whether objects that exist may be read.
     async fn may_read(&self) -> bool {
-        let known = *self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = *self.asked.lock();
         if let Some((at, may_read)) = known
             && at.elapsed() < may_read.is_known_for()
         {

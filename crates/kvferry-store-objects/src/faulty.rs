@@ -3,6 +3,7 @@
 use bytes::Bytes;
 use futures_util::StreamExt;
 use futures_util::stream::{self, BoxStream};
+use kvferry_sys::sync::Mutex;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
@@ -11,8 +12,8 @@ use object_store::{
     Result,
 };
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// A fault that is injected into a request.
@@ -62,13 +63,13 @@ impl Faulty {
     }
 
     pub(crate) fn set(&self, script: impl Fn(usize) -> Option<Fault> + Send + Sync + 'static) {
-        *self.script.lock().expect("no panic") = Arc::new(script);
+        *self.script.lock() = Arc::new(script);
     }
 
     /// Has the request fail or wait. Returns what is to become of its body.
     async fn fault(&self) -> Result<Option<Fault>> {
         let number = self.requests.fetch_add(1, SeqCst);
-        let script = Arc::clone(&self.script.lock().expect("no panic"));
+        let script = Arc::clone(&self.script.lock());
         match script(number) {
             Some(Fault::Late(time)) => {
                 tokio::time::sleep(time).await;
