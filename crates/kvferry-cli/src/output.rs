@@ -1,9 +1,9 @@
 //! Output: results to standard output, everything else to standard error.
 
+use kvferry_sys::sync::Mutex;
 use std::fs;
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -61,7 +61,7 @@ fn bar(quiet: bool, total: u64, template: &str) -> ProgressBar {
     let style = ProgressStyle::with_template(template).expect("the templates here are well formed");
     let bar = ProgressBar::with_draw_target(Some(total), target);
     let bar = bar.with_style(style.progress_chars("━╸─"));
-    *SHOWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(bar.clone());
+    *SHOWN.lock() = Some(bar.clone());
     if !quiet && !io::stderr().is_terminal() {
         tell(bar.clone());
     }
@@ -88,12 +88,12 @@ static TEMPORARY: Mutex<Option<PathBuf>> = Mutex::new(None);
 
 /// Has SIGINT and SIGTERM remove this folder, too.
 pub(crate) fn remove_when_interrupted(folder: &Path) {
-    *TEMPORARY.lock().unwrap_or_else(PoisonError::into_inner) = Some(folder.to_path_buf());
+    *TEMPORARY.lock() = Some(folder.to_path_buf());
 }
 
 /// Removes the folder. Helper processes may still make files in it.
 fn remove_temporary() {
-    let folder = TEMPORARY.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let folder = TEMPORARY.lock().take();
     let Some(folder) = folder else { return };
     let is_gone = || fs::remove_dir_all(&folder).is_ok();
     let _ = (0..10).any(|_| is_gone());
@@ -105,7 +105,7 @@ pub(crate) fn clear_when_interrupted() -> io::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
     std::thread::spawn(move || {
         for signal in &mut signals {
-            let shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner);
+            let shown = SHOWN.lock();
             shown.iter().for_each(ProgressBar::finish_and_clear);
             remove_temporary();
             // The lock is held, so no bar is drawn any more.

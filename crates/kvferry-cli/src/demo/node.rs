@@ -3,10 +3,11 @@
 //! The engine steps while it has something to compute. While all its requests wait for transfers, it
 //! sleeps until a worker half has something to report ([`WorkerObserver`]), or a command arrives.
 
+use kvferry_sys::sync::Mutex;
 use std::collections::HashSet;
 use std::io;
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvferry::{Agent, Transports};
@@ -268,7 +269,7 @@ struct Bell(Mutex<Sender<Wake>>);
 impl Bell {
     fn ring(&self, wake: Wake) {
         // The receiver is gone when the engine ends.
-        let _ = self.0.lock().unwrap_or_else(PoisonError::into_inner).send(wake);
+        let _ = self.0.lock().send(wake);
     }
 }
 

@@ -4,8 +4,9 @@
 //! engine's pages before the step computes on them, and puts the blocks that the step has filled. Both are
 //! synchronous: what a step costs contains them. Only blocks of prompts are put.
 
+use kvferry_sys::sync::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry::{Access, Agent, Region};
@@ -47,7 +48,7 @@ pub(super) struct Shared(Arc<Mutex<Counts>>);
 
 impl Shared {
     pub(super) fn lock(&self) -> MutexGuard<'_, Counts> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 
