@@ -1,8 +1,8 @@
 //! Rates at which plain programs move bytes in blocks on this machine, for other commands.
 
+use kvferry_sys::sync::Mutex;
 use std::io;
 use std::net::{TcpListener, TcpStream};
-use std::sync::Mutex;
 use std::sync::atomic::AtomicUsize;
 use std::time::Instant;
 

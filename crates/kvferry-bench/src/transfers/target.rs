@@ -1,11 +1,12 @@
 //! The target side of a bench: owns the memory that is written and read, and serves a control
 //! connection of the measuring side.
 
+use kvferry_sys::sync::Mutex;
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kvferry::{Access, Agent, Region};
@@ -101,8 +102,6 @@ struct Served {
     streams: AtomicUsize,
 }
 
-const LOCK: &str = "nothing panics while it holds the lock";
-
 impl Target {
     fn start(listener: &TcpListener) -> Result<Arc<Target>, Failure> {
         let listens_on = listener.local_addr()?.ip();
@@ -149,7 +148,7 @@ impl Target {
     }
 
     fn join(&self, token: u64) -> Result<Arc<Served>, Failure> {
-        let current = self.current.lock().expect(LOCK);
+        let current = self.current.lock();
         let current = current.as_ref().filter(|current| current.token == token);
         current.map(|current| current.served.clone()).ok_or_else(|| {
             Failure::Failed("this stream belongs to no bench that is running".into())
@@ -167,7 +166,7 @@ impl Target {
             return Err(refusal);
         }
         let ended = self.bench(lines, nonce, first);
-        *self.current.lock().expect(LOCK) = None;
+        *self.current.lock() = None;
         ended
     }
 
@@ -177,7 +176,7 @@ impl Target {
         let began = Instant::now();
         while began.elapsed() < PROOF_TIMEOUT {
             let heard = self.agent.wait_notification(SLICE)?;
-            let mut proofs = self.proofs.lock().expect(LOCK);
+            let mut proofs = self.proofs.lock();
             if proofs.len() >= PROOFS_MAX {
                 proofs.clear();
             }
@@ -193,7 +192,7 @@ impl Target {
     }
 
     fn begin(&self, token: u64) -> Result<(), Failure> {
-        let mut current = self.current.lock().expect(LOCK);
+        let mut current = self.current.lock();
         if current.is_some() {
             return Err(Failure::Unreachable("another bench is running on this target".into()));
         }
@@ -280,7 +279,7 @@ impl Bench<'_> {
             return Err(Failure::Usage(format!("the target needs {asked} and has {free} free")));
         }
         for memory in self.served.memory.iter().take(sizes.floor_streams) {
-            *memory.lock().expect(LOCK) = Pages::filled(2, sizes.floor);
+            *memory.lock() = Pages::filled(2, sizes.floor);
         }
         let agent = &self.target.agent;
         let region = verify::touched(agent.allocate_private(sizes.arena, Access::READ_WRITE)?)?;
@@ -292,7 +291,7 @@ impl Bench<'_> {
             token: self.token,
             region: described(&region),
             shared: self.shared.as_ref().map(described),
-            floor_address: self.served.memory[0].lock().expect(LOCK).as_ptr() as u64,
+            floor_address: self.served.memory[0].lock().as_ptr() as u64,
         };
         self.arena = Some(region);
         Ok(opened)
@@ -330,9 +329,7 @@ impl Bench<'_> {
         };
         let streams = self.served.streams.load(Relaxed);
         let memories = self.served.memory.iter().take(streams);
-        memories
-            .into_iter()
-            .try_for_each(|memory| verify::fill(&mut *memory.lock().expect(LOCK), seed, span))
+        memories.into_iter().try_for_each(|memory| verify::fill(&mut *memory.lock(), seed, span))
     }
 
     /// Describes an error in the memory of one of the floor's streams, if there is one.
@@ -345,7 +342,7 @@ impl Bench<'_> {
     ) -> Result<Option<String>, Failure> {
         let streams = self.served.streams.load(Relaxed);
         for (pairs, memory) in floor::shares(pairs, streams).zip(&self.served.memory) {
-            let memory = memory.lock().expect(LOCK);
+            let memory = memory.lock();
             if let Some(wrong) = verify::check(&*memory, seed, poison, span, pairs)? {
                 return Ok(Some(wrong));
             }
