@@ -1,10 +1,10 @@
 //! Blocks: references, cached content, and the order of eviction.
 
 use crate::layout::BlockId;
-use crate::sync::lock;
+use kvferry_sys::sync::{Mutex, MutexGuard};
 use rustc_hash::FxHashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 /// The content of a full block: a hash over its tokens and all earlier ones.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -190,7 +190,7 @@ pub struct BlockPins {
 
 impl BlockPins {
     fn pools(&self) -> MutexGuard<'_, Vec<BlockPool>> {
-        lock(&self.pools)
+        self.pools.lock()
     }
 
     /// Keeps a block that has users. False if it has none.

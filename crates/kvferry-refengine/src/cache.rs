@@ -4,8 +4,8 @@ use crate::block_pool::{BlockHash, BlockPins, BlockPool};
 use crate::config::{EngineConfig, Storage};
 use crate::layout::BlockId;
 use crate::model::Attention;
-use crate::sync::lock;
-use std::sync::{Arc, Mutex, MutexGuard};
+use kvferry_sys::sync::{Mutex, MutexGuard};
+use std::sync::Arc;
 
 #[derive(Clone, Copy, Debug)]
 struct Group {
@@ -127,7 +127,7 @@ impl CacheManager {
     }
 
     fn pools(&self) -> MutexGuard<'_, Vec<BlockPool>> {
-        lock(&self.pools)
+        self.pools.lock()
     }
 
     pub(crate) fn pins(&self) -> BlockPins {

@@ -46,7 +46,6 @@ mod oracle;
 mod quorum;
 mod request;
 mod scheduler;
-mod sync;
 mod worker;
 
 pub use block_pool::{BlockHash, BlockPins};

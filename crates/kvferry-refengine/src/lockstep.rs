@@ -1,8 +1,8 @@
 //! Runs phases on all ranks, each phase on all before the next.
 
-use crate::sync::lock;
+use kvferry_sys::sync::Mutex;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Barrier, Mutex};
+use std::sync::Barrier;
 
 /// Performs each phase on every rank before the next phase begins: rank by rank, or with a thread per
 /// rank. The last argument of `perform` is true for the first rank.
@@ -36,7 +36,7 @@ pub(crate) fn lockstep<T: Send, P: Sync>(
                         let done = catch_unwind(AssertUnwindSafe(|| perform(rank, phase, at == 0)));
                         if let Err(payload) = done {
                             alive = false;
-                            *lock(panic) = Some(payload);
+                            *panic.lock() = Some(payload);
                         }
                     }
                     barrier.wait();
@@ -44,7 +44,7 @@ pub(crate) fn lockstep<T: Send, P: Sync>(
             });
         }
     });
-    if let Some(payload) = lock(&panic).take() {
+    if let Some(payload) = panic.lock().take() {
         resume_unwind(payload);
     }
 }

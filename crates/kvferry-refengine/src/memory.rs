@@ -1,7 +1,7 @@
 //! Memory of KV caches.
 
+use kvferry_sys::sync::RwLock;
 use std::fmt;
-use std::sync::{PoisonError, RwLock};
 
 /// Memory of a KV cache: the engine's, or registered memory of the connector.
 ///
@@ -36,16 +36,16 @@ impl HeapMemory {
 
 impl KvMemory for HeapMemory {
     fn bytes(&self) -> usize {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).len()
+        self.0.read().len()
     }
 
     fn read(&self, at: usize, out: &mut [u8]) {
-        let bytes = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let bytes = self.0.read();
         out.copy_from_slice(&bytes[at..at + out.len()]);
     }
 
     fn write(&self, at: usize, bytes: &[u8]) {
-        let mut memory = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut memory = self.0.write();
         memory[at..at + bytes.len()].copy_from_slice(bytes);
     }
 }

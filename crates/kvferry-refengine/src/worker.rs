@@ -3,10 +3,10 @@
 use crate::digest;
 use crate::layout::{BlockId, KvCaches, LayerView, PlaneView};
 use crate::model::{Attention, ModelSpec};
-use crate::sync::lock;
+use kvferry_sys::sync::{Mutex, MutexGuard};
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The tokens of one request in a step.
 #[derive(Debug)]
@@ -69,7 +69,7 @@ impl Forward {
     }
 
     fn pass(&self) -> MutexGuard<'_, Pass> {
-        lock(&self.pass)
+        self.pass.lock()
     }
 
     /// Computes every layer up to `layer`.

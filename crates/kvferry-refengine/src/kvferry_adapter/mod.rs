@@ -42,7 +42,6 @@ use crate::contract::RequestView;
 use crate::layout::{BlockId, KvCaches};
 use crate::memory::KvMemory;
 use crate::request::{FinishReason, RequestStatus};
-use crate::sync::lock;
 use crate::worker::LayerEvent;
 use kvferry::{Access, Agent, Region};
 use kvferry_connector::{
@@ -50,7 +49,8 @@ use kvferry_connector::{
     SchedulerConfig, Stats, Worker, WorkerConfig, WorkerObserver,
 };
 use kvferry_proto::WireCode;
-use std::sync::{Arc, Mutex, OnceLock};
+use kvferry_sys::sync::Mutex;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// Settings of both halves.
@@ -190,17 +190,17 @@ impl KvferryAdapter {
 
     /// See [`Scheduler::take_side_data`].
     pub fn take_side_data(&self, request: &str) -> Vec<Vec<u8>> {
-        lock(&self.scheduler).take_side_data(request)
+        self.scheduler.lock().take_side_data(request)
     }
 
     /// See [`Scheduler::outcomes`].
     pub fn outcomes(&self) -> Vec<(WireCode, u64)> {
-        lock(&self.scheduler).outcomes().to_vec()
+        self.scheduler.lock().outcomes().to_vec()
     }
 
     /// See [`Scheduler::take_stats`].
     pub fn take_stats(&self) -> Stats {
-        lock(&self.scheduler).take_stats()
+        self.scheduler.lock().take_stats()
     }
 
     /// Counts of what each half keeps, by its name and the gauge's.
@@ -209,7 +209,7 @@ impl KvferryAdapter {
             let name = |(name, value)| (format!("{half}: {name}"), value);
             gauges.into_iter().map(name).collect::<Vec<_>>()
         };
-        let mut all = named("scheduler", lock(&self.scheduler).gauges());
+        let mut all = named("scheduler", self.scheduler.lock().gauges());
         for (rank, worker) in self.workers.iter().enumerate() {
             if let Some(worker) = worker.get() {
                 all.extend(named(&format!("rank {rank}"), worker.gauges()));

@@ -8,11 +8,11 @@ use crate::contract::trt::{
 };
 use crate::layout::KvCaches;
 use crate::memory::KvMemory;
-use crate::sync::lock;
 use crate::worker::LayerEvent;
 use kvferry_connector::{Match, NULL_BLOCK, Notes, Reports, Scheduled};
+use kvferry_sys::sync::Mutex;
 use rustc_hash::FxHashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 /// Reports of the ranks to the scheduler half at rank 0, in place of an all-gather.
 #[derive(Clone)]
@@ -40,20 +40,20 @@ impl Exchange {
     }
 
     fn started(&self, rank: usize, of_rank: Vec<u8>) {
-        let mut gathered = lock(&self.0);
+        let mut gathered = self.0.lock();
         let Gathered { half, ranks, metadata, .. } = &mut *gathered;
         metadata.push((rank, of_rank));
         if metadata.len() == *ranks {
             metadata.sort_unstable();
             let metadata = metadata.drain(..).map(|(_, of_rank)| of_rank).collect();
-            lock(half).set_ranks(metadata).expect("the ranks of one engine fit each other");
+            half.lock().set_ranks(metadata).expect("the ranks of one engine fit each other");
         }
     }
 
     fn report(&self, rank: usize, reports: &Reports) {
-        let mut gathered = lock(&self.0);
+        let mut gathered = self.0.lock();
         let Gathered { half, ranks, sent, received, .. } = &mut *gathered;
-        let mut half = lock(half);
+        let mut half = half.lock();
         if let Some(notes) = &reports.notes {
             half.reported(rank, notes);
         }
@@ -106,7 +106,7 @@ impl SchedulerConnector for Scheduler {
     ) -> (usize, bool) {
         let (id, computed) = (view.number.to_string(), num_computed_tokens as u64);
         // There is no second match: compute what is not known now.
-        let Match::Tokens(tokens) = lock(&self.half).matched(&request(&id, view), computed) else {
+        let Match::Tokens(tokens) = self.half.lock().matched(&request(&id, view), computed) else {
             return (0, false);
         };
         // The last token of the prompt is always computed here.
@@ -120,11 +120,11 @@ impl SchedulerConnector for Scheduler {
         let Some((computed, external)) = self.matched.remove(&view.number) else { return };
         let id = view.number.to_string();
         let blocks = numbers(block_ids);
-        lock(&self.half).allocated(&request(&id, view), computed, external, &blocks);
+        self.half.lock().allocated(&request(&id, view), computed, external, &blocks);
     }
 
     fn build_connector_meta(&mut self, output: &SchedulerOutput) -> Vec<u8> {
-        let mut half = lock(&self.half);
+        let mut half = self.half.lock();
         let new = output.new_requests.iter().map(|data| (data, true));
         let cached = output.cached_requests.iter().map(|data| (data, false));
         let named: Vec<(String, &RequestData, bool)> = new
@@ -147,7 +147,7 @@ impl SchedulerConnector for Scheduler {
         let side_data = (!self.eager).then(|| generated(view));
         let id = view.number.to_string();
         let (request, blocks) = (request(&id, view), numbers(block_ids));
-        lock(&self.half).finished(&request, finish(view), Some(&blocks), side_data).held
+        self.half.lock().finished(&request, finish(view), Some(&blocks), side_data).held
     }
 }
 

@@ -10,11 +10,11 @@ use crate::contract::vllm::{
 use crate::layout::{BlockId, KvCaches};
 use crate::memory::KvMemory;
 use crate::request::{Params, RequestId};
-use crate::sync::lock;
 use crate::worker::LayerEvent;
 use kvferry_connector::Scheduled;
+use kvferry_sys::sync::Mutex;
 use rustc_hash::FxHashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 pub(super) struct Scheduler {
     half: Arc<Mutex<kvferry_connector::Scheduler>>,
@@ -42,15 +42,15 @@ fn ids(requests: &[RequestId]) -> impl Iterator<Item = &str> {
 impl SchedulerConnector for Scheduler {
     fn set_xfer_handshake_metadata(&mut self, ranks: &[(Rank, Vec<u8>)]) {
         let metadata = ranks.iter().map(|(_, metadata)| metadata.clone()).collect();
-        lock(&self.half).set_ranks(metadata).expect("the ranks of one engine fit each other");
+        self.half.lock().set_ranks(metadata).expect("the ranks of one engine fit each other");
     }
 
     fn on_new_request(&mut self, view: &RequestView<'_>) {
-        lock(&self.half).arrived(&request(view.id.as_str(), view));
+        self.half.lock().arrived(&request(view.id.as_str(), view));
     }
 
     fn prompt_tokens_to_prefill(&mut self, view: &RequestView<'_>) -> usize {
-        let tokens = lock(&self.half).prompt_tokens_to_prefill(&request(view.id.as_str(), view));
+        let tokens = self.half.lock().prompt_tokens_to_prefill(&request(view.id.as_str(), view));
         usize::try_from(tokens).expect("no more than the prompt has")
     }
 
@@ -60,7 +60,7 @@ impl SchedulerConnector for Scheduler {
         num_computed_tokens: usize,
     ) -> Match {
         let computed = num_computed_tokens as u64;
-        match lock(&self.half).matched(&request(view.id.as_str(), view), computed) {
+        match self.half.lock().matched(&request(view.id.as_str(), view), computed) {
             kvferry_connector::Match::Unknown => Match::Unknown,
             kvferry_connector::Match::Tokens(tokens) => {
                 if view.params.is_some() {
@@ -80,11 +80,11 @@ impl SchedulerConnector for Scheduler {
     ) {
         let computed = self.computed.remove(view.id).unwrap_or(view.computed as u64);
         let (request, external) = (request(view.id.as_str(), view), num_external_tokens as u64);
-        lock(&self.half).allocated(&request, computed, external, &numbers(block_ids));
+        self.half.lock().allocated(&request, computed, external, &numbers(block_ids));
     }
 
     fn build_connector_meta(&mut self, output: &SchedulerOutput) -> Vec<u8> {
-        let mut half = lock(&self.half);
+        let mut half = self.half.lock();
         let tokens = |id| output.num_scheduled_tokens[id] as u64;
         let new = output
             .scheduled_new_reqs
@@ -107,7 +107,7 @@ impl SchedulerConnector for Scheduler {
     }
 
     fn update_connector_output(&mut self, output: &ConnectorOutput) {
-        let mut half = lock(&self.half);
+        let mut half = self.half.lock();
         for (rank, notes) in &output.worker_meta {
             let rank = self.ranks.iter().position(|it| it == rank);
             half.reported(rank.expect("a rank of this engine"), notes);
@@ -125,17 +125,17 @@ impl SchedulerConnector for Scheduler {
         let side_data = (!self.eager).then(|| generated(view));
         let request = request(view.id.as_str(), view);
         let blocks = numbers(block_ids);
-        let finished = lock(&self.half).finished(&request, finish(view), Some(&blocks), side_data);
+        let finished = self.half.lock().finished(&request, finish(view), Some(&blocks), side_data);
         (finished.held, finished.params)
     }
 
     fn reset_cache(&mut self) -> bool {
-        lock(&self.half).reset_cache();
+        self.half.lock().reset_cache();
         true
     }
 
     fn has_pending_work(&mut self) -> bool {
-        lock(&self.half).has_pending_work()
+        self.half.lock().has_pending_work()
     }
 }
 

@@ -1,9 +1,10 @@
 //! A relay in front of an agent that forwards, holds, resets, or flips a byte.
 
+use kvferry_sys::sync::Mutex;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -46,7 +47,7 @@ impl Relay {
     }
 
     pub(crate) fn to(&self, target: &str) {
-        target.clone_into(&mut self.state.target.lock().unwrap_or_else(PoisonError::into_inner));
+        target.clone_into(&mut self.state.target.lock());
     }
 
     pub(crate) fn hold(&self, on: bool) {
@@ -85,20 +86,20 @@ impl Drop for Relay {
 
 impl State {
     fn cut(&self, which: impl Fn(bool) -> bool) {
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = self.open.lock();
         for (stream, _) in open.extract_if(.., |(_, data)| which(data.load(Ordering::SeqCst))) {
             drop(stream.shutdown(Shutdown::Both));
         }
     }
 
     fn connect(self: &Arc<Self>, near: TcpStream) {
-        let target = self.target.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let target = self.target.lock().clone();
         let Ok(far) = TcpStream::connect(&target) else { return };
         let clones = (near.try_clone(), far.try_clone(), near.try_clone(), far.try_clone());
         let (Ok(a), Ok(b), Ok(c), Ok(d)) = clones else { return };
         let is_data = Arc::new(AtomicBool::new(false));
         let both = [a, b].map(|stream| (stream, Arc::clone(&is_data)));
-        self.open.lock().unwrap_or_else(PoisonError::into_inner).extend(both);
+        self.open.lock().extend(both);
         for (from, to, back) in [(near, d, false), (far, c, true)] {
             let (state, is_data) = (Arc::clone(self), Arc::clone(&is_data));
             thread::spawn(move || state.pump(from, to, back, &is_data));
