@@ -9,7 +9,6 @@
 
 use crate::address::is_literal;
 use crate::clock::now;
-use crate::sync::lock;
 use crate::wakeup::Wakeup;
 use kvferry::{Agent, Channel, Error, ErrorKind, Message, MessageHandler, Peer, Watch};
 use kvferry_proto::Origin;
@@ -21,8 +20,9 @@ use kvferry_proto::directory::{
 use kvferry_proto::engine_handshake::EngineId;
 use kvferry_proto::handoff::{HandoffId, PeerId, Refusal};
 use kvferry_sys::fd;
+use kvferry_sys::sync::{Mutex, MutexGuard};
 use rustc_hash::FxHashMap;
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use thiserror::Error;
@@ -201,7 +201,7 @@ impl Directory {
         }
         self.shared.lock().closed = true;
         self.shared.wakeup.wake();
-        if let Some(thread) = lock(&self.thread).take() {
+        if let Some(thread) = self.thread.lock().take() {
             // It panics only on a broken invariant, and the panic has been reported.
             drop(thread.join());
         }
@@ -228,15 +228,15 @@ impl Drop for Directory {
     fn drop(&mut self) {
         if !self.is_forked() {
             self.close();
-        } else if let Ok(thread) = self.thread.get_mut() {
-            std::mem::forget(thread.take());
+        } else {
+            std::mem::forget(self.thread.get_mut().take());
         }
     }
 }
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
+        self.state.lock()
     }
 
     fn address(&self, place: Place) -> &str {

@@ -17,7 +17,6 @@ use crate::prompt::PromptId;
 use crate::scheduler::{
     FinishReason, GroupRule, Match, Request, Scheduled, Scheduler, SchedulerConfig,
 };
-use crate::sync::{lock, wait_while};
 use crate::wakeup::Wakeup;
 use crate::worker::{Announce, Worker, WorkerConfig, WorkerError, WorkerObserver};
 use kvferry::{Agent, Region};
@@ -27,10 +26,11 @@ use kvferry_proto::engine_handshake::{EngineId, Model};
 use kvferry_proto::handoff::{HandoffId, Limits};
 use kvferry_proto::layout::{Kind, Layout};
 use kvferry_sys::fd;
+use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use thiserror::Error;
@@ -439,7 +439,7 @@ impl Exchange {
         drop(state);
         self.shared.ended.notify_all();
         self.shared.observer.wakeup.wake();
-        if let Some(thread) = lock(&self.thread).take() {
+        if let Some(thread) = self.thread.lock().take() {
             // It panics only on a broken invariant, and the panic has been reported.
             drop(thread.join());
         }
@@ -457,8 +457,8 @@ impl Drop for Exchange {
     fn drop(&mut self) {
         if !fd::forked_since(self.forks) {
             self.close();
-        } else if let Ok(thread) = self.thread.get_mut() {
-            std::mem::forget(thread.take());
+        } else {
+            std::mem::forget(self.thread.get_mut().take());
         }
     }
 }
@@ -467,7 +467,7 @@ impl WorkerObserver for Observer {
     fn received(&self, request: &str, code: WireCode, detail: &str) {
         if !code.is_ok() {
             let separator = if detail.is_empty() { "" } else { ": " };
-            lock(&self.failures).insert(request.to_owned(), format!("{code}{separator}{detail}"));
+            self.failures.lock().insert(request.to_owned(), format!("{code}{separator}{detail}"));
         }
         self.wakeup.wake();
     }
@@ -479,7 +479,7 @@ impl WorkerObserver for Observer {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
+        self.state.lock()
     }
 
     fn tokens(&self, prompt: &Prompt) -> u64 {
@@ -621,7 +621,7 @@ impl Shared {
         fetch.has_ended = true;
         state.scheduler.received([request]);
         if state.fetches.get(request).is_some_and(|fetch| fetch.is_abandoned) {
-            lock(&self.observer.failures).remove(request);
+            self.observer.failures.lock().remove(request);
             self.end(state, request);
         }
         self.ended.notify_all();
@@ -657,7 +657,7 @@ impl Shared {
                 break;
             }
             let slice = left.map_or(INTERRUPT_INTERVAL, |left| left.min(INTERRUPT_INTERVAL));
-            guard = wait_while(&self.ended, guard, Some(slice), runs);
+            guard = self.ended.wait_while(guard, slice, runs);
             if runs(&mut guard) {
                 drop(guard);
                 interrupted = is_interrupted();
@@ -678,7 +678,7 @@ impl Shared {
         }
         drop(state.scheduler.finished(&known, FinishReason::Length, None, None));
         self.carry(state, None);
-        let why = lock(&self.observer.failures).remove(&request);
+        let why = self.observer.failures.lock().remove(&request);
         match self.end(state, &request) {
             // The caller does not take them: the interrupt raises an error there.
             Some(slots) if interrupted => {

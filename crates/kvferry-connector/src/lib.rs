@@ -41,7 +41,6 @@ mod quorum;
 mod rank;
 mod rank_metadata;
 mod scheduler;
-mod sync;
 mod wakeup;
 mod worker;
 

@@ -1,7 +1,6 @@
 //! Wakes a thread that keeps the time.
 
-use crate::sync::{lock, wait_while};
-use std::sync::{Condvar, Mutex};
+use kvferry_sys::sync::{Condvar, Mutex};
 use std::time::Duration;
 
 /// A wake-up before the wait counts: the wait returns at once.
@@ -13,13 +12,12 @@ pub(crate) struct Wakeup {
 
 impl Wakeup {
     pub(crate) fn wake(&self) {
-        if !std::mem::replace(&mut *lock(&self.pending), true) {
+        if !std::mem::replace(&mut *self.pending.lock(), true) {
             self.changed.notify_one();
         }
     }
 
     pub(crate) fn wait(&self, timeout: Option<Duration>) {
-        let pending = lock(&self.pending);
-        *wait_while(&self.changed, pending, timeout, |pending| !*pending) = false;
+        *self.changed.wait_while(self.pending.lock(), timeout, |pending| !*pending) = false;
     }
 }

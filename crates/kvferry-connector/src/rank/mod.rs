@@ -23,15 +23,15 @@ mod tests;
 mod thread;
 mod types;
 
-use crate::sync::{lock, wait_while};
 use kvferry::{Agent, Error, Peer, Region};
 use kvferry_proto::engine_handshake::OwnEngine;
 use kvferry_proto::handoff::{BlockTable, HandoffId, Limits, Need, Progress, Refusal};
 use kvferry_proto::{Timestamp, WireCode};
 use kvferry_sys::fd;
+use kvferry_sys::sync::Mutex;
 use messages::Handler;
 use state::{Held, Notice, Shared, State};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 pub use types::{Event, RankError, ReadMapper, ReadPart, ReadRequest, SideData, Source};
@@ -318,7 +318,7 @@ impl Rank {
         }
         let none = |state: &mut State| state.events.is_empty() && !state.closed;
         let state = self.shared.lock();
-        wait_while(&self.shared.arrived, state, Some(timeout), none).events.pop_front()
+        self.shared.arrived.wait_while(state, timeout, none).events.pop_front()
     }
 
     /// Counts of what is kept, by name. All but tombstones and connected peers are zero when nothing
@@ -354,7 +354,7 @@ impl Rank {
         self.shared.arrived.notify_all();
         if !is_driver
             && me != self.thread_id
-            && let thread = &mut *lock(&self.thread)
+            && let thread = &mut *self.thread.lock()
             && let Some(thread) = thread.take()
         {
             // It panics only on a broken invariant, and the panic has been reported.
@@ -400,8 +400,8 @@ impl Drop for Rank {
     fn drop(&mut self) {
         if !self.is_forked() {
             self.close();
-        } else if let Ok(thread) = self.thread.get_mut() {
-            std::mem::forget(thread.take());
+        } else {
+            std::mem::forget(self.thread.get_mut().take());
         }
     }
 }

@@ -3,7 +3,6 @@
 use super::state::{By, Notice, Running, Shared, State};
 use super::types::{ReadPart, ReadRequest};
 use crate::codes::code_of;
-use crate::sync::lock;
 use kvferry::{Channel, Options};
 use kvferry_proto::handoff::{HandoffId, PeerId, ReadId, Slice};
 use kvferry_proto::{Timestamp, WireCode};
@@ -19,7 +18,7 @@ const BEYOND: Duration = Duration::from_secs(3);
 impl Shared {
     /// Tells the machines of reads that have ended.
     pub(super) fn poll_reads(self: &Arc<Self>, state: &mut State, now: Timestamp) {
-        let woken = std::mem::take(&mut *lock(&self.woken));
+        let woken = std::mem::take(&mut *self.woken.lock());
         for read in woken {
             let Some(running) = state.reads.get_mut(&read) else { continue };
             let waker = Waker::from(Arc::new(ReadWaker { shared: Arc::downgrade(self), read }));
@@ -105,7 +104,7 @@ impl Shared {
 
     /// Has the read polled: on this thread, or on the one that drives the machines.
     fn wake(self: &Arc<Self>, read: ReadId) {
-        lock(&self.woken).push(read);
+        self.woken.lock().push(read);
         self.drive(By::Agent);
     }
 }

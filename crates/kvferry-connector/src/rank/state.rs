@@ -4,7 +4,6 @@ use super::peers::Peers;
 use super::thread::{Action, Outgoing};
 use super::types::{Event, RankObserver, ReadFrom, ReadMapper, ReadPart};
 use crate::clock::now;
-use crate::sync::lock;
 use crate::wakeup::Wakeup;
 use kvferry::{Agent, Channel, Transfer};
 use kvferry_proto::Timestamp;
@@ -12,9 +11,10 @@ use kvferry_proto::engine_handshake::{EngineHandshakes as Handshakes, Failure, P
 use kvferry_proto::handoff::{
     Consumer, HandoffId, Limits, Outcome, PeerId, Producer, ProducerRank, ReadId, Refusal,
 };
+use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
@@ -147,7 +147,7 @@ impl Shared {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
+        self.state.lock()
     }
 
     pub(super) fn now(&self) -> Timestamp {

@@ -11,8 +11,9 @@ use kvferry_proto::handoff::{
     ConsumerAction, HandoffId, HandoffMessage, PeerId, ProducerAction, ReadId, Slice,
 };
 use kvferry_proto::rank_message::{Reader, ReaderKey, ReaderMessage};
+use kvferry_sys::sync::MutexGuard;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 /// What is done without the lock.

@@ -4,12 +4,12 @@ use super::request::{Part, ProducedRequest};
 use super::state::Inner;
 use super::types::{Announce, ComputeEvent};
 use crate::rank::Rank;
-use crate::sync::{lock, wait_while};
 use kvferry_proto::WireCode;
+use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 
 /// An announcement that waits for an event.
 pub(super) enum Job {
@@ -69,7 +69,7 @@ impl Drop for Busy<'_> {
 
 impl EventQueue {
     fn lock(&self) -> MutexGuard<'_, QueueState> {
-        lock(&self.state)
+        self.state.lock()
     }
 
     /// Runs a job after all earlier ones and once `computed` has happened: on this thread if both are
@@ -103,7 +103,7 @@ impl EventQueue {
         loop {
             let idle =
                 |state: &mut QueueState| !state.closed && (state.jobs.is_empty() || state.busy);
-            let mut state = wait_while(&self.changed, self.lock(), None, idle);
+            let mut state = self.changed.wait_while(self.lock(), None, idle);
             if state.closed {
                 return;
             }

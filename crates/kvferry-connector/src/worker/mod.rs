@@ -32,17 +32,17 @@ use crate::metadata::{ConnectorMetadata, EngineMetadata, Notes};
 use crate::producers::Producers;
 use crate::rank::{Event, Rank, RankError, RankObserver, ReadPart};
 use crate::rank_metadata::RankMetadata;
-use crate::sync::wait_while;
 use events::Job;
 use kvferry::{Agent, ErrorKind, Region};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{Failure, OwnEngine, Pairing};
 use kvferry_proto::handoff::HandoffId;
 use kvferry_proto::layout::Layout;
+use kvferry_sys::sync::{Condvar, Mutex};
 use names::LookUp;
 use producer_engine::Memory;
 use state::{Action, Inner, PendingAction, Stage, State};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 pub use types::{Announce, ComputeEvent, Reports, WorkerConfig, WorkerError, WorkerObserver};
 
@@ -293,7 +293,7 @@ impl Worker {
         }
         let none = |state: &mut State| !state.has_reports();
         let state = self.inner.lock();
-        wait_while(&self.inner.arrived, state, Some(timeout), none).has_reports()
+        self.inner.arrived.wait_while(state, timeout, none).has_reports()
     }
 
     /// Calls `observer` for what happens from now on. Only the first call has an effect.

@@ -8,11 +8,11 @@ use super::pieces::Pieces;
 use super::types::Announce;
 use crate::metadata::Offer;
 use crate::rank::{Rank, RankError};
-use crate::sync::lock;
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::{BlockTable, HandoffId, Outcome, Progress, Refusal};
+use kvferry_sys::sync::{Mutex, MutexGuard};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 /// A producer's request. Its lock is held for one call of the rank at a time.
 #[derive(Debug)]
@@ -63,7 +63,7 @@ impl ProducedRequest {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        lock(&self.0)
+        self.0.lock()
     }
 
     /// A step is going to compute up to token `until`; `blocks` are new. `pieces` is given the

@@ -11,13 +11,13 @@ use crate::address::{AgentAddress, ProducerAddress};
 use crate::metadata::{Cancel, Claim, FetchRequest, Free, RequestOutcome};
 use crate::producers::Producers;
 use crate::rank::Rank;
-use crate::sync::lock;
 use kvferry_proto::Timestamp;
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{EngineId, Failure};
 use kvferry_proto::handoff::{HandoffId, Limits};
+use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
 use rustc_hash::FxHashMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 /// How often the engine at an address is learned anew for one action.
@@ -121,7 +121,7 @@ pub(super) enum Action {
 
 impl Inner {
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
+        self.state.lock()
     }
 
     pub(super) fn rank(&self) -> &Rank {
