@@ -13,13 +13,13 @@ use crate::engine::MooncakeEngine;
 use crate::notifier::Message;
 use crate::refusal::{Answer, Refusal};
 use crate::running::{Running, pointer};
-use crate::sync::lock;
 use crate::transport::KIND;
 use kvferry::{Batch, Error, Notification, Peer, TransferStats};
+use kvferry_sys::sync::{Mutex, RwLock};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::SyncSender;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock};
 
 /// Stands for no batch.
 pub const INVALID_BATCH: u64 = u64::MAX;
@@ -70,12 +70,12 @@ struct Tasks(RwLock<Vec<Task>>);
 
 impl Tasks {
     fn have_ended(&self) -> bool {
-        let tasks = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let tasks = self.0.read();
         tasks.iter().all(|task| task.group.0.get().is_some())
     }
 
     fn is_empty(&self) -> bool {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).is_empty()
+        self.0.read().is_empty()
     }
 }
 
@@ -85,14 +85,14 @@ pub(crate) struct Batches(RwLock<BTreeMap<u64, Arc<Tasks>>>);
 
 impl Batches {
     fn get(&self, number: u64) -> Answer<Arc<Tasks>> {
-        let batches = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let batches = self.0.read();
         let unknown = || Refusal::invalid(format_args!("no batch has the number {number}"));
         batches.get(&number).cloned().ok_or_else(unknown)
     }
 
     fn allocate(&self) -> Answer<u64> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        let mut batches = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut batches = self.0.write();
         if batches.len() >= BATCHES_MAX {
             let ended = |tasks: &Tasks| !tasks.is_empty() && tasks.have_ended();
             let oldest = batches.iter().find(|(_, tasks)| ended(tasks)).map(|(number, _)| *number);
@@ -111,7 +111,7 @@ impl Batches {
             let why = format_args!("transfers of the batch {number} are not complete");
             return Err(Refusal::new(codes::BUSY, why));
         }
-        self.0.write().unwrap_or_else(PoisonError::into_inner).remove(&number);
+        self.0.write().remove(&number);
         Ok(())
     }
 }
@@ -147,7 +147,7 @@ impl MooncakeEngine {
     pub fn task(&self, number: u64, task: usize) -> Result<TaskState, i32> {
         let looked_up = self.running().and_then(|running| {
             let tasks = running.batches.get(number)?;
-            let tasks = tasks.0.read().unwrap_or_else(PoisonError::into_inner);
+            let tasks = tasks.0.read();
             let unknown = || {
                 Refusal::invalid(format_args!(
                     "the batch {number} has {} tasks, and no task {task}",
@@ -188,10 +188,10 @@ impl Farewell {
     /// A transfer has ended. The last one sends; one that failed takes the message away.
     fn ended(&self, failed: bool) {
         if failed {
-            lock(&self.message).take();
+            self.message.lock().take();
         }
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1
-            && let Some((queue, message)) = lock(&self.message).take()
+            && let Some((queue, message)) = self.message.lock().take()
             && let Err(refused) = queue.try_send(message)
         {
             tracing::warn!(error = %refused, "a notification was not sent: too many wait");
@@ -235,7 +235,7 @@ impl Running {
             }
         };
         {
-            let mut tasks = tasks.0.write().unwrap_or_else(PoisonError::into_inner);
+            let mut tasks = tasks.0.write();
             if tasks.len() + added.len() > TASKS_MAX {
                 let why = format_args!("a batch holds {TASKS_MAX} tasks");
                 return Err(Refusal::new(codes::TOO_MANY, why));

@@ -10,10 +10,10 @@ use crate::interrupt::{CHECK_INTERVAL, Interrupt, NoAnswer, run_interruptible};
 use crate::metadata::Directory;
 use crate::refusal::{Answer, Refusal};
 use crate::running::{Running, pointer, size};
-use crate::sync::lock;
 use kvferry::{Access, Batch, ErrorKind, Notification};
+use kvferry_sys::sync::Mutex;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
 /// The pieces that a transfer moves, and the direction.
 #[derive(Debug)]
@@ -90,7 +90,7 @@ impl MooncakeEngine {
                 .map_err(Refusal::uncoded)
                 .inspect_err(|_| running.end())?;
         }
-        let before = lock(&self.running).replace(running);
+        let before = self.running.lock().replace(running);
         if let Some(before) = before {
             before.end();
         }
@@ -102,7 +102,7 @@ impl MooncakeEngine {
         if self.must_not_be_forked().is_err() {
             return;
         }
-        let before = lock(&self.running).take();
+        let before = self.running.lock().take();
         if let Some(before) = before {
             before.end();
         }
@@ -202,7 +202,7 @@ impl MooncakeEngine {
         let submitted = self.running().and_then(|running| {
             let peer = running.peer(&target, interrupt)?;
             let batch = batch.map_err(Refusal::invalid)?;
-            if lock(&running.handles).is_full() {
+            if running.handles.lock().is_full() {
                 return Err(Refusal::invalid(TOO_MANY_IDS));
             }
             // Report an unreachable peer at once: callers test the id, and may never ask for the
@@ -216,7 +216,7 @@ impl MooncakeEngine {
             } else {
                 peer.read_async(&batch, &options)
             };
-            lock(&running.handles).add(transfer).map_err(|transfer| {
+            running.handles.lock().add(transfer).map_err(|transfer| {
                 transfer.cancel();
                 Refusal::invalid(TOO_MANY_IDS)
             })
@@ -232,7 +232,7 @@ impl MooncakeEngine {
         self.code(self.running().and_then(|running| {
             let mut first = Ok(());
             for id in ids {
-                let Some(transfer) = lock(&running.handles).take(*id) else {
+                let Some(transfer) = running.handles.lock().take(*id) else {
                     let unknown = Refusal::invalid(format_args!("no transfer has the id {id}"));
                     first = first.and(Err(unknown));
                     continue;
@@ -243,7 +243,7 @@ impl MooncakeEngine {
                         break;
                     }
                     if interrupt() {
-                        lock(&running.handles).put_back(*id, transfer);
+                        running.handles.lock().put_back(*id, transfer);
                         return Err(NoAnswer::Interrupted.into());
                     }
                 }
@@ -255,7 +255,7 @@ impl MooncakeEngine {
     /// The status of an id: 0 while the transfer runs, 1 when it is done, -1 if it has failed, -2 if it timed out.
     pub fn check(&self, id: u64) -> i32 {
         let checked = self.running().and_then(|running| {
-            let mut handles = lock(&running.handles);
+            let mut handles = running.handles.lock();
             let Some(transfer) = handles.get(id) else {
                 return Err(Refusal::new(
                     status::FAILED,
@@ -285,7 +285,7 @@ impl MooncakeEngine {
     pub fn allocate(&self, len: u64) -> u64 {
         let allocated = self.running().and_then(|running| {
             let len = size(len)?;
-            let addr = lock(&running.managed).allocate(&running.agent, len)?;
+            let addr = running.managed.lock().allocate(&running.agent, len)?;
             running.publish_segment()?;
             Ok(addr)
         });
@@ -295,7 +295,7 @@ impl MooncakeEngine {
     /// Frees memory of [`Self::allocate`].
     pub fn free(&self, addr: u64) -> i32 {
         self.code(self.running().and_then(|running| {
-            let freed = lock(&running.managed).free(size(addr)?);
+            let freed = running.managed.lock().free(size(addr)?);
             match freed {
                 None => Err(Refusal::invalid(format_args!("no buffer was allocated at {addr:#x}"))),
                 Some(None) => Ok(()),
@@ -355,16 +355,16 @@ impl MooncakeEngine {
         if self.must_not_be_forked().is_err() {
             return FORKED.to_owned();
         }
-        lock(&self.last_error).clone()
+        self.last_error.lock().clone()
     }
 
     pub(crate) fn set_last_error(&self, why: String) {
-        *lock(&self.last_error) = why;
+        *self.last_error.lock() = why;
     }
 
     pub(crate) fn running(&self) -> Answer<Arc<Running>> {
         self.must_not_be_forked()?;
-        lock(&self.running).clone().ok_or_else(|| Refusal::invalid("the engine is not initialized"))
+        self.running.lock().clone().ok_or_else(|| Refusal::invalid("the engine is not initialized"))
     }
 
     /// Check this before any lock: another thread may have held the lock at the fork.

@@ -28,7 +28,6 @@ mod notifier;
 mod refusal;
 mod running;
 mod segments;
-mod sync;
 mod transport;
 
 pub use engine::{MooncakeEngine, Moves};

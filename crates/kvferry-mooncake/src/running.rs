@@ -9,12 +9,11 @@ use crate::metadata::{Directory, host_of, join, own_segment, with_port};
 use crate::notifier::Notifier;
 use crate::refusal::{Answer, Refusal};
 use crate::segments::Segments;
-use crate::sync::lock;
 use crate::transport::{KIND, link};
 use kvferry::{Agent, Batch, Config, Error, ErrorKind, Notification, Options, Peer};
+use kvferry_sys::sync::Mutex;
 use std::collections::HashMap;
 use std::net::IpAddr;
-use std::sync::Mutex;
 use std::time::Duration;
 
 /// The most peers whose resolved names are kept. When it is reached the cache is cleared, and every
@@ -93,7 +92,7 @@ impl Running {
 
     /// The peer of this name, from the cache or resolved.
     pub(crate) fn peer(&self, target: &str, interrupt: Interrupt<'_>) -> Answer<Peer> {
-        if let Some(peer) = lock(&self.peers).get(target) {
+        if let Some(peer) = self.peers.lock().get(target) {
             return Ok(peer.clone());
         }
         let address = match &self.directory {
@@ -112,7 +111,7 @@ impl Running {
             let agent = self.agent.clone();
             run_interruptible(interrupt, move || agent.peer(&address))?.map_err(unknown)?
         };
-        let mut peers = lock(&self.peers);
+        let mut peers = self.peers.lock();
         if peers.len() >= PEERS_MAX {
             peers.clear();
         }
@@ -137,7 +136,7 @@ impl Running {
 
     /// Drops a name from the cache.
     pub(crate) fn forget_name(&self, target: &str) {
-        lock(&self.peers).remove(target);
+        self.peers.lock().remove(target);
     }
 
     pub(crate) fn options(&self, batch: &Batch) -> Options<'static> {

@@ -4,7 +4,6 @@ use crate::codes;
 use crate::engine::MooncakeEngine;
 use crate::refusal::{Answer, Refusal};
 use crate::running::Running;
-use crate::sync::lock;
 use kvferry::{Notification, Peer};
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -56,7 +55,7 @@ impl MooncakeEngine {
             }
             let peer = running.peer(name, &|| false)?;
             running.connect(&peer, &|| false).inspect_err(|why| running.forget(name, why))?;
-            lock(&running.segments).number(name)
+            running.segments.lock().number(name)
         });
         self.note(opened).unwrap_or_else(|code| code)
     }
@@ -93,7 +92,7 @@ impl Running {
         if number == LOCAL_SEGMENT {
             return Ok(self.agent.peer(&self_address(self.agent.local_addr()).to_string())?);
         }
-        let name = lock(&self.segments).name(number).map(str::to_owned);
+        let name = self.segments.lock().name(number).map(str::to_owned);
         let unknown = || Refusal::invalid(format_args!("no segment has the number {number}"));
         self.peer(&name.ok_or_else(unknown)?, &|| false)
     }

@@ -9,17 +9,17 @@ use super::wire::{
     Alive, Buffer, Caller, Descriptor, Kind, Mark, NoEndpoint, Notify, REQUEST_MAX, STATUS_VERSION,
     SUCCESS, frame, split,
 };
-use crate::sync::lock;
 use kvferry::transport::{Account, Cause, Cx, Handler, Next};
 use kvferry::{Notification, Region};
 use kvferry_proto::{Handshakes, Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
+use kvferry_sys::sync::{Mutex, MutexGuard};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 /// The time for one handshake, until the peer has closed the connection.
@@ -35,7 +35,7 @@ pub(super) struct PendingHandshakes(Mutex<Handshakes<u64>>);
 
 impl PendingHandshakes {
     fn lock(&self) -> MutexGuard<'_, Handshakes<u64>> {
-        lock(&self.0)
+        self.0.lock()
     }
 }
 

@@ -13,7 +13,6 @@
 
 use super::wire::{Opcode, Request, Status};
 use super::{KEEPALIVE, MooncakeServer};
-use crate::sync::lock;
 use kvferry::transport::{
     ACCEPTS_PER_CALL, Backend, Cause, Core, Cursor, Cx, Direction, Fault, Gate, Handler, Lent,
     Link, MemoryFault, Next, Owner, RECEIVE_CHUNK, Remote, SEND_CHUNK, STEP_BYTES, Wake, now,
@@ -24,6 +23,7 @@ use kvferry_proto::{Origin, Timestamp, WireCode};
 use kvferry_sys::HostSpan;
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
+use kvferry_sys::sync::{Mutex, MutexGuard};
 use kvferry_sys::vectors::RecvVector;
 use rustc_hash::FxHashMap;
 use std::cmp::Reverse;
@@ -32,7 +32,7 @@ use std::io;
 use std::net::{IpAddr, Shutdown, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 /// Connections served at the same time.
@@ -117,7 +117,7 @@ const BUSY: u64 = u64::MAX;
 
 impl Connections {
     fn lock(&self) -> MutexGuard<'_, Taken> {
-        lock(&self.0)
+        self.0.lock()
     }
 
     /// Admits a connection. When the limit is reached, closes another one: the oldest that never sent a

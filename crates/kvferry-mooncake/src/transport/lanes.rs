@@ -8,18 +8,18 @@
 
 use super::KEEPALIVE;
 use super::peer::{MooncakePeer, end};
-use crate::sync::lock;
 use kvferry::transport::{Cause, Cx, Handler, Lane, Link, Next, prepare, unreachable_peer};
 use kvferry::{Error, ErrorKind};
 use kvferry_proto::{Guard, StreamId, Timestamp};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
+use kvferry_sys::sync::{Mutex, MutexGuard};
 use rustc_hash::FxHashMap;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The keepers of a link's lanes, by lane.
 #[derive(Debug, Default)]
@@ -30,7 +30,7 @@ pub(super) struct LaneKeepers {
 
 impl LaneKeepers {
     fn tokens(&self) -> MutexGuard<'_, FxHashMap<StreamId, u64>> {
-        lock(&self.tokens)
+        self.tokens.lock()
     }
 
     fn add(&self, token: u64) -> StreamId {

@@ -5,13 +5,13 @@ use super::connect::{handshake_request, understood};
 use super::exchange::{Failure, ask};
 use super::lanes::{LaneKeepers, open_lane};
 use super::wire::{Alive, Buffer, Descriptor, Kind, Notify, STATUS_VERSION, SUCCESS, frame};
-use crate::sync::lock;
 use kvferry::transport::{Backend, Core, Link, now};
 use kvferry::{Access, Error, ErrorKind, Notification, RemoteRegion, Result};
 use kvferry_proto::{Incarnation, RegionId};
+use kvferry_sys::sync::{Mutex, MutexGuard};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc;
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 pub(super) struct MooncakePeer {
@@ -52,7 +52,7 @@ impl MooncakePeer {
     }
 
     fn descriptor(&self) -> MutexGuard<'_, Descriptor> {
-        lock(&self.descriptor)
+        self.descriptor.lock()
     }
 
     pub(super) fn lanes(&self) -> &Arc<LaneKeepers> {
