@@ -9,7 +9,8 @@ use crate::queue::Queue;
 use crate::stats::{Counters, Stats};
 use kvferry::Agent;
 use kvferry_blocks::{Action, Outcome, TransferId};
-use std::sync::{Arc, Mutex, PoisonError};
+use kvferry_sys::sync::Mutex;
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -60,7 +61,7 @@ impl Driver {
                 0 => copy_in_memory(&queue, &carrier),
                 _ => serve_directories(&queue, &carrier),
             };
-            let threads = driver.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
+            let threads = driver.threads.get_mut();
             threads.push(kvferry_sys::thread::spawn(name, body).map_err(Error::Thread)?);
         }
         Ok(driver)
@@ -98,7 +99,7 @@ impl Driver {
     /// do those that are submitted later. A second call waits for the first one.
     pub fn close(&self) {
         self.queue.close();
-        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut threads = self.threads.lock();
         for thread in threads.drain(..) {
             if thread.join().is_err() {
                 tracing::error!("a thread for offloading has panicked");

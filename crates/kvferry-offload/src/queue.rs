@@ -5,9 +5,10 @@
 
 use crate::carry::Directory;
 use kvferry_blocks::{Action, Discard, Outcome, Tier, Transfer, TransferId, TransferMode};
+use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Directories that are remembered. Beyond, one that has nothing to do is closed.
@@ -68,7 +69,7 @@ pub(crate) struct Queue {
 
 impl Queue {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     pub(crate) fn submit(&self, actions: impl IntoIterator<Item = Action>) {
@@ -140,7 +141,7 @@ impl Queue {
                 into.extend(state.memory.drain(..count));
                 return true;
             }
-            state = self.memory.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.memory.wait(state, None);
         }
     }
 
@@ -159,7 +160,7 @@ impl Queue {
                 let (directory, leaves) = (line.directory.take(), line.leaves.take());
                 return Some(Run { path, tasks, directory, leaves });
             }
-            state = self.directories.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.directories.wait(state, None);
         }
     }
 
@@ -205,7 +206,7 @@ impl Queue {
             if state.under_way == 0 || left.is_zero() {
                 return false;
             }
-            state = self.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.ended.wait(state, left);
         }
         true
     }
