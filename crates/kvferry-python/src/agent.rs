@@ -1,19 +1,20 @@
 //! The agent, and the Python buffers that are registered with it.
 
-use crate::blocking::{self, Stop, lock};
+use crate::blocking::{self, Stop};
 use crate::error;
 use crate::files::{self, FileRegion, Files, Opening};
 use crate::memory::{Region, Span, parse_access};
 use crate::notification::Notification;
 use crate::peer::Peer;
 use kvferry::{Checksum, Config, ErrorKind, Secret, Transports};
+use kvferry_sys::sync::Mutex;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
 use std::collections::HashMap;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// A kvferry endpoint in this process: owns regions, sessions and transfers.
@@ -69,7 +70,7 @@ impl Stop for Shared {
 impl Shared {
     /// Releases all buffers, after the agent was shut down.
     fn release_all(&self) {
-        let released = std::mem::take(&mut *lock(&self.holds));
+        let released = std::mem::take(&mut *self.holds.lock());
         for Hold { region, buffer } in released.into_values() {
             if region.is_quarantined() {
                 // A process or a device that does not answer may still write to it: never free it.
@@ -269,7 +270,7 @@ impl Agent {
             .map_err(|e| error::exception(py, &e))?;
         if let Some(hold) = span.hold {
             let hold = Hold { region: region.clone(), buffer: hold };
-            lock(&self.0.holds).insert(region.id().0, hold);
+            self.0.holds.lock().insert(region.id().0, hold);
         }
         self.name_region(py, region, name)
     }
@@ -289,7 +290,7 @@ impl Agent {
         // SAFETY: as for `register`.
         let regions = unsafe { agent.register_batch(&ranges, access) }
             .map_err(|e| error::exception(py, &e))?;
-        let mut holds = lock(&self.0.holds);
+        let mut holds = self.0.holds.lock();
         for (region, span) in regions.iter().zip(spans) {
             if let Some(hold) = span.hold {
                 let hold = Hold { region: region.clone(), buffer: hold };
@@ -497,7 +498,7 @@ impl Agent {
     /// Releases the buffers of regions that are no longer registered.
     fn release(&self, regions: &[kvferry::Region]) {
         let mut released = Vec::new();
-        let mut holds = lock(&self.0.holds);
+        let mut holds = self.0.holds.lock();
         let ours = |region: &&kvferry::Region| {
             let ended = !region.is_registered() && !region.is_quarantined();
             region.remote().incarnation == self.0.agent.incarnation() && ended

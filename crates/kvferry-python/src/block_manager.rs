@@ -4,7 +4,7 @@
 //! it, and only attached threads hold the manager's lock.
 
 use crate::agent::{Shared, seconds};
-use crate::blocking::{self, Stop, lock};
+use crate::blocking::{self, Stop};
 use crate::connector::ints::Ids;
 use crate::error;
 use crate::memory::{Region, room};
@@ -16,12 +16,13 @@ use kvferry_blocks::{
 };
 use kvferry_offload::{Driver, Options, Pages, Piece, Stats};
 use kvferry_store::Namespace;
+use kvferry_sys::sync::Mutex;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
 
 /// A group as Python gives it: the memory of its pages, primary blocks, secondary blocks.
 type Group<'py> = (Vec<Bound<'py, Region>>, u32, u32);
@@ -208,7 +209,7 @@ impl BlockManager {
         call: impl FnOnce(&mut Manager, u64) -> Result<T, Error>,
     ) -> PyResult<T> {
         self.open.check(py)?;
-        let mut manager = lock(&self.open.state);
+        let mut manager = self.open.state.lock();
         self.open.settle(&mut manager);
         let result = call(&mut manager, now_ms());
         // Also after an error: blocks may have been evicted.

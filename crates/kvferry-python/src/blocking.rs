@@ -8,8 +8,9 @@
 
 use crate::error::Failure;
 use kvferry_mooncake::interrupt::{CHECK_INTERVAL, Interrupt, NoAnswer, run_interruptible};
+use kvferry_sys::sync::Mutex;
 use pyo3::prelude::*;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
@@ -86,7 +87,7 @@ impl Signals {
         }
         let now = Instant::now();
         {
-            let mut state = lock(&self.0);
+            let mut state = self.0.lock();
             if state.raised.is_some() {
                 return true;
             }
@@ -99,7 +100,7 @@ impl Signals {
         match Python::try_attach(|py| py.check_signals()) {
             Some(Ok(())) => false,
             Some(Err(raised)) => {
-                lock(&self.0).raised = Some(raised);
+                self.0.lock().raised = Some(raised);
                 true
             }
             // The interpreter is gone.
@@ -108,7 +109,7 @@ impl Signals {
     }
 
     fn into_raised(self) -> Option<PyErr> {
-        self.0.into_inner().unwrap_or_else(PoisonError::into_inner).raised
+        self.0.into_inner().raised
     }
 }
 
@@ -128,7 +129,7 @@ pub(crate) fn thread_must_end() -> bool {
 
 /// Makes the interpreter's exit call `it.stop()`, if `it` still lives then.
 pub(crate) fn stop_at_exit<T: Stop + 'static>(_py: Python<'_>, it: &Arc<T>) {
-    let mut live = lock(&LIVE);
+    let mut live = LIVE.lock();
     live.retain(|other| other.strong_count() > 0);
     let weak: Weak<T> = Arc::downgrade(it);
     live.push(weak);
@@ -145,12 +146,8 @@ pub(crate) fn stop_agents_at_exit(module: &Bound<'_, PyModule>) -> PyResult<()> 
 /// Closes sessions and ends native threads while the interpreter is still whole.
 #[pyfunction]
 fn stop_agents(py: Python<'_>) {
-    let live: Vec<_> = lock(&LIVE).iter().filter_map(Weak::upgrade).collect();
+    let live: Vec<_> = LIVE.lock().iter().filter_map(Weak::upgrade).collect();
     let _ = EXITING_THREAD.set(std::thread::current().id());
     // In reverse order: what was made later may need what was made before, as a store needs its agent.
     py.detach(|| live.iter().rev().for_each(|it| it.stop()));
-}
-
-pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -8,11 +8,12 @@ use crate::store_blocks::{Hashes, memory_of};
 use crate::store_pending::{Pending, Put, Value};
 use crate::store_watch::{Groups, Watch};
 use kvferry_store::{Namespace, OnExpiry, Retain, Stats, StoreOptions};
+use kvferry_sys::sync::Mutex;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyFloat, PyInt, PyMapping, PyString};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// A store that was opened, and its agent.
 pub(crate) struct Open {
@@ -450,7 +451,7 @@ impl Pin {
 
     /// Lets the blocks leave. A second call does nothing.
     fn release(&self) {
-        drop(self.lease.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(self.lease.lock().take());
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

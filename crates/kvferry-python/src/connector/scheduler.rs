@@ -3,16 +3,15 @@
 use super::ints::{self, Ids};
 use super::{Group, group_rule, refused, values};
 use crate::agent::seconds;
-use crate::blocking::lock;
 use kvferry_connector::{
     EngineId, FinishReason, IdleLimit, Match, Producers, PromptHasher, PromptId, Refused, Request,
     Scheduled, Scheduler, SchedulerConfig, Stats, WireCode,
 };
+use kvferry_sys::sync::Mutex;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyDict};
-use std::sync::Mutex;
 
 /// A request in a step: its id, tokens in the cache before the step, tokens that the step computes,
 /// whether the blocks are all it has, and the blocks per group.
@@ -93,12 +92,12 @@ impl SchedulerHalf {
     }
 
     fn set_ranks(&self, cards: Vec<Vec<u8>>) -> PyResult<()> {
-        lock(&self.half).set_ranks(cards).map_err(refused)
+        self.half.lock().set_ranks(cards).map_err(refused)
     }
 
     fn set_producers(&self, producers: Vec<String>) -> PyResult<()> {
         let producers = Producers::parse(&producers).map_err(refused)?;
-        lock(&self.half).set_producers(producers);
+        self.half.lock().set_producers(producers);
         Ok(())
     }
 
@@ -111,7 +110,7 @@ impl SchedulerHalf {
             "changed_weights" => Refused::ChangedWeights,
             other => return Err(PyValueError::new_err(format!("no reason to refuse: {other:?}"))),
         };
-        lock(&self.half).refuse(id, reason);
+        self.half.lock().refuse(id, reason);
         Ok(())
     }
 
@@ -126,15 +125,15 @@ impl SchedulerHalf {
         let (params, prompt) = (values::params(params), prompt.map(PromptId::from_bytes));
         let params = params.as_ref();
         let request = Request { id, prompt_tokens, max_tokens, params, prompt };
-        lock(&self.half).arrived(&request);
+        self.half.lock().arrived(&request);
     }
 
     fn prompt_tokens_to_prefill(&self, id: &str, prompt_tokens: u64) -> u64 {
-        lock(&self.half).prompt_tokens_to_prefill(&known(id, prompt_tokens))
+        self.half.lock().prompt_tokens_to_prefill(&known(id, prompt_tokens))
     }
 
     fn matched(&self, id: &str, prompt_tokens: u64, computed: u64) -> Option<u64> {
-        match lock(&self.half).matched(&known(id, prompt_tokens), computed) {
+        match self.half.lock().matched(&known(id, prompt_tokens), computed) {
             Match::Unknown => None,
             Match::Tokens(tokens) => Some(tokens),
         }
@@ -149,15 +148,15 @@ impl SchedulerHalf {
         blocks: Vec<Ids>,
     ) {
         let (request, blocks) = (known(id, prompt_tokens), Ids::of(blocks));
-        lock(&self.half).allocated(&request, computed, external, &blocks);
+        self.half.lock().allocated(&request, computed, external, &blocks);
     }
 
     fn waits_for_blocks(&self, id: &str) -> bool {
-        lock(&self.half).waits_for_blocks(id)
+        self.half.lock().waits_for_blocks(id)
     }
 
     fn produces(&self, id: &str) -> bool {
-        lock(&self.half).produces(id)
+        self.half.lock().produces(id)
     }
 
     fn step<'py>(
@@ -176,7 +175,7 @@ impl SchedulerHalf {
                 blocks: Ids::of(std::mem::take(blocks)),
             });
         let preempted = preempted.iter().map(|id| &**id);
-        PyBytes::new(py, &lock(&self.half).step(scheduled, preempted).encode())
+        PyBytes::new(py, &self.half.lock().step(scheduled, preempted).encode())
     }
 
     #[pyo3(signature = (id, prompt_tokens, params, prompt, reason, blocks, side_data = None))]
@@ -205,37 +204,37 @@ impl SchedulerHalf {
         let params = params.as_ref();
         let request = Request { id, prompt_tokens, max_tokens: 0, params, prompt };
         let blocks = blocks.map(Ids::of);
-        let finished = lock(&self.half).finished(&request, how, blocks.as_deref(), side_data);
+        let finished = self.half.lock().finished(&request, how, blocks.as_deref(), side_data);
         let params = finished.params.map(|params| values::dict(py, &params)).transpose()?;
         Ok((finished.held, params))
     }
 
     fn reported(&self, rank: usize, notes: &[u8]) {
-        lock(&self.half).reported(rank, notes);
+        self.half.lock().reported(rank, notes);
     }
 
     fn sent(&self, ids: Vec<PyBackedStr>) {
-        lock(&self.half).sent(ids.iter().map(|id| &**id));
+        self.half.lock().sent(ids.iter().map(|id| &**id));
     }
 
     fn received(&self, ids: Vec<PyBackedStr>) {
-        lock(&self.half).received(ids.iter().map(|id| &**id));
+        self.half.lock().received(ids.iter().map(|id| &**id));
     }
 
     fn take_side_data(&self, id: &str) -> Vec<Vec<u8>> {
-        lock(&self.half).take_side_data(id)
+        self.half.lock().take_side_data(id)
     }
 
     fn has_pending_work(&self) -> bool {
-        lock(&self.half).has_pending_work()
+        self.half.lock().has_pending_work()
     }
 
     fn reset_cache(&self) {
-        lock(&self.half).reset_cache();
+        self.half.lock().reset_cache();
     }
 
     fn take_stats<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let stats = lock(&self.half).take_stats();
+        let stats = self.half.lock().take_stats();
         if stats.is_empty() {
             return Ok(None);
         }
@@ -244,7 +243,7 @@ impl SchedulerHalf {
 
     fn gauges<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let gauges = PyDict::new(py);
-        for (name, value) in lock(&self.half).gauges() {
+        for (name, value) in self.half.lock().gauges() {
             gauges.set_item(name, value)?;
         }
         Ok(gauges)

@@ -2,16 +2,17 @@
 
 use super::refused;
 use crate::agent::{Agent, seconds};
-use crate::blocking::{self, Stop, lock};
+use crate::blocking::{self, Stop};
 use crate::memory::Region;
 use kvferry_connector::{
     Announce, Layout, Limits, Model, Producers, ReadPart, WireCode, Worker, WorkerConfig,
     WorkerObserver,
 };
+use kvferry_sys::sync::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Ends of loads that are kept for [`WorkerHalf::take_loads`]; the oldest is dropped first.
@@ -34,7 +35,7 @@ struct Half {
 
 impl Stop for Half {
     fn stop(&self) {
-        let worker = lock(&self.worker).take();
+        let worker = self.worker.lock().take();
         if let Some(worker) = worker {
             worker.close();
         }
@@ -54,7 +55,7 @@ struct LoadsState {
 
 impl Loads {
     fn lock(&self) -> MutexGuard<'_, LoadsState> {
-        lock(&self.0)
+        self.0.lock()
     }
 }
 
@@ -99,7 +100,7 @@ pub(super) fn producers_of(list: Option<Vec<String>>) -> PyResult<Option<Produce
 
 impl WorkerHalf {
     fn worker(&self) -> PyResult<Arc<Worker>> {
-        lock(&self.0.worker).clone().ok_or_else(|| refused("the worker half is closed"))
+        self.0.worker.lock().clone().ok_or_else(|| refused("the worker half is closed"))
     }
 }
 
