@@ -18,7 +18,7 @@ use crate::session::channel::MessageHandler;
 use crate::session::sessions::{Identity, Sessions, SuspendTimer};
 use crate::stats::Stats;
 use crate::suspend::SuspendDetector;
-use crate::sync::{Arc, Condvar, Mutex, lock, wait};
+use crate::sync::{Arc, Condvar, Mutex};
 use crate::transfer::slot::Slot;
 use crate::transport::service::{Directory, Startup};
 use crate::transport::{Services, Transports};
@@ -64,21 +64,21 @@ impl Inner {
     /// for them.
     fn shutdown(&self) {
         let me = thread::current().id();
-        let mut stage = lock(&self.stage);
+        let mut stage = self.stage.lock();
         loop {
             match *stage {
                 Stage::Running => break,
                 Stage::Stopped => return,
                 Stage::Stopping(by) if by == me || self.is_own_thread() => return,
                 Stage::Stopping(_) => {
-                    stage = wait(&self.stopped, stage);
+                    stage = self.stopped.wait(stage, None);
                 }
             }
         }
         *stage = Stage::Stopping(me);
         drop(stage);
         self.stop();
-        *lock(&self.stage) = Stage::Stopped;
+        *self.stage.lock() = Stage::Stopped;
         self.stopped.notify_all();
     }
 
@@ -397,7 +397,7 @@ impl Agent {
     /// first such agent of a process has one, and returns it once. It is also logged, but a log
     /// exists only where the program made one, so bindings pass it on.
     pub fn take_warning(&self) -> Option<String> {
-        lock(&self.0.warning).take()
+        self.0.warning.lock().take()
     }
 
     /// A snapshot of the counters and gauges.

@@ -1,7 +1,7 @@
 //! The inbox of notifications from peers.
 
 use crate::error::{Error, Result};
-use crate::sync::{Condvar, Mutex, MutexGuard, OnceLock, lock, wait, wait_timeout};
+use crate::sync::{Condvar, Mutex, MutexGuard, OnceLock};
 use kvferry_proto::{Limits, WireCode};
 use kvferry_sys::poll::EventFd;
 use std::collections::VecDeque;
@@ -64,7 +64,7 @@ struct Queue {
 
 impl Inbox {
     fn lock(&self) -> MutexGuard<'_, Queue> {
-        lock(&self.queue)
+        self.queue.lock()
     }
 
     /// Queues a notification; `Busy` if the queue is full, `TooLarge` if it exceeds the limit of a
@@ -118,11 +118,10 @@ impl Inbox {
                 return Err(Error::shutdown());
             }
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-            queue = match left {
-                Some(Duration::ZERO) => return Ok(None),
-                Some(left) => wait_timeout(&self.arrived, queue, left),
-                None => wait(&self.arrived, queue),
-            };
+            if left == Some(Duration::ZERO) {
+                return Ok(None);
+            }
+            queue = self.arrived.wait(queue, left);
         }
     }
 

@@ -16,7 +16,7 @@
 //! Messages that this side queues for slow peers ([`Memory::Queued`]) take at most a half of the budget, and none of a
 //! host's thresholds for what it sends: a peer whose messages wait here can still send.
 
-use crate::sync::{Arc, Mutex, lock};
+use crate::sync::{Arc, Mutex};
 use kvferry_proto::Origin;
 use rustc_hash::FxHashMap;
 use std::net::IpAddr;
@@ -114,12 +114,12 @@ impl PeerMemory {
 
     /// Bytes that are counted now.
     pub(crate) fn held(&self) -> usize {
-        let held = lock(&self.held);
+        let held = self.held.lock();
         held.received.total + held.queued.total
     }
 
     fn change(&self, memory: Memory, peer: Origin, from: usize, to: usize) -> bool {
-        let mut held = lock(&self.held);
+        let mut held = self.held.lock();
         let Held { received, queued } = &mut *held;
         match memory {
             Memory::Received => {
@@ -206,7 +206,7 @@ mod tests {
         let mut neighbour = received(&memory, ip("10.0.0.2"));
         assert!(neighbour.hold(BUDGET / 20), "its network has more than one host gets");
         drop((all, other, neighbour));
-        assert_eq!((memory.held(), lock(&memory.held).received.by_holder.len()), (0, 0));
+        assert_eq!((memory.held(), memory.held.lock().received.by_holder.len()), (0, 0));
     }
 
     #[test]
@@ -264,7 +264,7 @@ mod tests {
         assert!((BUDGET / 3..=BUDGET / 2).contains(&memory.held()), "{}", memory.held());
         assert!(received(&memory, ip("10.0.0.1")).hold(BUDGET / 10), "as much as of a half");
         drop(all);
-        assert_eq!((memory.held(), lock(&memory.held).queued.by_holder.len()), (0, 0));
+        assert_eq!((memory.held(), memory.held.lock().queued.by_holder.len()), (0, 0));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use crate::callback::contain;
 use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sync::poll::{Epoll, EventFd};
 use crate::sync::thread::{self, JoinHandle, ThreadId};
-use crate::sync::{Arc, Mutex, PoisonError, lock};
+use crate::sync::{Arc, Mutex};
 use kvferry_proto::Timestamp;
 use kvferry_sys::clock;
 use kvferry_sys::poll::{Event, Interest, Ready};
@@ -139,7 +139,7 @@ impl Remote {
     }
 
     fn send(&self, command: Command) {
-        let mut commands = lock(&self.0.commands);
+        let mut commands = self.0.commands.lock();
         if self.0.stopping.load(Ordering::SeqCst) {
             drop(commands);
             // Dropping the handler may take other locks, so this one is released first.
@@ -170,7 +170,7 @@ impl Remote {
 
     /// The tokens of the handlers to be called, in order.
     pub(crate) fn wakes(&self) -> Vec<u64> {
-        let commands = lock(&self.0.commands);
+        let commands = self.0.commands.lock();
         let token = |command: &Command| match command {
             Command::Add(token, _) | Command::Wake(token) => *token,
         };
@@ -180,7 +180,7 @@ impl Remote {
     /// Calls every new handler until it ends.
     pub(crate) fn play(&self) {
         loop {
-            let commands = std::mem::take(&mut *lock(&self.0.commands));
+            let commands = std::mem::take(&mut *self.0.commands.lock());
             if commands.is_empty() {
                 return;
             }
@@ -285,7 +285,7 @@ impl Reactor {
     /// Has the thread end soon. Does not wait for it.
     pub(crate) fn tell_to_stop(&self) {
         {
-            let _commands = lock(&self.remote.0.commands);
+            let _commands = self.remote.0.commands.lock();
             self.remote.0.stopping.store(true, Ordering::SeqCst);
         }
         self.remote.0.wakeup.signal();
@@ -295,7 +295,7 @@ impl Reactor {
     /// Returns whether the thread has ended, or is this one.
     pub(crate) fn stop_by(&self, until: Timestamp) -> bool {
         self.tell_to_stop();
-        let thread = lock(&self.thread).take();
+        let thread = self.thread.lock().take();
         // If a handler of this thread dropped the last handle of the agent, the thread ends when
         // that handler returns.
         if let Some(thread) = thread
@@ -316,7 +316,7 @@ impl Reactor {
     /// Drops the thread handle without joining: in a forked child the thread does not exist. Takes
     /// no lock, because a thread of the parent may have held it at the fork.
     pub(crate) fn abandon(&mut self) {
-        let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let thread = self.thread.get_mut().take();
         std::mem::forget(thread);
     }
 }
@@ -405,7 +405,7 @@ impl Run {
         self.remote.0.wakeup.clear();
         let mut taken = std::mem::take(&mut self.taken);
         {
-            let mut queue = lock(&self.remote.0.commands);
+            let mut queue = self.remote.0.commands.lock();
             std::mem::swap(&mut *queue, &mut taken);
         }
         for command in taken.drain(..) {
@@ -552,7 +552,7 @@ impl Drop for Run {
             return;
         }
         let commands = {
-            let mut queue = lock(&self.remote.0.commands);
+            let mut queue = self.remote.0.commands.lock();
             self.remote.0.stopping.store(true, Ordering::SeqCst);
             std::mem::take(&mut *queue)
         };

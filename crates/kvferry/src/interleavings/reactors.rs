@@ -20,8 +20,8 @@ struct Counted {
 
 impl Handler for Counted {
     fn handle(&mut self, _: Cause, _: &Cx<'_>) -> Next {
-        if *self.wanted.0.lock().expect("no holder panics") {
-            *self.seen.0.lock().expect("no holder panics") = true;
+        if *self.wanted.0.lock() {
+            *self.seen.0.lock() = true;
             self.seen.1.notify_one();
         }
         Next::Wait { interest: Interest::None, deadline: None }
@@ -39,9 +39,9 @@ fn flag() -> Arc<(Mutex<bool>, Condvar)> {
 }
 
 fn wait_for(flag: &(Mutex<bool>, Condvar)) {
-    let mut set = flag.0.lock().expect("no holder panics");
+    let mut set = flag.0.lock();
     while !*set {
-        set = flag.1.wait_timeout(set, Duration::from_secs(3600)).expect("no holder panics").0;
+        set = flag.1.wait(set, Duration::from_secs(3600));
     }
 }
 
@@ -55,7 +55,7 @@ fn wake_from_another_thread() {
     let waker = {
         let remote = reactor.remote().clone();
         thread::spawn(move || {
-            *wanted.0.lock().expect("no holder panics") = true;
+            *wanted.0.lock() = true;
             remote.wake(token);
         })
     };

@@ -396,7 +396,7 @@ mod tests {
         }
 
         fn start(&self, direction: Direction, copy: DeviceCopy) {
-            self.started.lock().expect("no panic").push((direction, copy));
+            self.started.lock().push((direction, copy));
             if self.is_immediate {
                 self.run();
             }
@@ -411,10 +411,10 @@ mod tests {
 
         /// Ends all copies; returns how many pieces each had.
         fn run(&self) -> Vec<usize> {
-            let started = std::mem::take(&mut *self.started.lock().expect("no panic"));
+            let started = std::mem::take(&mut *self.started.lock());
             let counts = started.iter().map(|(_, copy)| copy.pieces().len()).collect();
             for (direction, copy) in started {
-                let mut bytes = self.bytes.lock().expect("no panic");
+                let mut bytes = self.bytes.lock();
                 let mut at = 0;
                 for piece in copy.pieces() {
                     let from = piece.address as usize;
@@ -467,7 +467,7 @@ mod tests {
     }
 
     fn wanted(device: &Manual, pieces: &Pieces) -> Vec<u8> {
-        let bytes = device.bytes.lock().expect("no panic");
+        let bytes = device.bytes.lock();
         let of = |piece: &crate::memory::cursor::Piece| {
             bytes[piece.offset as usize..(piece.offset + piece.len) as usize].to_vec()
         };
@@ -495,7 +495,7 @@ mod tests {
             take(&mut cursor, STAGE, &mut bytes);
             device.run();
         }
-        let memory = device.bytes.lock().expect("no panic");
+        let memory = device.bytes.lock();
         let at = |i: usize| (i % 2) * (1 << 15) + i * 64;
         let mut wanted: Vec<u8> =
             (0..10).flat_map(|i| memory[at(i)..at(i) + 32].to_vec()).collect();
@@ -619,7 +619,7 @@ mod tests {
         let pieces = Arc::new(scattered(&region, 1, 512));
         let mut cursor = cursor(Direction::Out, &pieces, &counted().0);
         assert_eq!(take(&mut cursor, STAGE, &mut Vec::new()), Lent::NotReady);
-        std::mem::forget(device.started.lock().expect("no panic").remove(0));
+        std::mem::forget(device.started.lock().remove(0));
         drop(cursor);
         table.remove(&region).expect("registered");
         assert!(region.is_quarantined());
@@ -667,7 +667,7 @@ mod tests {
         let (left, wake) = (pieces.bytes - 333, counted().0);
         let mut cursor = Cursor::new(Direction::Out, pieces, at, left, Gate::new(), wake);
         assert_eq!(take(&mut cursor, STAGE, &mut Vec::new()), Lent::NotReady);
-        let started = device.started.lock().expect("no panic");
+        let started = device.started.lock();
         assert_eq!(started.iter().map(|(_, copy)| copy.len() as u64).sum::<u64>(), left);
         for (_, copy) in &*started {
             assert_eq!(copy.as_ptr() as u64 % 128, copy.pieces()[0].address % 128, "{copy:?}");

@@ -2,7 +2,7 @@
 
 use crate::core::Core;
 use crate::reactor::Remote;
-use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
+use crate::sync::{Arc, Mutex, MutexGuard, Weak};
 use kvferry_proto::message::{Refused, encode};
 use kvferry_proto::{Handshakes, Message, Timestamp, WireCode};
 use kvferry_sys::socket::Socket;
@@ -29,7 +29,7 @@ impl Places {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, PlacesState> {
-        lock(&self.state)
+        self.state.lock()
     }
 
     /// The time until which the listener must wait for a place; `None` if there is one.

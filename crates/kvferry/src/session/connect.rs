@@ -11,7 +11,7 @@ use crate::session::native::Native;
 use crate::session::search::{Search, Step};
 use crate::session::sessions::Sessions;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
+use crate::sync::{Arc, Mutex, MutexGuard, Weak};
 use crate::transfer::job::Job;
 use crate::transfer::link::{Link, unreachable_peer};
 use crate::transfer::requests::PROBE;
@@ -77,21 +77,21 @@ impl PeerState {
     }
 
     pub(crate) fn ended_job(&self) -> Option<Arc<Job>> {
-        lock(&self.ended_jobs).pop()
+        self.ended_jobs.lock().pop()
     }
 
     /// Keeps an ended job for reuse, unless a caller still holds a handle of it.
     pub(crate) fn keep_job(&self, mut job: Arc<Job>) {
         let Some(alone) = Arc::get_mut(&mut job) else { return };
         alone.release();
-        let mut kept = lock(&self.ended_jobs);
+        let mut kept = self.ended_jobs.lock();
         if kept.len() < JOBS_KEPT {
             kept.push(job);
         }
     }
 
     fn status(&self) -> MutexGuard<'_, Status> {
-        lock(&self.status)
+        self.status.lock()
     }
 
     /// Whether the last search failed. The peer's name must be resolved again: its host may have

@@ -8,7 +8,7 @@ use crate::quota::{Permit, Quota};
 use crate::reactor::now;
 use crate::session::lane;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Arc, Mutex, OnceLock, Weak, lock};
+use crate::sync::{Arc, Mutex, OnceLock, Weak};
 use crate::transfer::job::RevokeDone;
 use crate::transfer::link::{Answered, Backend, Link};
 use crate::transfer::requests::{PROBE, REGION, REGIONS, RegionsPage, RegionsQuery, encode};
@@ -115,7 +115,7 @@ impl Native {
     }
 
     pub(crate) fn session(&self) -> crate::sync::MutexGuard<'_, Session> {
-        lock(&self.session)
+        self.session.lock()
     }
 
     pub(crate) fn set_info(&self, info: PeerInfo) {
@@ -142,7 +142,7 @@ impl Native {
     }
 
     fn write_frames(&self, core: &Core, now: Timestamp) -> Wrote {
-        let mut wire = lock(&self.wire);
+        let mut wire = self.wire.lock();
         // Frames may be left: with `All`, `write` would try again for ever.
         let Wire { socket: Some(socket), out, at, asked } = &mut *wire else { return Wrote::Lost };
         loop {
@@ -176,7 +176,7 @@ impl Native {
     /// Bytes that the peer makes this side hold: what it sends, and answers that it does not read.
     pub(crate) fn held_bytes(&self) -> usize {
         let unwritten = {
-            let wire = lock(&self.wire);
+            let wire = self.wire.lock();
             (wire.out.len() - wire.at).min(wire.out.len() - wire.asked)
         };
         unwritten + self.session().held_bytes()
@@ -184,24 +184,24 @@ impl Native {
 
     /// Nothing is read or written any more; the descriptor is given back, and the memory of messages.
     pub(crate) fn hang_up(&self) {
-        *lock(&self.wire) = Wire::default();
-        *lock(&self.permit) = None;
+        *self.wire.lock() = Wire::default();
+        *self.permit.lock() = None;
         self.session().hang_up();
     }
 
     /// Keeps the session's permit until the connection ends or another session gets it.
     pub(crate) fn keep_permit(&self, permit: Permit) {
-        *lock(&self.permit) = Some(permit);
+        *self.permit.lock() = Some(permit);
     }
 
     pub(crate) fn has_permit(&self) -> bool {
-        lock(&self.permit).is_some()
+        self.permit.lock().is_some()
     }
 
     /// Ends the session and takes its permit for another one. The control thread says goodbye to the peer
     /// and closes the connection at its next turn.
     pub(crate) fn displace(&self, link: &Link, why: &str) -> Option<Permit> {
-        let permit = lock(&self.permit).take()?;
+        let permit = self.permit.lock().take()?;
         self.is_displaced.store(true, Ordering::SeqCst);
         let what = format!("closed, {why}, for a newer session: connect again");
         self.session().close(WireCode::Busy, &what, now());
@@ -222,7 +222,7 @@ impl Native {
         lane: InboundLane,
         quota: &Quota,
     ) -> Option<Result<Permit, Full>> {
-        let mut inbound = lock(&self.inbound);
+        let mut inbound = self.inbound.lock();
         if self.ended.get().is_some() {
             return None;
         }
@@ -235,7 +235,7 @@ impl Native {
     /// Shuts the gates of streams that the peer revokes. A gate is quiet once no copier is inside.
     pub(crate) fn shut_inbound(&self, streams: &[StreamId]) -> Vec<Arc<Gate>> {
         let lanes = {
-            let mut inbound = lock(&self.inbound);
+            let mut inbound = self.inbound.lock();
             streams.iter().filter_map(|stream| inbound.remove(stream)).collect::<Vec<_>>()
         };
         lanes.into_iter().map(InboundLane::shut).collect()
@@ -243,12 +243,12 @@ impl Native {
 
     /// Removes the callback of a revoke that the peer has answered.
     pub(crate) fn take_revoke(&self, id: u64) -> Option<RevokeDone> {
-        lock(&self.revokes).remove(&id).map(|(_, done)| done)
+        self.revokes.lock().remove(&id).map(|(_, done)| done)
     }
 
     /// Removes the callback of a request that the peer has answered.
     pub(crate) fn take_request(&self, id: u64) -> Option<Answered> {
-        lock(&self.requests).remove(&id)
+        self.requests.lock().remove(&id)
     }
 
     /// Sends a request and blocks until its answer. The heartbeat runs meanwhile.
@@ -302,7 +302,7 @@ impl Backend for Native {
     fn revoke(&self, link: &Link, streams: Vec<StreamId>, done: RevokeDone) {
         {
             let mut session = self.session();
-            let mut revokes = lock(&self.revokes);
+            let mut revokes = self.revokes.lock();
             let id = if self.ended.get().is_some() { 0 } else { session.revoke(streams, now()) };
             if id != 0 {
                 revokes.insert(id, (now() + link.core.settings.silence, done));
@@ -317,7 +317,7 @@ impl Backend for Native {
     fn request(&self, link: &Link, kind: u16, body: Vec<u8>, budget: Duration, answered: Answered) {
         {
             let mut session = self.session();
-            let mut requests = lock(&self.requests);
+            let mut requests = self.requests.lock();
             let had_events = session.has_events();
             let id = if self.ended.get().is_some() {
                 0
@@ -412,29 +412,29 @@ impl Backend for Native {
 
     fn ended(&self) {
         let inbound: Vec<_> = {
-            let mut inbound = lock(&self.inbound);
+            let mut inbound = self.inbound.lock();
             let _ = self.ended.set(());
             inbound.drain().collect()
         };
         for (_, lane) in inbound {
             lane.shut();
         }
-        let revokes: Vec<_> = lock(&self.revokes).drain().collect();
+        let revokes: Vec<_> = self.revokes.lock().drain().collect();
         for (_, (_, done)) in revokes {
             done(false);
         }
-        let requests: Vec<_> = lock(&self.requests).drain().collect();
+        let requests: Vec<_> = self.requests.lock().drain().collect();
         for (_, answered) in requests {
             answered(WireCode::Closed, Vec::new());
         }
     }
 
     fn next_deadline(&self) -> Option<Timestamp> {
-        lock(&self.revokes).values().map(|(until, _)| *until).min()
+        self.revokes.lock().values().map(|(until, _)| *until).min()
     }
 
     fn expire(&self, link: &Link, now: Timestamp) {
-        let late: Vec<_> = lock(&self.revokes).extract_if(|_, (until, _)| *until <= now).collect();
+        let late: Vec<_> = self.revokes.lock().extract_if(|_, (until, _)| *until <= now).collect();
         for (id, (_, done)) in late {
             // The peer answers heartbeats, but a copy on its side does not end: a device is stuck.
             warn_limited!(peer = %link.address, revoke = id, "the peer did not confirm a revoke in time");
@@ -453,7 +453,7 @@ impl Backend for Native {
     /// Keeps the gate of a stream while a device still copies for it, so that a revoke that arrives
     /// after the stream's reset is confirmed only when the copies have ended.
     fn inbound_ended(&self, stream: StreamId) {
-        let mut inbound = lock(&self.inbound);
+        let mut inbound = self.inbound.lock();
         if let Some(lane) = inbound.get_mut(&stream) {
             lane.socket = None;
         }

@@ -11,7 +11,7 @@ use crate::session::channel::MessageHandler;
 use crate::session::connect::PeerState;
 use crate::session::native::Native;
 use crate::sync::atomic::{AtomicU64, Ordering};
-use crate::sync::{Arc, Mutex, OnceLock, Weak, lock};
+use crate::sync::{Arc, Mutex, OnceLock, Weak};
 use crate::transfer::link::Link;
 use crate::transport::Services;
 use crate::transport::service::Directory;
@@ -153,23 +153,23 @@ impl Sessions {
     // ---- links ----
 
     pub(crate) fn add_accepted(&self, id: SessionId, link: &Arc<Link>, native: &Arc<Native>) {
-        lock(&self.accepted).insert(id, (Arc::clone(link), Arc::clone(native)));
+        self.accepted.lock().insert(id, (Arc::clone(link), Arc::clone(native)));
     }
 
     pub(crate) fn remove_accepted(&self, id: SessionId) {
-        lock(&self.accepted).remove(&id);
+        self.accepted.lock().remove(&id);
     }
 
     /// Whether a session can give its place to one of a peer at `address`.
     pub(crate) fn has_place_for(&self, address: IpAddr) -> bool {
-        dispensable(&lock(&self.accepted), Origin::from(address)).is_some()
+        dispensable(&self.accepted.lock(), Origin::from(address)).is_some()
     }
 
     /// Ends a session that can be dispensed with, for a new one of a peer at `address`, and returns its permit. See
     /// [`dispensable`].
     pub(crate) fn displace_for(&self, address: IpAddr) -> Option<Permit> {
         let ((link, native), why) = {
-            let accepted = lock(&self.accepted);
+            let accepted = self.accepted.lock();
             let (id, why) = dispensable(&accepted, Origin::from(address))?;
             (accepted.get(&id)?.clone(), why)
         };
@@ -185,7 +185,7 @@ impl Sessions {
         hello: &StreamHello,
         verify: impl FnOnce(&mut Session, &StreamHello) -> Result<(), WireCode>,
     ) -> Result<Accepted, WireCode> {
-        let found = lock(&self.accepted).get(&hello.session).cloned();
+        let found = self.accepted.lock().get(&hello.session).cloned();
         let verdict = found.ok_or(WireCode::UnknownSession).and_then(|(link, native)| {
             let verdict = verify(&mut native.session(), hello);
             verdict.map(|()| (link, native))
@@ -197,14 +197,14 @@ impl Sessions {
     }
 
     fn has_links(&self) -> bool {
-        let mut links = lock(&self.links);
+        let mut links = self.links.lock();
         links.retain(|link| link.end().is_none());
         !links.is_empty()
     }
 
     /// Ends every session. Peers get `code`.
     pub(crate) fn close_all(&self, code: WireCode, error: impl Fn() -> Error) {
-        let links = std::mem::take(&mut *lock(&self.links));
+        let links = std::mem::take(&mut *self.links.lock());
         for link in links {
             link.close(code, error().with("peer", &link.address));
         }
@@ -212,8 +212,8 @@ impl Sessions {
 
     /// Removes every peer. Called after the threads have stopped.
     pub(crate) fn clear(&self) {
-        lock(&self.peers).clear();
-        lock(&self.accepted).clear();
+        self.peers.lock().clear();
+        self.accepted.lock().clear();
     }
 
     // ---- peers ----
@@ -221,13 +221,13 @@ impl Sessions {
     pub(crate) fn peer(self: &Arc<Self>, address: &str) -> Result<Arc<PeerState>> {
         // Resolve the name again if the last connection attempt failed.
         let named = address.parse::<SocketAddr>().is_err();
-        let known = lock(&self.peers).get(address).map(Arc::clone);
+        let known = self.peers.lock().get(address).map(Arc::clone);
         if let Some(state) = known.filter(|state| !(named && state.is_unreached())) {
             return Ok(state);
         }
         // Resolve without the lock: it may block.
         let addrs = address::resolve_peer(address)?;
-        let mut peers = lock(&self.peers);
+        let mut peers = self.peers.lock();
         if peers.len() >= PEERS_KEPT {
             peers.retain(|_, state| Arc::strong_count(state) > 1 || state.live().is_some());
         }
@@ -244,7 +244,7 @@ impl Sessions {
 impl Directory for Sessions {
     fn add(&self, link: &Arc<Link>) {
         let first = {
-            let mut links = lock(&self.links);
+            let mut links = self.links.lock();
             links.retain(|link| link.end().is_none());
             links.push(Arc::clone(link));
             links.len() == 1

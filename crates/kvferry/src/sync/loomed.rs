@@ -6,11 +6,8 @@
 //! ordered more strongly than in the language, so no code under test may rely on their order.
 
 pub(crate) use loom::hint;
-pub(crate) use loom::sync::{
-    Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult,
-};
+pub(crate) use loom::sync::{MutexGuard, RwLockReadGuard, RwLockWriteGuard};
 use std::cell::Cell;
-use std::sync::LockResult;
 use std::time::Duration;
 
 /// The defect in the models of the current test.
@@ -115,6 +112,43 @@ pub(crate) mod atomic {
     }
 }
 
+// In a model, a holder that panics fails the test.
+const NO_PANIC: &str = "no holder panics";
+
+#[derive(Debug, Default)]
+pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
+
+impl<T> Mutex<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Self(loom::sync::Mutex::new(value))
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        self.0.lock().expect(NO_PANIC)
+    }
+
+    pub(crate) fn get_mut(&mut self) -> &mut T {
+        self.0.get_mut().expect(NO_PANIC)
+    }
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct RwLock<T>(loom::sync::RwLock<T>);
+
+impl<T> RwLock<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Self(loom::sync::RwLock::new(value))
+    }
+
+    pub(crate) fn read(&self) -> RwLockReadGuard<'_, T> {
+        self.0.read().expect(NO_PANIC)
+    }
+
+    pub(crate) fn write(&self) -> RwLockWriteGuard<'_, T> {
+        self.0.write().expect(NO_PANIC)
+    }
+}
+
 /// Waits without a clock: in a model, no timeout passes.
 #[derive(Debug, Default)]
 pub(crate) struct Condvar(loom::sync::Condvar);
@@ -124,16 +158,15 @@ impl Condvar {
         Self(loom::sync::Condvar::new())
     }
 
-    pub(crate) fn wait_timeout<'a, T>(
+    pub(crate) fn wait<'a, T>(
         &self,
         guard: MutexGuard<'a, T>,
-        timeout: Duration,
-    ) -> LockResult<(MutexGuard<'a, T>, WaitTimeoutResult)> {
-        self.0.wait_timeout(guard, timeout)
-    }
-
-    pub(crate) fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> LockResult<MutexGuard<'a, T>> {
-        self.0.wait(guard)
+        timeout: impl Into<Option<Duration>>,
+    ) -> MutexGuard<'a, T> {
+        match timeout.into() {
+            None => self.0.wait(guard).expect(NO_PANIC),
+            Some(timeout) => self.0.wait_timeout(guard, timeout).expect(NO_PANIC).0,
+        }
     }
 
     pub(crate) fn notify_one(&self) {
@@ -174,9 +207,8 @@ pub(crate) mod thread {
 
 /// Descriptors of a reactor; only its wake-up descriptor ever becomes ready.
 pub(crate) mod poll {
-    use super::{Mutant, Mutex};
+    use super::{Condvar, Mutant, Mutex};
     use kvferry_sys::poll::{Event, Interest, Ready};
-    use loom::sync::Condvar;
     use std::io;
     use std::os::fd::BorrowedFd;
     use std::sync::{Arc, OnceLock};
@@ -205,14 +237,12 @@ pub(crate) mod poll {
         }
 
         pub(crate) fn signal(&self) {
-            self.0.state.lock().expect("no holder panics").is_signalled = true;
-            if !Mutant::LostNotify.is_enabled() {
-                self.0.signalled.notify_all();
-            }
+            self.0.state.lock().is_signalled = true;
+            self.0.signalled.notify_all();
         }
 
         pub(crate) fn clear(&self) {
-            let mut state = self.0.state.lock().expect("no holder panics");
+            let mut state = self.0.state.lock();
             if Mutant::LateClear.is_enabled() {
                 state.clear_later = true;
             } else {
@@ -268,12 +298,12 @@ pub(crate) mod poll {
             timeout: Option<Duration>,
         ) -> io::Result<()> {
             let (wakeup, token) = self.0.get().expect("the wake-up descriptor is added first");
-            let mut state = wakeup.0.state.lock().expect("no holder panics");
+            let mut state = wakeup.0.state.lock();
             if std::mem::take(&mut state.clear_later) {
                 state.is_signalled = false;
             }
             while !state.is_signalled && timeout != Some(Duration::ZERO) {
-                state = wakeup.0.signalled.wait(state).expect("no holder panics");
+                state = wakeup.0.signalled.wait(state, None);
             }
             if state.is_signalled {
                 events

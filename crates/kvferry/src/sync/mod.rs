@@ -2,22 +2,21 @@
 //! use loom's, which try every interleaving of a few threads. Otherwise these are the primitives of
 //! `std` and `kvferry-sys`.
 
-use std::time::Duration;
-
 #[cfg(all(loom, test))]
 mod loomed;
 
+#[cfg(not(all(loom, test)))]
+pub(crate) use kvferry_sys::sync::{
+    Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard,
+};
 #[cfg(all(loom, test))]
 pub(crate) use loomed::{
     Condvar, Mutant, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, atomic, hint,
     poll, thread,
 };
-pub(crate) use std::sync::{Arc, OnceLock, PoisonError, Weak};
+pub(crate) use std::sync::{Arc, OnceLock, Weak};
 #[cfg(not(all(loom, test)))]
-pub(crate) use std::{
-    hint,
-    sync::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, atomic},
-};
+pub(crate) use std::{hint, sync::atomic};
 
 #[cfg(not(all(loom, test)))]
 pub(crate) mod thread {
@@ -34,32 +33,17 @@ pub(crate) mod poll {
     pub(crate) use kvferry_sys::poll::{Epoll, EventFd};
 }
 
-/// Locks a mutex. Ignores poisoning: every holder keeps the data consistent between any two
-/// statements, so a panic while the lock was held does no harm.
+/// Locks a mutex. The memory types use this; the rest of the crate calls the methods.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 /// Locks for reading; see [`lock`].
 pub(crate) fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
-    lock.read().unwrap_or_else(PoisonError::into_inner)
+    lock.read()
 }
 
 /// Locks for writing; see [`lock`].
 pub(crate) fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
-    lock.write().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Waits on a condition variable; see [`lock`]. May return without a notification.
-pub(crate) fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
-    condvar.wait(guard).unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Waits on a condition variable for at most `timeout`; see [`wait`].
-pub(crate) fn wait_timeout<'a, T>(
-    condvar: &Condvar,
-    guard: MutexGuard<'a, T>,
-    timeout: Duration,
-) -> MutexGuard<'a, T> {
-    condvar.wait_timeout(guard, timeout).unwrap_or_else(PoisonError::into_inner).0
+    lock.write()
 }

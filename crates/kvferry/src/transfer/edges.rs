@@ -6,7 +6,7 @@
 use crate::error::{Error, ErrorKind};
 use crate::memory::device::Wait;
 use crate::reactor::{Cause, Cx, Handler, Next};
-use crate::sync::{Arc, lock};
+use crate::sync::Arc;
 use crate::transfer::job::Job;
 use crate::transfer::slot::{INTERRUPT_EVERY, Interrupt, deadline_passed, interrupted, says_stop};
 use kvferry_sys::poll::Interest;
@@ -59,7 +59,7 @@ impl<F: FnOnce() + Send> Handler for Waiting<F> {
         if cx.now >= job.deadline && !job.is_stopped() {
             job.stop(deadline_passed());
         }
-        self.waits.retain(|wait| match lock(&wait.outcome).take() {
+        self.waits.retain(|wait| match wait.outcome.lock().take() {
             None => true,
             Some(Ok(())) => false,
             Some(Err(e)) => {

@@ -18,7 +18,7 @@ use crate::notify::Notification;
 use crate::reactor::{Cause, Cx, Handler, Next, Remote, now};
 use crate::stats::Counters;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, lock, wait_timeout};
+use crate::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use crate::transfer::batch::{Batch, Cutter, Frame, Part, Parts};
 use crate::transfer::kind::TransportKind;
 use crate::transfer::link::Link;
@@ -229,7 +229,7 @@ impl Job {
     /// Announces `n` shares and sets the size of frames so that they end at about the same time.
     pub(crate) fn start_shares(&self, n: usize, kind: TransportKind, frames: Frames) {
         let _ = self.moved_by.set((kind, frames));
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.shares += n;
         state.streams += n;
         if n > 1 {
@@ -238,7 +238,7 @@ impl Job {
                 Frames::Copies { bytes_min } => bytes_min,
             };
             let fair = (self.batch.bytes() / (4 * n as u64)).max(least / 4);
-            lock(&self.cutter).1 = fair.min(FRAME_BYTES_MAX);
+            self.cutter.lock().1 = fair.min(FRAME_BYTES_MAX);
         }
     }
 
@@ -247,7 +247,7 @@ impl Job {
         if self.is_stopped() {
             return None;
         }
-        let mut cutter = lock(&self.cutter);
+        let mut cutter = self.cutter.lock();
         let bytes_max = cutter.1;
         cutter.0.next(&self.batch, bytes_max, limits.descriptors_max)
     }
@@ -285,7 +285,7 @@ impl Job {
     /// A frame is complete. Returns the notification if this was the last frame of a batch whose
     /// frames did not carry it: the caller must send it now.
     pub fn acknowledged(&self, frame: &Frame) -> Option<Notification> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.acknowledged += frame.bytes;
         let last = state.acknowledged == self.batch.bytes() && state.error.is_none();
         if last && !self.carries_notification(frame) && !state.notified {
@@ -300,12 +300,12 @@ impl Job {
     /// A notification is to follow the data on a connection of its own: a stop before the peer has confirmed it is in
     /// time.
     pub fn owe_note(&self) {
-        lock(&self.state).owes_note = true;
+        self.state.lock().owes_note = true;
     }
 
     /// The peer has confirmed the notification that followed the data.
     pub fn noted(&self) {
-        lock(&self.state).owes_note = false;
+        self.state.lock().owes_note = false;
     }
 
     /// Whether the notification travels in the message of a frame. This requires a write of a
@@ -320,7 +320,7 @@ impl Job {
 
     /// The notification of a job without bytes; `None` on every further call.
     pub fn bare_notification(&self) -> Option<Notification> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if !self.batch.is_empty() || state.notified {
             return None;
         }
@@ -332,7 +332,7 @@ impl Job {
     /// Records an error and stops the shares. The first error becomes the outcome.
     pub fn fail(&self, error: Error) {
         let handlers = {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             if state.outcome.is_some() {
                 return;
             }
@@ -347,13 +347,13 @@ impl Job {
 
     /// Whether all frames were taken.
     pub(crate) fn is_handed_out(&self) -> bool {
-        lock(&self.cutter).0.is_done()
+        self.cutter.lock().0.is_done()
     }
 
     /// A share gave its lane to other transfers. True if no other share continues the job: then the
     /// caller has to request a lane again.
     pub fn share_yielded(&self) -> bool {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.shares -= 1;
         state.shares == 0
     }
@@ -361,7 +361,7 @@ impl Job {
     /// A share has ended. `dirty` is its lane if the peer may still have requests of it in
     /// progress; the share has closed it.
     pub fn share_ended(self: &Arc<Self>, link: &Link, dirty: Option<StreamId>) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.shares -= 1;
         state.dirty.extend(dirty);
         if state.shares > 0 || state.outcome.is_some() {
@@ -408,7 +408,7 @@ impl Job {
 
     /// Ends the job before any share began, or after its quiesce.
     pub(crate) fn finish(&self, outcome: Result<TransferStats>) {
-        self.set_outcome(lock(&self.state), outcome);
+        self.set_outcome(self.state.lock(), outcome);
     }
 
     fn set_outcome(&self, mut state: MutexGuard<'_, State>, outcome: Result<TransferStats>) {
@@ -447,7 +447,7 @@ impl Job {
     /// Has the callback called with the outcome: by the thread that ends the job, or at once if the
     /// job has ended. Within the callback of a transfer, by an I/O thread.
     pub(crate) fn on_end(&self, callback: Callback) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         match state.outcome.clone() {
             None => state.callbacks.push(callback),
             Some(outcome) => {
@@ -458,7 +458,7 @@ impl Job {
     }
 
     pub(crate) fn outcome(&self) -> Option<Result<TransferStats>> {
-        lock(&self.state).outcome.clone()
+        self.state.lock().outcome.clone()
     }
 
     pub(crate) fn wait(
@@ -466,7 +466,7 @@ impl Job {
         timeout: impl Into<Option<Duration>>,
     ) -> Option<Result<TransferStats>> {
         let until = timeout.into().map(|timeout| now() + timeout);
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         loop {
             if let Some(outcome) = &state.outcome {
                 return Some(outcome.clone());
@@ -476,14 +476,14 @@ impl Job {
                 return None;
             }
             state.waiting_threads += 1;
-            state = wait_timeout(&self.changed, state, left);
+            state = self.changed.wait(state, left);
             state.waiting_threads -= 1;
         }
     }
 
     /// The outcome; if there is none yet, keeps the waker.
     pub(crate) fn poll(&self, waker: &Waker) -> Option<Result<TransferStats>> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.outcome.is_none() && !state.wakers.iter().any(|w| w.will_wake(waker)) {
             state.wakers.push(waker.clone());
         }
@@ -497,7 +497,7 @@ impl Job {
             let _ = self.event.set(event);
         }
         let event = self.event.get().expect("set above");
-        if lock(&self.state).outcome.is_some() {
+        if self.state.lock().outcome.is_some() {
             event.signal();
         }
         Ok(event.as_fd())
@@ -510,7 +510,7 @@ impl Job {
         self.fail(error);
         // Taken after the job was marked as stopped: a thread that records a request later sees the
         // mark and withdraws the request itself.
-        let waiting = lock(&self.state).waiting.take();
+        let waiting = self.state.lock().waiting.take();
         if let Some((link, request)) = waiting
             && link.lanes.withdraw(request)
         {
@@ -520,7 +520,7 @@ impl Job {
 
     /// Ends a job without shares, with the error that stopped it.
     pub(crate) fn finish_unstarted(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.shares == 0
             && let Some(error) = state.error.take()
         {
@@ -531,7 +531,7 @@ impl Job {
     /// A share has ended although its bytes may still move: a device does not answer. Ends the job with
     /// the error that stopped it.
     pub(crate) fn abandon(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.shares -= 1;
         let error = state.error.take().unwrap_or_else(|| {
             Error::new(ErrorKind::Internal, "a transfer was abandoned without a reason")
@@ -542,7 +542,7 @@ impl Job {
     /// Records the job's request for a lane. Withdraws it if the job was stopped meanwhile.
     pub(crate) fn waits(&self, link: &Arc<Link>, request: u64) {
         let withdraw = {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             if request == 0 || state.shares > 0 || state.outcome.is_some() {
                 return;
             }
@@ -555,7 +555,7 @@ impl Job {
     }
 
     pub(crate) fn add_handler(&self, remote: &Remote, token: u64) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.handlers.push((remote.clone(), token));
     }
 }
@@ -591,7 +591,7 @@ impl Drop for Job {
     fn drop(&mut self) {
         // Only if the agent was shut down between submission and start. No thread can be waiting,
         // but the gauge must return to zero.
-        if lock(&self.state).outcome.is_none() {
+        if self.state.lock().outcome.is_none() {
             self.finish(Err(Error::shutdown()));
         }
     }

@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::gate::Gate;
 use crate::reactor::now;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Arc, Mutex, MutexGuard, OnceLock, lock};
+use crate::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use kvferry_proto::{Guard, StreamId, Timestamp, WireCode};
 use kvferry_sys::socket::Socket;
 use rustc_hash::FxHashMap;
@@ -74,24 +74,24 @@ impl Lane {
         if !self.is_keyed {
             return Guard::Crc;
         }
-        lock(&self.guard).take().expect("the last transfer gave the guard back with the lane")
+        self.guard.lock().take().expect("the last transfer gave the guard back with the lane")
     }
 
     pub(crate) fn put_guard(&self, guard: Guard) {
         if !self.is_keyed {
             return;
         }
-        *lock(&self.guard) = Some(guard);
+        *self.guard.lock() = Some(guard);
     }
 
     /// A buffer for the head of a request; it may hold bytes of an earlier request.
     pub(crate) fn take_head_buffer(&self) -> Vec<u8> {
-        std::mem::take(&mut *lock(&self.head_buffer))
+        std::mem::take(&mut *self.head_buffer.lock())
     }
 
     pub(crate) fn put_head_buffer(&self, buffer: Vec<u8>) {
         if buffer.capacity() <= HEAD_KEPT {
-            *lock(&self.head_buffer) = buffer;
+            *self.head_buffer.lock() = buffer;
         }
     }
 }
@@ -232,7 +232,7 @@ impl Lanes {
     /// Ends the pool, once: `None` if it has ended before. The caller shuts the lanes down, then
     /// answers the transfers that waited.
     pub(crate) fn close(&self, error: &Error) -> Option<(Vec<Arc<Lane>>, Vec<LaneGiven>)> {
-        let mut pool = lock(&self.pool);
+        let mut pool = self.pool.lock();
         self.end.set(error.clone()).ok()?;
         pool.idle.clear();
         let lanes = pool.open.drain().map(|(_, lane)| lane).collect();
@@ -241,7 +241,7 @@ impl Lanes {
 
     /// Takes the lanes out of the pool that were not used since `since`.
     pub(crate) fn take_unused_since(&self, since: Timestamp) -> Vec<Arc<Lane>> {
-        let mut pool = lock(&self.pool);
+        let mut pool = self.pool.lock();
         // Idle lanes are in the order in which they were given back.
         let unused = |lane: &Arc<Lane>| lane.used_ns.load(Ordering::Relaxed) < since.as_nanos();
         let n = pool.idle.iter().take_while(|lane| unused(lane)).count();
@@ -255,7 +255,7 @@ impl Lanes {
     /// An idle lane, if no transfer waits for one; with a permit if a transfer of `bytes` needs
     /// one.
     pub(crate) fn idle(&self, bytes: u64) -> Option<Arc<Lane>> {
-        let mut pool = lock(&self.pool);
+        let mut pool = self.pool.lock();
         if !pool.waiters.is_empty() || self.end.get().is_some() {
             return None;
         }
@@ -278,7 +278,7 @@ impl Lanes {
     /// thread, the returned id is 0; otherwise the id withdraws the request.
     pub(crate) fn acquire(&self, bytes: u64, deadline: Timestamp, give: LaneGiven) -> (u64, Open) {
         let needs_permit = bytes > SMALL_BYTES;
-        let mut pool = lock(&self.pool);
+        let mut pool = self.pool.lock();
         let now = if let Some(end) = self.end.get() {
             Some(Err(end.clone()))
         } else if pool.waiters.is_empty()
@@ -326,7 +326,7 @@ impl Lanes {
         if !lane.has_permit.load(Ordering::Relaxed) {
             return Open::NONE;
         }
-        let mut pool = lock(&self.pool);
+        let mut pool = self.pool.lock();
         Self::end_permit(&mut pool, lane);
         self.serve(pool)
     }
@@ -339,7 +339,7 @@ impl Lanes {
 
     /// Withdraws a request for a lane. False if it was granted or has failed already.
     pub(crate) fn withdraw(&self, id: u64) -> bool {
-        let mut pool = lock(&self.pool);
+        let mut pool = self.pool.lock();
         let withdrawn = pool.waiters.withdraw(id);
         drop(pool);
         withdrawn.is_some()
@@ -347,7 +347,7 @@ impl Lanes {
 
     /// Takes at most `more` idle lanes for a transfer that has a lane already.
     pub(crate) fn acquire_idle(&self, more: usize) -> (Vec<Arc<Lane>>, Open) {
-        let mut pool = lock(&self.pool);
+        let mut pool = self.pool.lock();
         if !pool.waiters.is_empty() || self.end.get().is_some() {
             return (Vec::new(), Open::NONE);
         }
@@ -375,7 +375,7 @@ impl Lanes {
 
     /// Opens the first lane ahead of need.
     pub(crate) fn ahead(&self) -> Open {
-        let mut pool = lock(&self.pool);
+        let mut pool = self.pool.lock();
         let none = pool.open.is_empty() && pool.opening == 0;
         pool.opening += usize::from(none);
         Open(usize::from(none))
@@ -383,7 +383,7 @@ impl Lanes {
 
     /// A lane was opened. False if the link has ended; then the lane is shut down.
     pub(crate) fn opened(&self, lane: &Arc<Lane>) -> bool {
-        let mut pool = lock(&self.pool);
+        let mut pool = self.pool.lock();
         pool.opening = pool.opening.saturating_sub(1);
         if self.end.get().is_some() {
             lane.socket.shutdown(Shutdown::Both);
@@ -395,7 +395,7 @@ impl Lanes {
 
     /// A lane could not be opened. The waiters fail unless the link has or opens other lanes.
     pub(crate) fn failed(&self, error: &Error) {
-        let mut pool = lock(&self.pool);
+        let mut pool = self.pool.lock();
         pool.opening = pool.opening.saturating_sub(1);
         if !pool.open.is_empty() || pool.opening > 0 {
             return;
@@ -409,7 +409,7 @@ impl Lanes {
 
     /// Takes back a lane whose last request was answered.
     pub(crate) fn put(&self, lane: Arc<Lane>) -> Open {
-        let mut pool = lock(&self.pool);
+        let mut pool = self.pool.lock();
         Self::end_permit(&mut pool, &lane);
         if pool.open.contains_key(&lane.id) {
             lane.used_ns.store(now().as_nanos(), Ordering::Relaxed);
@@ -420,7 +420,7 @@ impl Lanes {
 
     /// Keeps the reason that the peer gave for ending a lane, until the lane ends.
     pub(crate) fn note_fault(&self, stream: StreamId, fault: StreamFault) {
-        let mut pool = lock(&self.pool);
+        let mut pool = self.pool.lock();
         if pool.open.contains_key(&stream) {
             pool.faults.insert(stream, fault);
         }
@@ -428,13 +428,13 @@ impl Lanes {
 
     /// The reason that the peer gave for ending a lane.
     pub(crate) fn fault_of(&self, stream: StreamId) -> Option<StreamFault> {
-        lock(&self.pool).faults.get(&stream).copied()
+        self.pool.lock().faults.get(&stream).copied()
     }
 
     /// Removes a lane that its peer closed. `None` if it was removed before, else whether it was
     /// idle. A transfer that uses it notices the end by itself and does not give the lane back.
     pub(crate) fn retire(&self, lane: &Lane) -> Option<bool> {
-        let mut pool = lock(&self.pool);
+        let mut pool = self.pool.lock();
         pool.open.remove(&lane.id)?;
         let idle = pool.idle.iter().position(|idle| idle.id == lane.id);
         if let Some(at) = idle {
@@ -445,7 +445,7 @@ impl Lanes {
 
     /// Removes a lane whose copier was stopped. True if it was in the pool.
     pub(crate) fn kill(&self, lane: &Lane) -> (bool, Open) {
-        let mut pool = lock(&self.pool);
+        let mut pool = self.pool.lock();
         pool.faults.remove(&lane.id);
         let removed = pool.open.remove(&lane.id).is_some();
         Self::end_permit(&mut pool, lane);
@@ -454,23 +454,23 @@ impl Lanes {
 
     /// Whether a lane is open or being opened, `besides` opening ones not counted.
     pub(crate) fn has_lanes(&self, besides: usize) -> bool {
-        let pool = lock(&self.pool);
+        let pool = self.pool.lock();
         !pool.open.is_empty() || pool.opening > besides
     }
 
     /// Whether a transfer waits for a lane.
     pub(crate) fn has_waiters(&self) -> bool {
-        !lock(&self.pool).waiters.is_empty()
+        !self.pool.lock().waiters.is_empty()
     }
 
     /// The earliest deadline of a waiting transfer.
     pub(crate) fn next_deadline(&self) -> Option<Timestamp> {
-        lock(&self.pool).waiters.iter().map(|w| w.deadline).min()
+        self.pool.lock().waiters.iter().map(|w| w.deadline).min()
     }
 
     /// Fails the waiting transfers whose deadline has passed.
     pub(crate) fn expire(&self, now: Timestamp) {
-        let late = lock(&self.pool).waiters.take_late(now);
+        let late = self.pool.lock().waiters.take_late(now);
         for waiter in late {
             (waiter.give)(Err(Error::new(
                 ErrorKind::Deadline,

@@ -16,7 +16,7 @@ use crate::notify::Notification;
 use crate::peer_memory::Memory;
 use crate::reactor::now;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use crate::sync::{Arc, OnceLock, RwLock, read, write};
+use crate::sync::{Arc, OnceLock, RwLock};
 use crate::transfer::Options;
 use crate::transfer::batch::Batch;
 use crate::transfer::job::{Job, Op, RevokeDone, TransferStats};
@@ -325,7 +325,7 @@ impl Link {
     pub fn terminate(&self, error: Error) {
         let Some((lanes, waiters)) = self.lanes.close(&error) else { return };
         // Not in the head of the loop, which would hold the lock until its end.
-        let routes = std::mem::take(&mut *write(&self.routes));
+        let routes = std::mem::take(&mut *self.routes.write());
         for route in routes {
             route.close(self);
         }
@@ -346,7 +346,7 @@ impl Link {
 
     /// Adds a route that is faster than the existing ones.
     pub(crate) fn add_route(&self, route: Arc<dyn Route>) {
-        write(&self.routes).insert(0, Arc::clone(&route));
+        self.routes.write().insert(0, Arc::clone(&route));
         if self.end().is_some() {
             route.close(self);
         }
@@ -360,17 +360,17 @@ impl Link {
     /// The reason why not every byte takes the fastest route; `None` if the session had no choice.
     pub(crate) fn obstacle(&self) -> Option<String> {
         self.obstacle.get().cloned().or_else(|| {
-            read(&self.routes).iter().find_map(|route| route.obstacle().map(str::to_owned))
+            self.routes.read().iter().find_map(|route| route.obstacle().map(str::to_owned))
         })
     }
 
     pub(crate) fn has_routes(&self) -> bool {
-        !read(&self.routes).is_empty()
+        !self.routes.read().is_empty()
     }
 
     /// The fastest open route, which most bytes take.
     fn main_route(&self) -> Option<Arc<dyn Route>> {
-        let routes = read(&self.routes);
+        let routes = self.routes.read();
         let open = || routes.iter().filter(|route| route.is_open());
         open().find(|route| route.obstacle().is_none()).or_else(|| open().next()).map(Arc::clone)
     }
@@ -382,7 +382,7 @@ impl Link {
 
     /// The transport of the link's lanes; `None` if it has none.
     pub(crate) fn lane_kind(&self) -> Option<TransportKind> {
-        read(&self.routes).iter().find(|route| route.uses_lanes()).map(|route| route.kind())
+        self.routes.read().iter().find(|route| route.uses_lanes()).map(|route| route.kind())
     }
 
     /// The capabilities of the transport of the fastest open route.
@@ -397,7 +397,7 @@ impl Link {
     ) -> Result<(), Error> {
         let mut obstacle = "no transport is attached";
         for at in 0.. {
-            let Some(route) = read(&self.routes).get(at).map(Arc::clone) else { break };
+            let Some(route) = self.routes.read().get(at).map(Arc::clone) else { break };
             if !route.is_open() {
                 obstacle = "the peer's memory is out of reach";
                 continue;
@@ -408,7 +408,7 @@ impl Link {
                 Offered::Refused(error) => return Err(error),
             }
         }
-        let routes = read(&self.routes).clone();
+        let routes = self.routes.read().clone();
         let lost = routes.iter().find_map(|route| route.peer_loss(self));
         let end = lost.or_else(|| self.session_end());
         Err(end.unwrap_or_else(|| self.no_route(obstacle)))
@@ -428,7 +428,7 @@ impl Link {
         options: &Options<'_>,
         timeout: Duration,
     ) -> Option<Result<TransferStats>> {
-        let route = read(&self.routes).first().filter(|route| route.is_open()).map(Arc::clone)?;
+        let route = self.routes.read().first().filter(|route| route.is_open()).map(Arc::clone)?;
         route.run_direct(self, op, batch, options, timeout)
     }
 

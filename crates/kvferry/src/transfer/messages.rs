@@ -5,7 +5,7 @@
 //! them. A message that must go takes its memory from there, and each message that the peer has taken fills it up again.
 
 use crate::peer_memory::{Account, FREE_PER_CONNECTION};
-use crate::sync::{Mutex, lock};
+use crate::sync::Mutex;
 use std::collections::VecDeque;
 
 #[derive(Debug)]
@@ -112,7 +112,7 @@ impl MessageQueue {
             Need::Must => (0, 0),
             Need::May => (SPARE_MESSAGES, SPARE_BYTES),
         };
-        let mut queue = lock(&self.0);
+        let mut queue = self.0.lock();
         if queue.waiting.len() + messages >= WAITING_MAX
             || queue.waiting_bytes + message.len() + bytes > WAITING_BYTES_MAX
         {
@@ -129,7 +129,7 @@ impl MessageQueue {
     /// The next message to send. `None` if the queue is empty, too many messages are in progress,
     /// or another thread is sending (unless `was_busy`: the caller is that thread).
     pub(crate) fn next(&self, was_busy: bool) -> Option<Vec<u8>> {
-        let mut queue = lock(&self.0);
+        let mut queue = self.0.lock();
         if queue.busy && !was_busy {
             return None;
         }
@@ -145,7 +145,7 @@ impl MessageQueue {
 
     /// Drops the messages that wait: the session has ended.
     pub(crate) fn drop_waiting(&self) {
-        let mut queue = lock(&self.0);
+        let mut queue = self.0.lock();
         let dropped = queue.waiting_bytes;
         (queue.waiting, queue.waiting_bytes) = (VecDeque::new(), 0);
         // No message follows that could use the spare.
@@ -155,31 +155,31 @@ impl MessageQueue {
 
     /// Messages that wait to be sent, and their bytes.
     pub(crate) fn waiting(&self) -> (usize, usize) {
-        let queue = lock(&self.0);
+        let queue = self.0.lock();
         (queue.waiting.len(), queue.waiting_bytes)
     }
 
     /// A message of the peer arrived and will be taken later.
     pub(crate) fn arrived(&self, len: usize) {
-        let mut queue = lock(&self.0);
+        let mut queue = self.0.lock();
         queue.untaken += 1;
         queue.untaken_bytes += len;
     }
 
     pub(crate) fn taken(&self, len: usize) {
-        let mut queue = lock(&self.0);
+        let mut queue = self.0.lock();
         queue.untaken -= 1;
         queue.untaken_bytes -= len;
     }
 
     /// The peer's messages that were not taken yet, and their bytes.
     pub(crate) fn untaken(&self) -> (usize, usize) {
-        let queue = lock(&self.0);
+        let queue = self.0.lock();
         (queue.untaken, queue.untaken_bytes)
     }
 
     pub(crate) fn answered(&self, len: usize) {
-        let mut queue = lock(&self.0);
+        let mut queue = self.0.lock();
         queue.sent -= 1;
         queue.sent_bytes -= len;
         queue.release(len);

@@ -3,7 +3,7 @@
 use crate::callback::contain;
 use crate::error::{Error, ErrorKind, Result};
 use crate::reactor::now;
-use crate::sync::{Arc, Condvar, Mutex, lock, wait_timeout};
+use crate::sync::{Arc, Condvar, Mutex};
 use kvferry_proto::Timestamp;
 use std::time::Duration;
 
@@ -67,13 +67,13 @@ impl<T> Slot<T> {
     }
 
     pub(crate) fn fill(&self, value: T) {
-        *lock(&self.value) = Some(value);
+        *self.value.lock() = Some(value);
         self.filled.notify_one();
     }
 
     /// Waits for the value; an error if the time has passed or the call was interrupted.
     pub(crate) fn wait(&self, deadline: Timestamp, interrupt: Interrupt<'_>) -> Result<T> {
-        let mut value = lock(&self.value);
+        let mut value = self.value.lock();
         loop {
             if let Some(value) = value.take() {
                 return Ok(value);
@@ -83,7 +83,7 @@ impl<T> Slot<T> {
                 return Err(deadline_passed());
             }
             let step = if interrupt.is_some() { left.min(INTERRUPT_EVERY) } else { left };
-            value = wait_timeout(&self.filled, value, step);
+            value = self.filled.wait(value, step);
             if value.is_none() && interrupt.is_some_and(says_stop) {
                 return Err(interrupted());
             }

@@ -4,9 +4,9 @@
 mod mesh;
 mod soak;
 
+use kvferry_sys::sync::{Mutex, MutexGuard};
 use kvferry_testkit::Watchdog;
 use std::io::Write;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 kvferry_testkit::child_processes!();
@@ -33,7 +33,7 @@ pub(crate) use over;
 /// Runs one test at a time, also if all tests of this file share a process.
 fn alone(limit: Duration) -> (MutexGuard<'static, ()>, Watchdog) {
     static ONE: Mutex<()> = Mutex::new(());
-    let turn = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let turn = ONE.lock();
     (turn, Watchdog::new(limit))
 }
 

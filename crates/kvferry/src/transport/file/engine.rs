@@ -5,7 +5,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::held::Held;
 use crate::memory::user::RegionKey;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use crate::sync::{Arc, Mutex, OnceLock, lock};
+use crate::sync::{Arc, Mutex, OnceLock};
 use kvferry_sys::file::File;
 use kvferry_sys::pins::Pins;
 use kvferry_sys::poll::{self, Interest};
@@ -314,7 +314,7 @@ impl Engine {
             return Err(Error::new(ErrorKind::Busy, what).with("max", LEASED_MAX));
         }
         let mut leased = Leased { queue: None, leased: Arc::clone(&self.leased) };
-        leased.queue = Some(match lock(&self.idle).pop() {
+        leased.queue = Some(match self.idle.lock().pop() {
             Some(queue) => queue,
             None => self.make()?,
         });
@@ -339,7 +339,7 @@ impl Engine {
 
     /// Keeps a queue without operations for the next transfer.
     pub(super) fn keep(&self, queue: Box<dyn Queue>) {
-        let mut idle = lock(&self.idle);
+        let mut idle = self.idle.lock();
         if idle.len() < IDLE_QUEUES {
             idle.push(queue);
         }
@@ -363,7 +363,7 @@ mod tests {
         assert!(engine.take().is_err());
         drop((leased, again));
         assert_eq!(engine.leased.load(Ordering::Relaxed), 0);
-        assert!(lock(&engine.idle).len() <= IDLE_QUEUES);
+        assert!(engine.idle.lock().len() <= IDLE_QUEUES);
     }
 
     #[test]

@@ -5,7 +5,7 @@
 
 use super::engine::{Operation, Queue};
 use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Arc, Condvar, Mutex, lock, wait, wait_timeout};
+use crate::sync::{Arc, Condvar, Mutex};
 use kvferry_sys::poll::EventFd;
 use kvferry_sys::thread;
 use kvferry_sys::uring::Way;
@@ -95,7 +95,7 @@ struct Results {
 
 impl Results {
     fn end(&self, operation: Operation, moved: io::Result<usize>) {
-        lock(&self.ended).push_back((operation, moved));
+        self.ended.lock().push_back((operation, moved));
         self.event.signal();
     }
 }
@@ -109,7 +109,7 @@ impl Pool {
 
     /// Has the threads carry out tasks. If there is none, and none can be started, the tasks fail.
     fn start(&self, tasks: &mut Vec<Task>) {
-        let mut work = lock(&self.0.work);
+        let mut work = self.0.work.lock();
         for task in tasks.drain(..) {
             work.lanes.entry(task.operation.file.device()).or_default().queue.push_back(task);
         }
@@ -137,13 +137,13 @@ impl Pool {
 
 impl State {
     fn run(&self) {
-        let mut work = lock(&self.work);
+        let mut work = self.work.lock();
         loop {
             let Some((lane, Task { operation, results })) = work.take(self.lane_max) else {
                 if work.ends {
                     break;
                 }
-                work = wait(&self.changed, work);
+                work = self.changed.wait(work, None);
                 continue;
             };
             drop(work);
@@ -156,7 +156,7 @@ impl State {
                 Way::Write => file.write_at(span, operation.offset),
             };
             results.end(operation, moved);
-            work = lock(&self.work);
+            work = self.work.lock();
             work.ended(lane);
         }
         work.threads -= 1;
@@ -168,7 +168,7 @@ impl State {
 impl Drop for Pool {
     fn drop(&mut self) {
         let until = Instant::now() + JOIN_MAX;
-        let mut work = lock(&self.0.work);
+        let mut work = self.0.work.lock();
         work.ends = true;
         self.0.changed.notify_all();
         while work.threads > 0 {
@@ -177,7 +177,7 @@ impl Drop for Pool {
                 tracing::warn!(threads = work.threads, "threads still wait for a file");
                 return;
             }
-            work = wait_timeout(&self.0.changed, work, left);
+            work = self.0.changed.wait(work, left);
         }
     }
 }
@@ -227,7 +227,7 @@ impl Queue for PoolQueue {
     }
 
     fn completed(&mut self) -> Option<(Operation, io::Result<usize>)> {
-        let mut ended = lock(&self.results.ended);
+        let mut ended = self.results.ended.lock();
         if ended.is_empty() {
             // Under the lock: a thread signals after it has added its result.
             self.results.event.clear();

@@ -3,7 +3,7 @@
 use super::FileId;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::region::{Access, RemoteRegion};
-use crate::sync::{Arc, RwLock, read, write};
+use crate::sync::{Arc, RwLock};
 use kvferry_proto::Incarnation;
 use kvferry_sys::file::{Alignment, File, How, page};
 use rustc_hash::FxHashMap;
@@ -321,13 +321,13 @@ impl Table {
         let (file, offset) = (Arc::new(file), options.offset);
         let inner = FileInner { id, incarnation, path, file, direct, offset, len, access };
         let inner = Arc::new(inner);
-        write(&self.0).insert(id, Arc::clone(&inner));
+        self.0.write().insert(id, Arc::clone(&inner));
         Ok(FileRegion(inner))
     }
 
     /// Closes a region. Transfers that have begun keep the file open until they end.
     pub(crate) fn close(&self, region: &FileRegion) -> Result<()> {
-        match write(&self.0).remove(&region.id()) {
+        match self.0.write().remove(&region.id()) {
             Some(_) => Ok(()),
             None => Err(Error::new(ErrorKind::NotRegistered, "the file region is not open")
                 .with("region", region.id())
@@ -336,7 +336,7 @@ impl Table {
     }
 
     pub(super) fn get(&self, id: FileId) -> Option<Arc<FileInner>> {
-        read(&self.0).get(&id).cloned()
+        self.0.read().get(&id).cloned()
     }
 }
 

@@ -410,12 +410,12 @@ impl Handler for Leftover {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sync::Mutex;
     use crate::transport::file::Storage;
     use crate::{Access, Agent, FileOptions, Options};
     use kvferry_sys::poll::EventFd;
     use kvferry_testkit::{PATIENCE, eventually};
     use std::collections::VecDeque;
-    use std::sync::Mutex;
     use std::thread;
     use std::time::Instant;
 
@@ -437,11 +437,11 @@ mod tests {
 
         /// Ends the operation that was pushed first; false if there is none.
         fn end_one(&self, result: impl FnOnce(&Operation) -> io::Result<usize>) -> bool {
-            let Some(operation) = self.0.pushed.lock().expect("no panic").pop_front() else {
+            let Some(operation) = self.0.pushed.lock().pop_front() else {
                 return false;
             };
             let result = result(&operation);
-            self.0.ended.lock().expect("no panic").push_back((operation, result));
+            self.0.ended.lock().push_back((operation, result));
             self.0.event.signal();
             true
         }
@@ -449,12 +449,12 @@ mod tests {
 
     impl Queue for Scripted {
         fn in_flight(&self) -> usize {
-            let pushed = self.0.pushed.lock().expect("no panic").len();
-            pushed + self.0.ended.lock().expect("no panic").len()
+            let pushed = self.0.pushed.lock().len();
+            pushed + self.0.ended.lock().len()
         }
 
         fn push(&mut self, operation: Operation) {
-            self.0.pushed.lock().expect("no panic").push_back(operation);
+            self.0.pushed.lock().push_back(operation);
         }
 
         fn submit(&mut self) -> io::Result<()> {
@@ -464,7 +464,7 @@ mod tests {
         fn stop(&mut self) {}
 
         fn completed(&mut self) -> Option<(Operation, io::Result<usize>)> {
-            let mut ended = self.0.ended.lock().expect("no panic");
+            let mut ended = self.0.ended.lock();
             if ended.is_empty() {
                 self.0.event.clear();
             }

@@ -40,7 +40,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::gate::Gate;
 use crate::stats::Stats;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Arc, Mutex, lock};
+use crate::sync::{Arc, Mutex};
 use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
 use crate::transfer::link::Link;
 use crate::transport::service::{Attached, Service, Start, Startup};
@@ -231,11 +231,11 @@ impl LocalPeer {
 
     /// A gate for this process's memory.
     fn take_gate(&self, core: &Core) -> Arc<Gate> {
-        lock(&self.gates).pop().unwrap_or_else(|| core.memory.gates.gate())
+        self.gates.lock().pop().unwrap_or_else(|| core.memory.gates.gate())
     }
 
     fn put_gate(&self, gate: Arc<Gate>) {
-        lock(&self.gates).push(gate);
+        self.gates.lock().push(gate);
     }
 
     /// The memory of a shared region, if it is mapped; otherwise requests it from the peer, once.

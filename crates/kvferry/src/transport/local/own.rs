@@ -4,7 +4,7 @@ use super::registry::Registry;
 use super::writers::{Writer, Writers};
 use crate::memory::region::RegionInner;
 use crate::memory::user::{Copier, MemoryUser, RegionKey};
-use crate::sync::{Arc, Mutex, Weak, lock};
+use crate::sync::{Arc, Mutex, Weak};
 use kvferry_proto::{LocalPacket, RegionId, WireCode};
 use kvferry_sys::alive::AliveMark;
 use std::io;
@@ -24,22 +24,22 @@ impl OwnMemory {
 
     /// A read-only descriptor of the table, for a writer.
     pub(super) fn registry_fd(&self) -> io::Result<OwnedFd> {
-        lock(&self.registry).fd().try_clone_to_owned()
+        self.registry.lock().fd().try_clone_to_owned()
     }
 
     /// A mark by which writers learn that this thread has ended.
     pub(super) fn mark_alive(&self) -> io::Result<AliveMark> {
-        lock(&self.registry).mark_alive()
+        self.registry.lock().mark_alive()
     }
 }
 
 impl MemoryUser for OwnMemory {
     fn registered(&self, region: &RegionInner) {
-        lock(&self.registry).publish(region);
+        self.registry.lock().publish(region);
     }
 
     fn unregistered(&self, region: &RegionInner) {
-        lock(&self.registry).retract(region.id);
+        self.registry.lock().retract(region.id);
     }
 
     fn copiers(&self, regions: Option<&[RegionId]>) -> Vec<Arc<dyn Copier>> {
@@ -52,7 +52,7 @@ impl MemoryUser for OwnMemory {
     }
 
     fn closed(&self) {
-        lock(&self.registry).close();
+        self.registry.lock().close();
     }
 }
 
@@ -66,7 +66,7 @@ impl RegionKey for Lent {
     /// Tells the processes to unmap the region. One whose socket is full keeps the memory mapped until it
     /// asks for other memory or its session ends.
     fn revoke(&self) {
-        let mut writers = lock(&self.writers);
+        let mut writers = self.writers.lock();
         for writer in writers.drain(..).filter_map(|writer| writer.upgrade()) {
             let unmap = LocalPacket::Unmapped { region: self.region };
             let _ = writer.channel.send(&unmap.encode(), &[]);
@@ -89,7 +89,7 @@ pub(super) fn lend(writer: &Arc<Writer>, id: RegionId, region: Option<&RegionInn
         // `Lent::revoke` runs after the region was marked dead, and takes the same lock. Either it finds
         // the entry made here, and its message follows this one, or this function sees that the region is
         // dead.
-        let mut writers = lock(&lent.writers);
+        let mut writers = lent.writers.lock();
         if region.is_alive() {
             writers.retain(|other| other.strong_count() > 0);
             let is_new =
@@ -150,6 +150,6 @@ mod tests {
         let refused = LocalPacket::Mapped { region: id, code: WireCode::UnknownRegion, len: 0 };
         assert_eq!(next(&there), refused, "one message for two mappings, and none follows");
         let lent = inner.keys.get(|| Lent { region: id, writers: Mutex::default() });
-        assert!(lock(&lent.writers).is_empty(), "no mapping is left to be revoked");
+        assert!(lent.writers.lock().is_empty(), "no mapping is left to be revoked");
     }
 }

@@ -11,7 +11,7 @@
 
 use crate::memory::region::{Access, RegionInner};
 use crate::sync::atomic::{Ordering, fence};
-use crate::sync::{Arc, RwLock, RwLockReadGuard, read, write};
+use crate::sync::{Arc, RwLock, RwLockReadGuard};
 use kvferry_proto::{RegionId, WireCode};
 use kvferry_sys::alive::{self, AliveMark};
 use kvferry_sys::shared::Shared;
@@ -236,12 +236,12 @@ impl RegistryView {
 
     /// Locks the index, for several lookups.
     pub(crate) fn index(&self) -> RwLockReadGuard<'_, Index> {
-        read(&self.index)
+        self.index.read()
     }
 
     /// Brings the index up to date.
     pub(crate) fn catch_up(&self) {
-        let mut index = write(&self.index);
+        let mut index = self.index.write();
         let now = self.shared.load(AT_CHANGES);
         if now == index.changes {
             return;

@@ -16,7 +16,7 @@ use crate::memory::gate::Touches;
 use crate::memory::user::Copier;
 use crate::reactor::now;
 use crate::sync::atomic::{AtomicBool, Ordering, fence};
-use crate::sync::{Arc, Mutex, lock};
+use crate::sync::{Arc, Mutex};
 use kvferry_proto::{RegionId, Timestamp};
 use kvferry_sys::fd::Fd;
 use kvferry_sys::shared::Shared;
@@ -81,7 +81,7 @@ impl WriterPage {
 
     /// A gate for one thread; `None` while all are in use.
     pub(crate) fn gate(&self) -> Option<WriterGate<'_>> {
-        let mut free = lock(&self.free);
+        let mut free = self.free.lock();
         let gate = free.0.pop()?;
         if gate >= free.1 {
             free.1 = gate + 1;
@@ -94,7 +94,7 @@ impl WriterPage {
 
 impl Drop for WriterGate<'_> {
     fn drop(&mut self) {
-        lock(&self.page.free).0.push(self.gate);
+        self.page.free.lock().0.push(self.gate);
     }
 }
 
@@ -251,7 +251,7 @@ pub(crate) struct Writers {
 impl Writers {
     pub(crate) fn add(&self, writer: Arc<Writer>) {
         self.forget_gone();
-        lock(&self.live).push(writer);
+        self.live.lock().push(writer);
     }
 
     /// Drops the processes that are gone. Others stay even if their connection is not served any
@@ -262,8 +262,8 @@ impl Writers {
         if gone.is_empty() {
             return;
         }
-        let mut sum = lock(&self.before);
-        lock(&self.live).retain(|writer| {
+        let mut sum = self.before.lock();
+        self.live.lock().retain(|writer| {
             let stays = !gone.iter().any(|gone| Arc::ptr_eq(gone, writer));
             if !stays {
                 sum.add(writer.totals());
@@ -273,16 +273,16 @@ impl Writers {
     }
 
     fn all(&self) -> Vec<Arc<Writer>> {
-        lock(&self.live).clone()
+        self.live.lock().clone()
     }
 
     pub(crate) fn count(&self) -> usize {
-        lock(&self.live).len()
+        self.live.lock().len()
     }
 
     pub(crate) fn totals(&self) -> Totals {
-        let mut sum = *lock(&self.before);
-        lock(&self.live).iter().for_each(|writer| sum.add(writer.totals()));
+        let mut sum = *self.before.lock();
+        self.live.lock().iter().for_each(|writer| sum.add(writer.totals()));
         sum
     }
 
@@ -293,7 +293,7 @@ impl Writers {
     pub(crate) fn inside(&self, regions: Option<&[RegionId]>) -> Vec<Occupied> {
         fence(Ordering::SeqCst);
         let mut occupied = Vec::new();
-        for writer in lock(&self.live).iter() {
+        for writer in self.live.lock().iter() {
             for gate in 0..writer.gates() {
                 let state = writer.state(gate);
                 let concerns = |regions| Touches::may_be(writer.touches(gate), regions);
