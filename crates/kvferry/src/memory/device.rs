@@ -15,7 +15,7 @@ use crate::memory::gate::Gate;
 use crate::memory::region::RegionInner;
 use crate::memory::stages::{Stage, StagePool};
 use crate::sync::atomic::Ordering;
-use crate::sync::{Arc, Mutex, lock};
+use crate::sync::{Arc, Mutex};
 use kvferry_sys::span::HostSpan;
 use smallvec::SmallVec;
 use std::any::Any;
@@ -162,21 +162,21 @@ impl Happened {
 
     /// Ends the wait. An error, such as for an edge that the device does not know, fails the transfer.
     pub fn complete(self, result: io::Result<()>) {
-        *lock(&self.0.outcome) = Some(result);
+        *self.0.outcome.lock() = Some(result);
     }
 }
 
 impl Drop for Happened {
     fn drop(&mut self) {
         let dropped = || Err(io::Error::other("the device dropped a wait for edges"));
-        lock(&self.0.outcome).get_or_insert_with(dropped);
+        self.0.outcome.lock().get_or_insert_with(dropped);
         (self.0.wake)();
     }
 }
 
 impl fmt::Debug for Wait {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Wait[{:?}]", lock(&self.outcome))
+        write!(f, "Wait[{:?}]", self.outcome.lock())
     }
 }
 
@@ -220,12 +220,12 @@ impl Copy {
     }
 
     pub(crate) fn is_running(&self) -> bool {
-        lock(&self.outcome).is_none()
+        self.outcome.lock().is_none()
     }
 
     /// The outcome of the batch, or `None` while it is in progress.
     pub(crate) fn take_outcome(&self) -> Option<Outcome> {
-        lock(&self.outcome).take()
+        self.outcome.lock().take()
     }
 
     fn end(&self, stage: Stage, result: io::Result<()>) {
@@ -236,7 +236,7 @@ impl Copy {
                 result.map(|()| None)
             }
         };
-        *lock(&self.outcome) = Some(outcome);
+        *self.outcome.lock() = Some(outcome);
         for region in &self.regions {
             region.copies.fetch_sub(1, Ordering::SeqCst);
         }

@@ -16,7 +16,7 @@
 
 use crate::reactor::now;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
-use crate::sync::{Arc, Mutex, Weak, hint, lock, thread};
+use crate::sync::{Arc, Mutex, Weak, hint, thread};
 use kvferry_proto::{RegionId, Timestamp};
 
 const SHUT: u64 = 1 << 63;
@@ -194,7 +194,7 @@ impl Gates {
     /// A new gate of this agent.
     pub(crate) fn gate(&self) -> Arc<Gate> {
         let gate = Gate::new();
-        let mut gates = lock(&self.0);
+        let mut gates = self.0.lock();
         if gates.len() == gates.capacity() {
             // Amortised: before the vector doubles, dropped gates are removed.
             gates.retain(|g| g.strong_count() > 0);
@@ -209,7 +209,7 @@ impl Gates {
     pub(crate) fn inside(&self, regions: Option<&[RegionId]>) -> Vec<Stuck> {
         fence(Ordering::SeqCst);
         let live: Vec<Arc<Gate>> = {
-            let gates = lock(&self.0);
+            let gates = self.0.lock();
             gates.iter().filter_map(Weak::upgrade).collect()
         };
         // A gate that is gone was left before it was dropped, and what was done inside happened
@@ -234,7 +234,7 @@ impl Gates {
 
     /// Gates in use. For leak tests.
     pub(crate) fn live(&self) -> usize {
-        let gates = lock(&self.0);
+        let gates = self.0.lock();
         gates.iter().filter(|g| g.strong_count() > 0).count()
     }
 }

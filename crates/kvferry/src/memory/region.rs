@@ -6,9 +6,7 @@ use crate::memory::gate::Stuck;
 use crate::memory::user::{Copier, Keys, MemoryUser};
 use crate::reactor::now;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use crate::sync::{
-    Arc, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, lock, read, thread, write,
-};
+use crate::sync::{Arc, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, thread};
 use kvferry_proto::pack;
 use kvferry_proto::{Incarnation, RegionId, Timestamp, WireCode};
 use kvferry_sys::map::Mapping;
@@ -106,7 +104,7 @@ impl RegionInner {
     }
 
     fn quarantine(&self) -> MutexGuard<'_, Quarantine> {
-        let mut quarantine = lock(&self.quarantine);
+        let mut quarantine = self.quarantine.lock();
         if let Quarantine::Inside(copiers, own) = &mut *quarantine {
             copiers.retain(|copier| !copier.is_left());
             own.retain(|gate| !gate.is_left());
@@ -489,11 +487,11 @@ impl Tables {
 
 impl RegionTable {
     pub(crate) fn read(&self) -> RwLockReadGuard<'_, Tables> {
-        read(&self.0)
+        self.0.read()
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, Tables> {
-        write(&self.0)
+        self.0.write()
     }
 
     /// The id of a new region that is kept elsewhere.

@@ -16,7 +16,7 @@
 //! that the refusal was made under.
 
 use crate::memory::device::Wake;
-use crate::sync::{Arc, Mutex, MutexGuard, lock};
+use crate::sync::{Arc, Mutex, MutexGuard};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::span::HostSpan;
 use rustc_hash::FxHashMap;
@@ -121,7 +121,7 @@ impl StagePool {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
+        self.state.lock()
     }
 
     fn give_back(&self, stage: usize) {

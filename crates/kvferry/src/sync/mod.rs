@@ -32,18 +32,3 @@ pub(crate) mod thread {
 pub(crate) mod poll {
     pub(crate) use kvferry_sys::poll::{Epoll, EventFd};
 }
-
-/// Locks a mutex. The memory types use this; the rest of the crate calls the methods.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
-}
-
-/// Locks for reading; see [`lock`].
-pub(crate) fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
-    lock.read()
-}
-
-/// Locks for writing; see [`lock`].
-pub(crate) fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
-    lock.write()
-}
