@@ -341,6 +341,37 @@ impl Control {
         self.end(error);
     }
 
+    /// Looks whether the socket is connected: `None` if it is.
+    fn connect(&mut self, cause: Cause, budget: &mut Budget, now: Timestamp) -> Option<Next> {
+        if cause.ready.any()
+            && let Err(e) = self.socket.error()
+        {
+            let error = Error::new(ErrorKind::Unreachable, "can't connect to the peer")
+                .with("peer", &self.link.address)
+                .caused_by(e);
+            return Some(self.never_began(error));
+        }
+        if cause.ready.write {
+            self.connecting = false;
+            if let Err(e) = self.link.core.users.check_target(&self.socket) {
+                return Some(self.never_began(e.with("peer", &self.link.address)));
+            }
+            let _ = self.socket.set_nodelay();
+            keep_control_alive(&self.socket, self.link.core.settings.silence);
+            return None;
+        }
+        // The handshake timeout includes the time to connect.
+        self.session().handle_timeout(now);
+        Some(match self.events(budget) {
+            Events::Over => Next::Close,
+            Events::Left => Next::Again,
+            Events::None => {
+                let deadline = self.session().next_timeout();
+                Next::Wait { interest: Interest::Write, deadline }
+            }
+        })
+    }
+
     /// Ends a connection that fails before anything is sent on it.
     fn never_began(&mut self, error: Error) -> Next {
         self.link.core.counters.handshakes_failed.one();
@@ -400,6 +431,26 @@ impl Control {
         }
         self.check_active_at = active.then(|| now + self.link.core.settings.ping_interval());
     }
+
+    /// What the reactor waits for; `full` if the socket takes no more.
+    fn wait(&self, full: bool, now: Timestamp) -> Next {
+        let (wants_read, session_timeout) = {
+            let session = self.session();
+            (session.wants_read(), session.next_timeout())
+        };
+        let revokes = (!self.unconfirmed.is_empty()).then(|| now + REVOKE_CHECK);
+        let deadline = [session_timeout, self.link.next_deadline(), self.check_active_at, revokes]
+            .into_iter()
+            .flatten()
+            .min();
+        let interest = match (wants_read, full) {
+            (true, true) => Interest::Both,
+            (true, false) => Interest::Read,
+            (false, true) => Interest::Write,
+            (false, false) => Interest::None,
+        };
+        Next::Wait { interest, deadline }
+    }
 }
 
 impl Handler for Control {
@@ -416,33 +467,10 @@ impl Handler for Control {
             return Next::Close;
         }
         let mut budget = Budget::begin(now());
-        if self.connecting {
-            if cause.ready.any()
-                && let Err(e) = self.socket.error()
-            {
-                let error = Error::new(ErrorKind::Unreachable, "can't connect to the peer")
-                    .with("peer", &self.link.address)
-                    .caused_by(e);
-                return self.never_began(error);
-            }
-            if cause.ready.write {
-                self.connecting = false;
-                if let Err(e) = self.link.core.users.check_target(&self.socket) {
-                    return self.never_began(e.with("peer", &self.link.address));
-                }
-                let _ = self.socket.set_nodelay();
-                keep_control_alive(&self.socket, self.link.core.settings.silence);
-            } else {
-                // The handshake timeout includes the time to connect.
-                self.session().handle_timeout(cx.now);
-                match self.events(&mut budget) {
-                    Events::Over => return Next::Close,
-                    Events::Left => return Next::Again,
-                    Events::None => {}
-                }
-                let deadline = self.session().next_timeout();
-                return Next::Wait { interest: Interest::Write, deadline };
-            }
+        if self.connecting
+            && let Some(next) = self.connect(cause, &mut budget, cx.now)
+        {
+            return next;
         }
         if self.admission.as_ref().is_some_and(|place| !place.is_held()) {
             // Another connection got its place; the initiator may try again.
@@ -493,22 +521,7 @@ impl Handler for Control {
                 break;
             }
         }
-        let (wants_read, session_timeout) = {
-            let session = self.session();
-            (session.wants_read(), session.next_timeout())
-        };
-        let revokes = (!self.unconfirmed.is_empty()).then(|| cx.now + REVOKE_CHECK);
-        let deadline = [session_timeout, self.link.next_deadline(), self.check_active_at, revokes]
-            .into_iter()
-            .flatten()
-            .min();
-        let interest = match (wants_read, full) {
-            (true, true) => Interest::Both,
-            (true, false) => Interest::Read,
-            (false, true) => Interest::Write,
-            (false, false) => Interest::None,
-        };
-        Next::Wait { interest, deadline }
+        self.wait(full, cx.now)
     }
 }
 

@@ -4,7 +4,7 @@
 use super::*;
 use fastrand::Rng;
 use kvferry::{
-    Access, Agent, Batch, Error, ErrorKind, Options, Peer, Region, RemoteRegion, Transfer,
+    Access, Agent, Batch, Error, ErrorKind as Kind, Options, Peer, Region, RemoteRegion, Transfer,
     Transports,
 };
 use kvferry_testkit::Way;
@@ -49,6 +49,10 @@ const FAULTS: [(&str, usize); 13] = [
     ("a kill of a writing peer", 2),
     ("a stop", 1),
 ];
+
+/// The errors of transfers with a peer that is gone.
+const GONE: [Kind; 4] =
+    [Kind::PeerReset, Kind::PeerClosed, Kind::Unreachable, Kind::StaleIncarnation];
 
 struct Soak {
     rng: Rng,
@@ -98,6 +102,14 @@ fn plain(local: &Region, remote: &RemoteRegion) -> Batch {
 
 fn ended(transfer: &Transfer) -> Result<(), Error> {
     transfer.wait(PATIENCE).expect("every transfer ends").map(drop)
+}
+
+/// Whether a transfer failed: with one of `kinds`, then.
+#[track_caller]
+fn failed(outcome: Result<(), Error>, kinds: &[Kind]) -> bool {
+    let Err(e) = outcome else { return false };
+    assert!(kinds.contains(&e.kind()), "{e:?}, not one of {kinds:?}");
+    true
 }
 
 impl Soak {
@@ -172,130 +184,137 @@ impl Soak {
 
     /// Causes a fault. Returns whether it hit a transfer.
     fn make(&mut self, what: &str) -> bool {
-        let only = |outcome: Result<(), Error>, kinds: &[ErrorKind]| match outcome {
-            Ok(()) => false,
-            Err(e) => {
-                assert!(kinds.contains(&e.kind()), "{what}: {e:?}");
-                true
-            }
-        };
-        use ErrorKind as Kind;
-        const GONE: [Kind; 4] =
-            [Kind::PeerReset, Kind::PeerClosed, Kind::Unreachable, Kind::StaleIncarnation];
         match what {
             "nothing" => true,
-            "a cancel" => {
-                let transfer = self.begin();
-                transfer.cancel();
-                let outcome = ended(&transfer);
-                if let Err(e) = &outcome {
-                    assert_ne!(e.quiesced(), Some(false), "the peer is there: {e:?}");
-                }
-                only(outcome, &[Kind::Cancelled])
-            }
-            "a deadline" => {
-                let block = self.block();
-                let batch = batch(&self.from, &self.to.remote, block);
-                let timeout = Some(Duration::from_micros(200 + self.rng.u64(..4000)));
-                let options = Options { timeout, ..Options::default() };
-                only(self.peer.write(&batch, &options).map(drop), &[Kind::Deadline])
-            }
-            "a bad range" => {
-                let forged = RemoteRegion { len: u64::MAX, ..self.to.remote.clone() };
-                let mut batch = Batch::new();
-                let beyond = LEN as u64 - self.rng.u64(..4096);
-                batch.push(&self.from, 0, &forged, beyond, 4097).expect("a forgery fits itself");
-                let way = Way::ALL[self.rng.usize(..2)];
-                let outcome = moved(way, &self.peer, &batch, &Options::default());
-                let hit = only(outcome.map(drop), &[Kind::OutOfBounds]);
-                assert!(hit, "a bad range was served");
-                hit
-            }
-            "a revoke by the target" => {
-                let transfer = self.begin();
-                self.child.call(json!({"op": "unregister", "region": self.to.id}));
-                let hit = only(ended(&transfer), &[Kind::Revoked, Kind::NotRegistered]);
-                self.child.call(json!({"op": "release", "region": self.to.id}));
-                self.to = self.child.allocate(LEN, "rw", 2);
-                hit
-            }
-            "a revoke by the source" => {
-                let transfer = self.begin();
-                self.agent.unregister(&self.from).expect("registered");
-                let hit = only(ended(&transfer), &[Kind::Revoked, Kind::NotRegistered]);
-                self.from = filled(&self.agent, LEN, Access::NONE, 1);
-                hit
-            }
+            "a cancel" => self.cancel(),
+            "a deadline" => self.deadline(),
+            "a bad range" => self.bad_range(),
+            "a revoke by the target" => self.revoke_at_target(),
+            "a revoke by the source" => self.revoke_at_source(),
             "a disconnect" => {
                 let transfer = self.begin();
                 self.peer.disconnect();
-                only(ended(&transfer), &GONE)
+                failed(ended(&transfer), &GONE)
             }
-            "a write by the peer" => {
-                let block = self.block();
-                let seed = self.rng.u64(..);
-                self.child.fill(&self.to, seed);
-                self.child.call(self.command("write", block));
-                let held = content(&self.inbound);
-                assert!(held == Pattern::new(seed).bytes(LEN), "the peer wrote wrong bytes");
-                true
-            }
-            "a cancel by the peer" => {
-                let block = self.block();
-                let transfer = self.child.call(self.command("write_async", block));
-                let transfer = transfer["transfer"].clone();
-                self.child.call(json!({"op": "cancel", "transfer": transfer}));
-                let wait = json!({"op": "wait", "transfer": transfer, "timeout_ms": 10_000});
-                match self.child.try_call(wait) {
-                    Ok(outcome) => {
-                        assert!(outcome["running"].is_null(), "it hangs: {outcome}");
-                        false
-                    }
-                    Err(refusal) => {
-                        assert_eq!(refusal.kind, "cancelled", "{refusal:?}");
-                        true
-                    }
-                }
-            }
-            "a restart of the peer" => {
-                let transfer = self.begin();
-                self.child.call(json!({"op": "shutdown"}));
-                let hit = only(ended(&transfer), &GONE);
-                self.child.call(json!({"op": "release", "region": self.to.id}));
-                let again = self.child.start(config(self.transport, &self.address));
-                assert_eq!(again, self.address);
-                self.to = self.child.allocate(LEN, "rw", 2);
-                hit
-            }
+            "a write by the peer" => self.write_by_peer(),
+            "a cancel by the peer" => self.cancel_by_peer(),
+            "a restart of the peer" => self.restart(),
             "a kill" => {
                 let transfer = self.begin();
                 self.child.kill();
-                let hit = only(ended(&transfer), &GONE);
+                let hit = failed(ended(&transfer), &GONE);
                 self.replace();
                 hit
             }
-            "a kill of a writing peer" => {
-                let block = self.block();
-                self.child.call(self.command("keep_writing", block));
-                thread::sleep(Duration::from_millis(self.rng.u64(..20)));
-                self.child.kill();
-                self.replace();
-                let give_up = Instant::now() + PATIENCE;
-                while self.agent.stats().requests_in_flight > 0 {
-                    assert!(Instant::now() < give_up, "requests of a dead writer stay");
-                    thread::sleep(Duration::from_millis(1));
-                }
-                true
-            }
+            "a kill of a writing peer" => self.kill_while_it_writes(),
             "a stop" => {
                 let transfer = self.begin();
                 self.child.stop();
-                let hit = only(ended(&transfer), &[Kind::PeerSilent, Kind::PeerReset]);
+                let hit = failed(ended(&transfer), &[Kind::PeerSilent, Kind::PeerReset]);
                 self.child.resume();
                 hit
             }
             other => unreachable!("{other} is not in the list of faults"),
         }
+    }
+
+    fn cancel(&mut self) -> bool {
+        let transfer = self.begin();
+        transfer.cancel();
+        let outcome = ended(&transfer);
+        if let Err(e) = &outcome {
+            assert_ne!(e.quiesced(), Some(false), "the peer is there: {e:?}");
+        }
+        failed(outcome, &[Kind::Cancelled])
+    }
+
+    fn deadline(&mut self) -> bool {
+        let block = self.block();
+        let batch = batch(&self.from, &self.to.remote, block);
+        let timeout = Some(Duration::from_micros(200 + self.rng.u64(..4000)));
+        let options = Options { timeout, ..Options::default() };
+        failed(self.peer.write(&batch, &options).map(drop), &[Kind::Deadline])
+    }
+
+    fn bad_range(&mut self) -> bool {
+        let forged = RemoteRegion { len: u64::MAX, ..self.to.remote.clone() };
+        let mut batch = Batch::new();
+        let beyond = LEN as u64 - self.rng.u64(..4096);
+        batch.push(&self.from, 0, &forged, beyond, 4097).expect("a forgery fits itself");
+        let way = Way::ALL[self.rng.usize(..2)];
+        let outcome = moved(way, &self.peer, &batch, &Options::default());
+        assert!(failed(outcome.map(drop), &[Kind::OutOfBounds]), "a bad range was served");
+        true
+    }
+
+    fn revoke_at_target(&mut self) -> bool {
+        let transfer = self.begin();
+        self.child.call(json!({"op": "unregister", "region": self.to.id}));
+        let hit = failed(ended(&transfer), &[Kind::Revoked, Kind::NotRegistered]);
+        self.child.call(json!({"op": "release", "region": self.to.id}));
+        self.to = self.child.allocate(LEN, "rw", 2);
+        hit
+    }
+
+    fn revoke_at_source(&mut self) -> bool {
+        let transfer = self.begin();
+        self.agent.unregister(&self.from).expect("registered");
+        let hit = failed(ended(&transfer), &[Kind::Revoked, Kind::NotRegistered]);
+        self.from = filled(&self.agent, LEN, Access::NONE, 1);
+        hit
+    }
+
+    fn write_by_peer(&mut self) -> bool {
+        let block = self.block();
+        let seed = self.rng.u64(..);
+        self.child.fill(&self.to, seed);
+        self.child.call(self.command("write", block));
+        let held = content(&self.inbound);
+        assert!(held == Pattern::new(seed).bytes(LEN), "the peer wrote wrong bytes");
+        true
+    }
+
+    fn cancel_by_peer(&mut self) -> bool {
+        let block = self.block();
+        let transfer = self.child.call(self.command("write_async", block));
+        let transfer = transfer["transfer"].clone();
+        self.child.call(json!({"op": "cancel", "transfer": transfer}));
+        let wait = json!({"op": "wait", "transfer": transfer, "timeout_ms": 10_000});
+        match self.child.try_call(wait) {
+            Ok(outcome) => {
+                assert!(outcome["running"].is_null(), "it hangs: {outcome}");
+                false
+            }
+            Err(refusal) => {
+                assert_eq!(refusal.kind, "cancelled", "{refusal:?}");
+                true
+            }
+        }
+    }
+
+    fn restart(&mut self) -> bool {
+        let transfer = self.begin();
+        self.child.call(json!({"op": "shutdown"}));
+        let hit = failed(ended(&transfer), &GONE);
+        self.child.call(json!({"op": "release", "region": self.to.id}));
+        let again = self.child.start(config(self.transport, &self.address));
+        assert_eq!(again, self.address);
+        self.to = self.child.allocate(LEN, "rw", 2);
+        hit
+    }
+
+    fn kill_while_it_writes(&mut self) -> bool {
+        let block = self.block();
+        self.child.call(self.command("keep_writing", block));
+        thread::sleep(Duration::from_millis(self.rng.u64(..20)));
+        self.child.kill();
+        self.replace();
+        let give_up = Instant::now() + PATIENCE;
+        while self.agent.stats().requests_in_flight > 0 {
+            assert!(Instant::now() < give_up, "requests of a dead writer stay");
+            thread::sleep(Duration::from_millis(1));
+        }
+        true
     }
 
     fn cycle(&mut self, number: usize) {

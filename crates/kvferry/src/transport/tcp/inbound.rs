@@ -112,18 +112,7 @@ impl InboundStream {
                 }
                 Err(e) => blocked(&e, Step::Read),
             },
-            lane::Next::Grow { have, whole } => {
-                // Doubling, or all that the kernel has: a large table takes few calls.
-                let arrived = self.socket.readable().unwrap_or(0);
-                let bytes = have.saturating_add(arrived.max(have)).min(whole);
-                if self.account.hold(bytes) {
-                    self.lane.grow(bytes);
-                    return Step::On;
-                }
-                self.is_short_of_memory();
-                let _ = self.socket.send(self.lane.exhausted().as_ref());
-                Step::Over
-            }
+            lane::Next::Grow { have, whole } => self.grow(have, whole),
             lane::Next::Decide(request) => {
                 let header = request.header;
                 let is_fresh = header.op != Op::Notify || is_fresh(&self.link.core);
@@ -164,18 +153,7 @@ impl InboundStream {
                     Err(fault) => self.sink_fault(&fault),
                 }
             }
-            lane::Next::Discard(left) => {
-                let want = usize::try_from(left).unwrap_or(usize::MAX).min(RECEIVE_CHUNK);
-                match self.socket.discard(want) {
-                    Ok(0) => Step::Over,
-                    Ok(n) => {
-                        *budget = budget.saturating_sub(n);
-                        self.lane.received(n);
-                        Step::On
-                    }
-                    Err(e) => blocked(&e, Step::Read),
-                }
-            }
+            lane::Next::Discard(left) => self.discard(left, budget),
             lane::Next::Flush => self.flush(),
             lane::Next::Transmit(transmit) => {
                 if transmit.payload > 0 && !is_fresh(&self.link.core) {
@@ -200,6 +178,34 @@ impl InboundStream {
                 }
             }
             lane::Next::Nothing => Step::Memory,
+        }
+    }
+
+    /// Makes room for more of the head, of which `have` of `whole` bytes have arrived.
+    fn grow(&mut self, have: usize, whole: usize) -> Step {
+        // Doubling, or all that the kernel has: a large table takes few calls.
+        let arrived = self.socket.readable().unwrap_or(0);
+        let bytes = have.saturating_add(arrived.max(have)).min(whole);
+        if self.account.hold(bytes) {
+            self.lane.grow(bytes);
+            return Step::On;
+        }
+        self.is_short_of_memory();
+        let _ = self.socket.send(self.lane.exhausted().as_ref());
+        Step::Over
+    }
+
+    /// Throws payload of a refused request away, of which `left` bytes are to come.
+    fn discard(&mut self, left: u64, budget: &mut usize) -> Step {
+        let want = usize::try_from(left).unwrap_or(usize::MAX).min(RECEIVE_CHUNK);
+        match self.socket.discard(want) {
+            Ok(0) => Step::Over,
+            Ok(n) => {
+                *budget = budget.saturating_sub(n);
+                self.lane.received(n);
+                Step::On
+            }
+            Err(e) => blocked(&e, Step::Read),
         }
     }
 
