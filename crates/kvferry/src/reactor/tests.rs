@@ -1,0 +1,232 @@
+//! Handlers, deadlines and wake-ups on one thread.
+
+use super::*;
+use std::sync::mpsc;
+
+struct Probe {
+    calls: mpsc::Sender<bool>,
+    deadline: Option<Duration>,
+    due: Option<Timestamp>,
+}
+
+impl Handler for Probe {
+    fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
+        let is_due = self.due.is_some_and(|due| cx.now >= due);
+        let _ = self.calls.send(is_due);
+        if is_due {
+            return Next::Close;
+        }
+        self.due = self.deadline.map(|after| cx.now + after);
+        Next::Wait { interest: Interest::None, deadline: self.due }
+    }
+}
+
+/// Always asks for a deadline that has passed.
+struct Late;
+
+impl Handler for Late {
+    fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
+        Next::Wait { interest: Interest::None, deadline: Some(cx.now) }
+    }
+}
+
+#[test]
+fn a_deadline_that_has_passed_does_not_starve_other_handlers() {
+    let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
+    reactor.remote().add(reactor.remote().token(), Box::new(Late));
+    let (calls, called) = mpsc::channel();
+    let other = Probe { calls, deadline: None, due: None };
+    reactor.remote().add(reactor.remote().token(), Box::new(other));
+    assert_eq!(called.recv_timeout(Duration::from_secs(5)), Ok(false));
+    reactor.stop();
+}
+
+#[test]
+fn a_handler_is_called_at_once_on_every_wake_and_at_its_deadline() {
+    let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
+    let (calls, called) = mpsc::channel();
+    let token = reactor.remote().token();
+    let deadline = Some(Duration::from_millis(50));
+    reactor.remote().add(token, Box::new(Probe { calls, deadline, due: None }));
+    let wait = Duration::from_secs(5);
+    assert_eq!(called.recv_timeout(wait), Ok(false), "on arrival");
+    reactor.remote().wake(token);
+    assert_eq!(called.recv_timeout(wait), Ok(false), "woken");
+    assert_eq!(called.recv_timeout(wait), Ok(true), "deadline");
+    assert!(called.recv_timeout(wait).is_err(), "closed: the sender is gone");
+    reactor.stop();
+}
+
+/// Waits on a connection and counts its calls.
+struct Waiting {
+    socket: std::os::unix::net::UnixStream,
+    interest: Interest,
+    calls: std::sync::Arc<AtomicU64>,
+}
+
+impl Handler for Waiting {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(std::os::fd::AsFd::as_fd(&self.socket))
+    }
+
+    fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+        self.calls.fetch_add(1, Ordering::SeqCst);
+        Next::Wait { interest: self.interest, deadline: None }
+    }
+}
+
+#[test]
+fn a_closed_connection_does_not_call_its_handler_again_and_again() {
+    use std::io::Write;
+    let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
+    for (interest, how) in
+        [(Interest::Write, std::net::Shutdown::Write), (Interest::None, std::net::Shutdown::Both)]
+    {
+        let (mut socket, peer) = std::os::unix::net::UnixStream::pair().expect("a socket pair");
+        socket.set_nonblocking(true).expect("a socket");
+        // The peer does not read, so the send buffer is full.
+        while socket.write(&[0; 4096]).is_ok() {}
+        let calls = std::sync::Arc::new(AtomicU64::new(0));
+        let waiting = Waiting { socket, interest, calls: std::sync::Arc::clone(&calls) };
+        reactor.remote().add(reactor.remote().token(), Box::new(waiting));
+        peer.shutdown(how).expect("connected");
+        std::thread::sleep(Duration::from_millis(100));
+        let calls = calls.load(Ordering::SeqCst);
+        assert!(calls <= 4, "{interest:?}: {calls} calls in 100 ms");
+    }
+    reactor.stop();
+}
+
+/// Panics when it is called.
+struct Panicking(mpsc::Sender<bool>);
+
+impl Handler for Panicking {
+    fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+        panic!("a panic in handle")
+    }
+}
+
+impl Drop for Panicking {
+    fn drop(&mut self) {
+        let _ = self.0.send(true);
+        panic!("a panic in drop");
+    }
+}
+
+#[test]
+fn a_handler_that_panics_is_dropped_and_the_others_go_on() {
+    let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
+    let (calls, called) = mpsc::channel();
+    let wait = Duration::from_secs(5);
+    for _ in 0..3 {
+        reactor.remote().add(reactor.remote().token(), Box::new(Panicking(calls.clone())));
+        assert_eq!(called.recv_timeout(wait), Ok(true), "dropped");
+    }
+    let token = reactor.remote().token();
+    reactor.remote().add(token, Box::new(Probe { calls, deadline: None, due: None }));
+    assert_eq!(called.recv_timeout(wait), Ok(false), "called");
+    reactor.stop();
+}
+
+/// Panics when it is dropped; its descriptor can't be watched by epoll.
+struct Unwatchable {
+    file: std::fs::File,
+    dropped: mpsc::Sender<bool>,
+}
+
+impl Handler for Unwatchable {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(std::os::fd::AsFd::as_fd(&self.file))
+    }
+
+    fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+        Next::Close
+    }
+}
+
+impl Drop for Unwatchable {
+    fn drop(&mut self) {
+        let _ = self.dropped.send(true);
+        panic!("a panic in drop");
+    }
+}
+
+#[test]
+fn a_handler_that_cannot_be_watched_and_panics_in_its_drop_leaves_the_thread_running() {
+    let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
+    let (dropped, was_dropped) = mpsc::channel();
+    let wait = Duration::from_secs(5);
+    let file = std::fs::File::open("/proc/self/exe").expect("a regular file");
+    let handler = Unwatchable { file, dropped };
+    reactor.remote().add(reactor.remote().token(), Box::new(handler));
+    assert_eq!(was_dropped.recv_timeout(wait), Ok(true));
+    let (calls, called) = mpsc::channel();
+    let probe = Probe { calls, deadline: None, due: None };
+    reactor.remote().add(reactor.remote().token(), Box::new(probe));
+    assert_eq!(called.recv_timeout(wait), Ok(false), "the thread goes on");
+    reactor.stop();
+}
+
+/// Has work without end, and a descriptor that is always ready.
+struct Endless {
+    socket: std::os::unix::net::UnixStream,
+    calls: std::sync::Arc<AtomicU64>,
+}
+
+impl Handler for Endless {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(std::os::fd::AsFd::as_fd(&self.socket))
+    }
+
+    fn handle(&mut self, cause: Cause, _cx: &Cx<'_>) -> Next {
+        if self.calls.fetch_add(1, Ordering::SeqCst) == 0 && !cause.ready.any() {
+            return Next::Wait { interest: Interest::Read, deadline: None };
+        }
+        Next::Again
+    }
+}
+
+/// Counts the calls of another handler between two of its own.
+struct Turns {
+    calls: std::sync::Arc<AtomicU64>,
+    before: u64,
+    most: mpsc::Sender<u64>,
+}
+
+impl Handler for Turns {
+    fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+        let calls = self.calls.load(Ordering::SeqCst);
+        let _ = self.most.send(calls - self.before);
+        self.before = calls;
+        Next::Again
+    }
+}
+
+#[test]
+fn a_handler_that_always_has_work_gets_no_more_turns_in_each_round() {
+    use std::io::Write;
+    let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
+    let (socket, mut peer) = std::os::unix::net::UnixStream::pair().expect("a socket pair");
+    peer.write_all(b"ready").expect("connected");
+    let calls = std::sync::Arc::new(AtomicU64::new(0));
+    let endless = Endless { socket, calls: std::sync::Arc::clone(&calls) };
+    reactor.remote().add(reactor.remote().token(), Box::new(endless));
+    let (most, turns) = mpsc::channel();
+    reactor.remote().add(reactor.remote().token(), Box::new(Turns { calls, before: 0, most }));
+    // The first turn comes when the handler was added, and the other one has run until then.
+    turns.recv_timeout(Duration::from_secs(60)).expect("its turn comes");
+    for round in 1..1000 {
+        let calls = turns.recv_timeout(Duration::from_secs(60)).expect("its turn comes");
+        assert!(calls <= 4, "{calls} calls of the other handler in round {round}");
+    }
+    reactor.stop();
+}
+
+#[test]
+fn a_stopped_reactor_drops_handlers_that_are_added() {
+    let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
+    reactor.stop();
+    let (calls, called) = mpsc::channel();
+    reactor.remote().add(9, Box::new(Probe { calls, deadline: None, due: None }));
+    assert!(called.recv().is_err());
+}
