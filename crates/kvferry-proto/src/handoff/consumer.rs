@@ -1,18 +1,20 @@
 //! The side that needs the KV, and reads it.
 
-use super::message::{Announced, Ask, Confirm, GROUPS_MAX, Held, Offer, Ready, Stop};
+mod entry;
+mod messages;
+
+use super::message::{Ask, Confirm, GROUPS_MAX, Stop};
 use super::schedule::Schedule;
 use super::tombstones::Tombstones;
 use super::watched::Watched;
 use super::{
-    BlockTable, Generation, HandoffId, HandoffMessage, Limits, Outcome, PeerId, Progress, Refusal,
-    cut,
+    BlockTable, HandoffId, HandoffMessage, Limits, Outcome, PeerId, Progress, Refusal, cut,
 };
 use crate::code::WireCode;
 use crate::id::Incarnation;
-use crate::origin::Origin;
 use crate::shares::Shares;
 use crate::time::Timestamp;
+use entry::{Entry, Link, Read, Source, Stage};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
 
@@ -73,73 +75,6 @@ pub struct Consumer {
     /// Bytes of memory of the announcements of each handoff, and of which producer they are.
     announced: Shares<(HandoffId, PeerId)>,
     actions: VecDeque<ConsumerAction>,
-}
-
-#[derive(Debug)]
-struct Entry {
-    began: Timestamp,
-    deadline: Timestamp,
-    /// Until when each producer must offer or expect it. They say so themselves; this is for
-    /// producers that do not.
-    rendezvous: Timestamp,
-    /// Asked for, and not fetched yet: nothing is read, and the driver is not told of its end.
-    claimed: bool,
-    sources: BTreeMap<PeerId, Source>,
-    /// The outcome, decided but not reported while reads are under way.
-    ending: Option<Outcome>,
-    due: Option<Timestamp>,
-}
-
-#[derive(Debug)]
-struct Source {
-    /// The incarnation that is meant.
-    meant: Option<Incarnation>,
-    /// Consumer ranks that read from it, this rank included.
-    readers: u32,
-    link: Link,
-    stage: Stage,
-    need: Need,
-    generation: Generation,
-    announced: Held,
-    /// Reads of this generation, in the order of what they fetch. Those at the front that are done
-    /// are removed and added to `fetched`.
-    reads: VecDeque<Read>,
-    fetched: Progress,
-    /// What reads were issued for, and whether the last one was issued.
-    taken: Progress,
-    last_taken: bool,
-    last_fetched: bool,
-    /// Reads of an earlier generation. They must end before this one is read.
-    draining: usize,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Link {
-    Up,
-    /// The connection is lost: when the handoff fails, and with which code.
-    Down {
-        until: Timestamp,
-        code: WireCode,
-    },
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
-    /// It has not answered yet.
-    Asking,
-    /// The request is in the producer's queue.
-    Expected,
-    Reading,
-    /// Everything is fetched, and the confirmation was requested.
-    Confirming,
-    Confirmed,
-}
-
-#[derive(Debug)]
-struct Read {
-    read: ReadId,
-    slice: Slice,
-    done: bool,
 }
 
 #[derive(Debug)]
@@ -357,33 +292,6 @@ impl Consumer {
                 true => drop(self.free(&id, &[], code, detail, now)),
                 false => self.fail(&id, Outcome::here(code, detail), now),
             }
-        }
-    }
-
-    /// A message arrived from a peer, over a session with `origin`.
-    pub fn receive(
-        &mut self,
-        from: PeerId,
-        origin: Origin,
-        message: HandoffMessage,
-        now: Timestamp,
-    ) {
-        self.expire(now);
-        match message {
-            HandoffMessage::Offer(Offer { id, generation, announced }) => {
-                self.announced((from, origin), &id, generation, &announced, true, now);
-            }
-            HandoffMessage::Ready(Ready { id, generation, announced }) => {
-                self.announced((from, origin), &id, generation, &announced, false, now);
-            }
-            HandoffMessage::Expected(it) => self.expected(from, &it.id),
-            HandoffMessage::Confirmed(yes) => self.confirmed(from, &yes.id, yes.generation, now),
-            HandoffMessage::Stop(stop) if !stop.by_consumer => self.stopped(from, stop, now),
-            // Messages for producers, and messages of later versions.
-            HandoffMessage::Ask(_)
-            | HandoffMessage::Confirm(_)
-            | HandoffMessage::Stop(_)
-            | HandoffMessage::Unknown { .. } => {}
         }
     }
 
@@ -614,106 +522,6 @@ impl Consumer {
         self.actions.push_back(ConsumerAction::Send { to, message });
     }
 
-    fn announced(
-        &mut self,
-        (from, origin): (PeerId, Origin),
-        id: &HandoffId,
-        generation: Generation,
-        news: &Announced,
-        is_all: bool,
-        now: Timestamp,
-    ) {
-        let Some(entry) = self.handoffs.get_mut(id) else {
-            return self.decline(from, id);
-        };
-        let is_answered = entry.is_answered();
-        let Some(source) = entry.sources.get_mut(&from) else { return };
-        let settled = matches!(source.stage, Stage::Confirming | Stage::Confirmed);
-        if entry.ending.is_some() || settled || generation < source.generation {
-            return;
-        }
-        if generation == Generation::default() {
-            let detail = "it announced generation 0, which is none";
-            return self.fail(id, Outcome::of(from, WireCode::Malformed, detail), now);
-        }
-        if generation > source.generation {
-            if !is_all {
-                // An earlier announcement was lost.
-                return self.say(id, from, now);
-            }
-            if !is_answered {
-                self.actions.push_back(ConsumerAction::Answered { id: id.clone() });
-            }
-            let reads = source.begin(generation);
-            self.announced.remove(&(id.clone(), from));
-            self.cancel_reads(reads);
-        }
-        let entry = self.handoffs.get_mut(id).expect("as before");
-        let source = entry.sources.get_mut(&from).expect("as before");
-        let ahead = news.count.wrapping_sub(source.announced.count).cast_signed();
-        if ahead < 0 || (!is_all && ahead == 0) {
-            // A message of an earlier connection, or a repeated one.
-            return;
-        }
-        if !is_all && ahead > 1 {
-            return self.say(id, from, now);
-        }
-        if source.announced.last && (!news.last || news.progress != source.announced.progress) {
-            let detail = "it goes on after it said that it was complete";
-            return self.fail(id, Outcome::of(from, WireCode::Malformed, detail), now);
-        }
-        if source.is_read() {
-            // A repeated announcement after a reconnection.
-            return self.go_on(id, from, now);
-        }
-        let before = source.announced.bytes();
-        match source.announced.merge(news, source.need) {
-            Ok(()) => {
-                // Nothing that was announced becomes less.
-                let more = source.announced.bytes() - before;
-                if more > 0 {
-                    self.hold(id, (from, origin), more, now);
-                }
-                if self.handoffs.get(id).is_some_and(|entry| entry.ending.is_none()) {
-                    self.go_on(id, from, now);
-                }
-            }
-            Err(error) => {
-                let outcome = Outcome::of(from, WireCode::Malformed, error.to_string());
-                self.fail(id, outcome, now);
-            }
-        }
-    }
-
-    /// The request has arrived at a producer's engine.
-    fn expected(&mut self, from: PeerId, id: &HandoffId) {
-        match self.handoffs.get_mut(id) {
-            Some(entry) => {
-                let is_answered = entry.is_answered();
-                if let Some(source) = entry.sources.get_mut(&from)
-                    && source.stage == Stage::Asking
-                {
-                    source.stage = Stage::Expected;
-                    if !is_answered {
-                        self.actions.push_back(ConsumerAction::Answered { id: id.clone() });
-                    }
-                    self.look_again(id);
-                }
-            }
-            None if self.tombstones.get(id).is_some() => self.decline(from, id),
-            // A claim that failed. A fetch will ask again.
-            None => {}
-        }
-    }
-
-    /// Answers a producer that does not know that this rank does not need a handoff any more.
-    fn decline(&mut self, to: PeerId, id: &HandoffId) {
-        let code = self.tombstones.get(id).copied().unwrap_or(WireCode::UnknownHandoff);
-        let code = if code.is_ok() { WireCode::Duplicate } else { code };
-        let stop = Stop { id: id.clone(), by_consumer: true, code, detail: String::new() };
-        self.actions.push_back(ConsumerAction::Send { to, message: stop.into() });
-    }
-
     /// Issues reads of what is ready, and requests the confirmation when everything is read.
     fn go_on(&mut self, id: &HandoffId, from: PeerId, now: Timestamp) {
         let entry = self.handoffs.get_mut(id).expect("it is under way");
@@ -740,42 +548,6 @@ impl Consumer {
             self.say(id, from, now);
             self.look_again(id);
         }
-    }
-
-    fn confirmed(&mut self, from: PeerId, id: &HandoffId, generation: Generation, now: Timestamp) {
-        let Some(entry) = self.handoffs.get_mut(id) else { return };
-        let Some(source) = entry.sources.get_mut(&from) else { return };
-        if entry.ending.is_some()
-            || source.stage != Stage::Confirming
-            || source.generation != generation
-        {
-            return;
-        }
-        source.stage = Stage::Confirmed;
-        let is_done = entry.sources.values().all(|source| source.stage == Stage::Confirmed);
-        // This producer has confirmed, even if others have not.
-        self.watch(from, false);
-        let entry = self.handoffs.get_mut(id).expect("as before");
-        if is_done {
-            entry.ending = Some(Outcome::DONE);
-            self.finish_if_quiet(id, now);
-        } else {
-            self.look_again(id);
-        }
-    }
-
-    fn stopped(&mut self, from: PeerId, stop: Stop, now: Timestamp) {
-        if self.farewells.remove(&(from, stop.id.clone())).is_some() {
-            return;
-        }
-        let Some(entry) = self.handoffs.get_mut(&stop.id) else { return };
-        let Some(source) = entry.sources.get_mut(&from) else { return };
-        if source.stage == Stage::Confirmed || entry.ending.is_some() {
-            return;
-        }
-        let code = if stop.code.is_ok() { WireCode::Malformed } else { stop.code };
-        self.fail(&stop.id, Outcome::of(from, code, stop.detail), now);
-        self.farewells.remove(&(from, stop.id));
     }
 
     /// Begins to end a handoff: cancels its reads and notifies its producers.
@@ -854,37 +626,6 @@ impl Consumer {
         self.actions.push_back(ended);
     }
 
-    /// Counts memory of a producer's announcements. While all take too much, the handoff fails that has to give it up:
-    /// this one, or one of a producer whose network has more. What has been read from its producer loses its side data
-    /// instead: that producer may be done by now.
-    fn hold(
-        &mut self,
-        id: &HandoffId,
-        (from, origin): (PeerId, Origin),
-        bytes: usize,
-        now: Timestamp,
-    ) {
-        let announced = (id.clone(), from);
-        self.announced.add(&announced, origin, from.0, bytes);
-        while let Some(item) = self.announced.excess(&announced) {
-            // Each turn makes room, so that there is a last one.
-            self.announced.remove(&item);
-            let (id, from) = item;
-            let entry = self.handoffs.get_mut(&id);
-            let Some(source) = entry.and_then(|entry| entry.sources.get_mut(&from)) else {
-                continue;
-            };
-            if source.is_read() {
-                source.announced.side_data = None;
-                continue;
-            }
-            // Its memory is free when its reads have stopped, which no peer delays.
-            self.release_all(&id);
-            let detail = "the announcements of all handoffs take more memory than they may";
-            self.fail(&id, Outcome::of(from, WireCode::Busy, detail), now);
-        }
-    }
-
     /// Removes a handoff that is under way, with its timer and its part of the announcements' memory.
     fn take(&mut self, id: &HandoffId) -> Entry {
         self.release_all(id);
@@ -942,130 +683,4 @@ impl Consumer {
 
 fn restarted(peer: PeerId) -> Outcome {
     Outcome::of(peer, WireCode::StaleIncarnation, "the producer was restarted")
-}
-
-impl Entry {
-    /// When the handoff fails: at the end of its budget, or after a grace period if only the
-    /// confirmation is missing.
-    fn deadline(&self, grace: Duration) -> Timestamp {
-        if self.is_settled() { self.deadline + grace } else { self.deadline }
-    }
-
-    /// True once everything has been read from every producer.
-    fn is_settled(&self) -> bool {
-        let settled = |s: &Source| matches!(s.stage, Stage::Confirming | Stage::Confirmed);
-        self.sources.values().all(settled)
-    }
-
-    /// True once a producer has said that it has, or will have, the KV.
-    fn is_answered(&self) -> bool {
-        self.sources.values().any(|source| source.stage != Stage::Asking)
-    }
-
-    /// A producer that has neither offered nor expects it.
-    fn asking(&self) -> Option<PeerId> {
-        let mut sources = self.sources.iter();
-        sources.find(|(_, source)| source.stage == Stage::Asking).map(|(peer, _)| *peer)
-    }
-
-    fn next_due(&self, grace: Duration) -> Option<Timestamp> {
-        if self.ending.is_some() {
-            return None;
-        }
-        let lost = self.sources.values().filter_map(|source| match source.link {
-            Link::Down { until, .. } if source.stage != Stage::Confirmed => Some(until),
-            _ => None,
-        });
-        let asking = self.asking().map(|_| self.rendezvous);
-        lost.chain(asking).chain([self.deadline(grace)]).min()
-    }
-
-    fn overdue(&self, now: Timestamp, grace: Duration) -> Option<Outcome> {
-        if self.ending.is_some() {
-            return None;
-        }
-        for (peer, source) in &self.sources {
-            if let Link::Down { until, code } = source.link
-                && source.stage != Stage::Confirmed
-                && until <= now
-            {
-                return Some(Outcome::of(*peer, code, "the producer was lost"));
-            }
-        }
-        if let Some(peer) = self.asking().filter(|_| self.rendezvous <= now) {
-            let detail = "the producer has not answered";
-            return Some(Outcome::of(peer, WireCode::Deadline, detail));
-        }
-        if self.deadline(grace) > now {
-            return None;
-        }
-        let (peer, source) =
-            self.sources.iter().find(|(_, source)| source.stage != Stage::Confirmed)?;
-        let detail = match source.stage {
-            Stage::Asking | Stage::Expected => "the producer has not offered it",
-            Stage::Confirming => "the producer did not confirm what was read",
-            Stage::Reading | Stage::Confirmed => "not all of it was ready and read",
-        };
-        Some(Outcome::of(*peer, WireCode::Deadline, detail))
-    }
-}
-
-impl Source {
-    fn new(rank: &ProducerRank, link: Link) -> Self {
-        Self {
-            meant: rank.incarnation,
-            readers: rank.readers,
-            need: rank.need,
-            link,
-            stage: Stage::Asking,
-            generation: Generation::default(),
-            announced: Held::default(),
-            reads: VecDeque::new(),
-            fetched: Progress::NONE,
-            taken: Progress::NONE,
-            last_taken: false,
-            last_fetched: false,
-            draining: 0,
-        }
-    }
-
-    /// Starts over with another generation. Reads of the last one must end first.
-    fn begin(&mut self, generation: Generation) -> Vec<ReadId> {
-        self.fetched = Progress::NONE;
-        self.last_fetched = false;
-        let reads = self.forget_reads();
-        self.generation = generation;
-        self.announced = Held::default();
-        self.stage = Stage::Reading;
-        reads
-    }
-
-    /// Discards the reads that are under way: what they fetch will be read again.
-    fn forget_reads(&mut self) -> Vec<ReadId> {
-        let under_way = self.reads.drain(..).filter(|read| !read.done);
-        let under_way: Vec<_> = under_way.map(|read| read.read).collect();
-        self.draining += under_way.len();
-        self.taken = self.fetched;
-        self.last_taken = self.last_fetched;
-        under_way
-    }
-
-    fn count_fetched(&mut self) {
-        while self.reads.front().is_some_and(|read| read.done) {
-            let read = self.reads.pop_front().expect("there is one");
-            self.fetched = read.slice.to;
-            self.last_fetched = read.slice.last;
-        }
-    }
-
-    /// True once everything has been read from this producer.
-    fn is_read(&self) -> bool {
-        self.last_fetched && self.reads.is_empty()
-    }
-
-    fn next_slice(&self) -> Option<Slice> {
-        let Held { progress, last, .. } = self.announced;
-        let is_more = progress > self.taken || (last && !self.last_taken);
-        is_more.then_some(Slice { from: self.taken, to: progress, last })
-    }
 }

@@ -1,5 +1,7 @@
 //! The side that has the KV.
 
+mod entry;
+
 use super::declined::Declined;
 use super::message::{Announced, Ask, Confirm, Confirmed, Expected, Held, Offer, Ready, Stop};
 use super::schedule::Schedule;
@@ -13,6 +15,7 @@ use crate::code::WireCode;
 use crate::origin::Origin;
 use crate::shares::Shares;
 use crate::time::Timestamp;
+use entry::{Entry, Offered, Overdue, Reader, Stage};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Bound;
 use std::time::Duration;
@@ -50,44 +53,6 @@ pub struct Producer {
     watched: Watched,
     generations: u64,
     actions: VecDeque<ProducerAction>,
-}
-
-#[derive(Debug)]
-struct Entry {
-    stage: Stage,
-    /// Consumer ranks that must confirm; zero until one asks.
-    must_confirm: u32,
-    readers: BTreeMap<PeerId, Reader>,
-    /// Time when this entry is due in the schedule.
-    due: Option<Timestamp>,
-}
-
-#[derive(Debug)]
-enum Stage {
-    /// A consumer has asked, and the request has not arrived at this engine. The time until which the
-    /// consumer waits for that, and the origin of the consumer that asked first.
-    Awaited(Timestamp, Origin),
-    /// The request has arrived. The time by which it must be offered.
-    Expected(Timestamp),
-    Offered(Offered),
-}
-
-#[derive(Debug)]
-struct Offered {
-    generation: Generation,
-    /// Everything announced so far, side data included.
-    announced: Held,
-    /// Time when the offer expires; only for a complete offer without a reader.
-    expires: Option<Timestamp>,
-}
-
-#[derive(Debug)]
-struct Reader {
-    /// Time when the reader's budget and grace are over.
-    until: Timestamp,
-    /// Set while the reader's connection is lost: the time when the reader counts as failed, and the code of the loss.
-    lost: Option<(Timestamp, WireCode)>,
-    confirmed: bool,
 }
 
 #[derive(Debug)]
@@ -625,85 +590,6 @@ impl Producer {
 
 fn stop(id: &HandoffId, code: WireCode, detail: &str) -> HandoffMessage {
     Stop { id: id.clone(), by_consumer: false, code, detail: cut(detail) }.into()
-}
-
-/// Consequence of a passed deadline.
-enum Overdue {
-    /// The handoff's request has not arrived at this engine.
-    Rendezvous,
-    Ends(Outcome),
-}
-
-impl Entry {
-    const fn offer(&self) -> Option<&Offered> {
-        if let Stage::Offered(offered) = &self.stage { Some(offered) } else { None }
-    }
-
-    /// Returns the reason to refuse a consumer that asks for the first time, if there is one.
-    fn refuses(&self, ask: &Ask) -> Option<&'static str> {
-        if self.readers.is_empty() {
-            None
-        } else if ask.readers != self.must_confirm {
-            Some("others who asked for it count another number of readers")
-        } else if self.readers.len() >= self.must_confirm as usize {
-            Some("all its readers have asked for it")
-        } else {
-            None
-        }
-    }
-
-    fn next_due(&self) -> Option<Timestamp> {
-        let due =
-            |reader: &Reader| reader.lost.map_or(reader.until, |(at, _)| at.min(reader.until));
-        // A reader that has confirmed is not waited for.
-        let open = self.readers.values().filter(|reader| !reader.confirmed).map(due).min();
-        match &self.stage {
-            Stage::Awaited(until, _) | Stage::Expected(until) => {
-                Some(open.map_or(*until, |open| open.min(*until)))
-            }
-            Stage::Offered(offered) if self.readers.is_empty() => offered.expires,
-            // If all readers that asked have confirmed, others have not asked yet.
-            Stage::Offered(_) => {
-                open.or_else(|| self.readers.values().map(|reader| reader.until).max())
-            }
-        }
-    }
-
-    /// Returns the consequence of a passed deadline, if one has passed.
-    fn overdue(&self, now: Timestamp) -> Option<Overdue> {
-        if self.next_due().is_none_or(|due| due > now) {
-            return None;
-        }
-        match &self.stage {
-            Stage::Awaited(until, _) if *until <= now => return Some(Overdue::Rendezvous),
-            Stage::Expected(until) if *until <= now => {
-                let detail = "the request waited too long in the producer's queue";
-                return Some(Overdue::Ends(Outcome::here(WireCode::Deadline, detail)));
-            }
-            _ if self.readers.is_empty() => {
-                let detail = "no consumer asked for it in time";
-                return Some(Overdue::Ends(Outcome::here(WireCode::Expired, detail)));
-            }
-            _ => {}
-        }
-        let open = || self.readers.iter().filter(|(_, reader)| !reader.confirmed);
-        for (peer, reader) in open() {
-            if let Some((at, code)) = reader.lost
-                && at <= now
-            {
-                return Some(Overdue::Ends(Outcome::of(*peer, code, "a consumer was lost")));
-            }
-        }
-        let late = open().find(|(_, reader)| reader.until <= now).map(|(peer, _)| *peer);
-        Some(Overdue::Ends(match late {
-            Some(peer) => {
-                Outcome::of(peer, WireCode::Deadline, "a consumer did not confirm in time")
-            }
-            None => {
-                Outcome::here(WireCode::Deadline, "not all of its readers asked for it in time")
-            }
-        }))
-    }
 }
 
 impl Held {
