@@ -43,55 +43,37 @@
 //! suspended. The session then ends as `Slept`, before anything that arrived meanwhile is
 //! processed, because the peer has ended the session by then.
 
+mod config;
+mod event;
 mod handshake;
 mod heartbeat;
 mod idle;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod models;
 mod queues;
+mod requests;
 mod streams;
 
-use crate::auth::{
-    MAC_LEN, ProofLabel, Secret, SessionKey, macs_equal, stream_answer_mac, stream_mac,
-    stream_seals,
-};
+use crate::auth::SessionKey;
 use crate::code::WireCode;
-use crate::frame::MAGIC;
-use crate::id::{Incarnation, SessionId, StreamId};
-use crate::keyed::Guard;
+use crate::id::{Incarnation, SessionId};
 use crate::message::{
-    BODY_MAX, Close, DETAIL_MAX, Decoder, Message, PREAUTH_MAX, Ping, Pong, REVOKE_STREAMS_MAX,
-    Refused, Request, Response, Revoke, Revoked, StreamHello, encode,
+    Close, DETAIL_MAX, Decoder, Message, PREAUTH_MAX, Ping, Pong, Refused, encode,
 };
 use crate::text::{sanitized, truncated};
 use crate::time::Timestamp;
+pub use config::{CAPABILITY_LOCAL, ChecksumPolicy, KEYED_VERSION, SessionConfig, VERSIONS};
+pub use event::{CloseReason, PeerInfo, SessionEvent};
 use handshake::Awaiting;
 use heartbeat::Heartbeat;
 pub use idle::IDLE_FRAMES_PER_SECOND;
 use idle::IdleFrames;
 pub use queues::{EVENT_BYTES_MAX, EVENTS_MAX, OUTBOX_BYTES_MAX, OUTBOX_MAX, WAITING_MAX};
 use queues::{Full, Inbox, Outbox};
+pub use requests::{ANSWER_DELAY, REQUESTS_MAX, REVOKES_MAX};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use streams::StreamWindow;
-
-/// The protocol versions this build speaks.
-pub const VERSIONS: (u16, u16) = (1, KEYED_VERSION);
-
-/// The version from which on the frames of sessions with a secret have keyed tags. A side with a
-/// secret speaks no lower one.
-pub const KEYED_VERSION: u16 = 2;
-
-/// Capability bit: takes part in transfers within one host.
-pub const CAPABILITY_LOCAL: u64 = 1;
-
-/// Requests outstanding in one direction of a session.
-pub const REQUESTS_MAX: usize = 1024;
-/// Longest time that an answer waits for another frame. See [`Session::acknowledge`].
-pub const ANSWER_DELAY: Duration = Duration::from_millis(10);
-
-/// Revokes outstanding in one direction of a session.
-pub const REVOKES_MAX: usize = 1024;
 
 /// Longest time that a close waits for the peer's answer.
 pub const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -107,65 +89,6 @@ const INTERVAL_MIN: Duration = Duration::from_millis(1);
 /// The shortest silence window: three of the shortest intervals.
 const SILENCE_MIN: Duration = Duration::from_millis(3);
 
-/// Settings of one side of a session.
-#[derive(Clone, Debug)]
-pub struct SessionConfig {
-    /// Incarnation of this agent.
-    pub incarnation: Incarnation,
-    /// Name of this agent, for logs and errors. Cut to 256 bytes.
-    pub name: String,
-    /// The secret shared with the peers. Without one, peers are not authenticated.
-    pub secret: Option<Secret>,
-    /// Lowest and highest protocol version of this build.
-    pub versions: (u16, u16),
-    /// Capability bits. A session has those that both sides have.
-    pub capabilities: u64,
-    /// Payload carries checksums if either side asks for them.
-    pub checksum: ChecksumPolicy,
-    /// Identifies the layout of the KV blocks. Sessions between different fingerprints are
-    /// refused; a side without one fits every peer.
-    pub fingerprint: Option<Vec<u8>>,
-    /// Address where this agent listens, `host:port`, or empty. Left out if longer than 1024 bytes.
-    pub advertised: String,
-    /// The handshake fails if it takes longer.
-    pub handshake_timeout: Duration,
-    /// Longest time without a byte from the peer while something is in flight. The session ends after it.
-    pub silence: Duration,
-    /// Time between pings while something is in flight. Clamped between 1 ms and a third of
-    /// `silence`; a sixth of it is a good value.
-    pub ping_interval: Duration,
-}
-
-impl SessionConfig {
-    /// No secret, no checksums, silence after 3 s, a handshake of at most 5 s.
-    pub fn new(incarnation: Incarnation, name: impl Into<String>) -> Self {
-        Self {
-            incarnation,
-            name: name.into(),
-            secret: None,
-            versions: VERSIONS,
-            capabilities: 0,
-            checksum: ChecksumPolicy::Off,
-            fingerprint: None,
-            advertised: String::new(),
-            handshake_timeout: Duration::from_secs(5),
-            silence: Duration::from_secs(3),
-            ping_interval: Duration::from_millis(500),
-        }
-    }
-}
-
-/// Whether a side asks for payload checksums. They are on if either side asks. Exhaustive on
-/// purpose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-pub enum ChecksumPolicy {
-    /// Does not ask for checksums.
-    #[default]
-    Off,
-    /// Asks for checksums.
-    On,
-}
-
 /// An end of the connection. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
@@ -173,62 +96,6 @@ pub enum Side {
     Initiator,
     /// The end that accepted it.
     Acceptor,
-}
-
-/// An event for the layers above. Exhaustive on purpose: the driver must act on each.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[allow(missing_docs, reason = "the variants say what the fields are")]
-pub enum SessionEvent {
-    /// The handshake succeeded. At most once, and before every event but `Closed` and the answers
-    /// to requests that were made too early.
-    Established(PeerInfo),
-    /// The peer demands that its memory is not touched any more. Stop these streams, then call
-    /// [`Session::confirm_revoked`] with the id.
-    RevokeRequested { id: u64, streams: Vec<StreamId> },
-    /// The peer confirmed the revoke of this side that [`Session::revoke`] returned this id for:
-    /// nothing at the peer touches memory through those streams any more.
-    Revoked { id: u64 },
-    /// A request of the peer, as in [`Session::request`], to be answered with [`Session::respond`].
-    Request { id: u64, kind: u16, body: Vec<u8> },
-    /// The answer to a request of this side; exactly one for each. The code is from the peer, or
-    /// `Deadline`, `Busy`, `TooLarge` or `Closed` from this session, then with an empty body.
-    Response { id: u64, code: WireCode, body: Vec<u8> },
-    /// The session ended. Exactly once, after every other event.
-    Closed(CloseReason),
-}
-
-/// The peer of an established session.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PeerInfo {
-    /// Incarnation of the peer.
-    pub incarnation: Incarnation,
-    /// The peer's name, without control characters.
-    pub name: String,
-    /// The protocol version of this session.
-    pub version: u16,
-    /// Capability bits that both sides have.
-    pub capabilities: u64,
-    /// Chosen by the acceptor.
-    pub session: SessionId,
-    /// Whether payload carries checksums.
-    pub checksum: bool,
-    /// Address where the peer listens, as the peer reports it; empty if nowhere.
-    pub advertised: String,
-    /// Whether both sides proved a shared secret.
-    pub authenticated: bool,
-}
-
-/// Reason for the end of a session.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CloseReason {
-    /// Code of the reason.
-    pub code: WireCode,
-    /// Whether the peer or the loss of the connection ended the session, and not this side.
-    pub by_peer: bool,
-    /// Explanation, without control characters.
-    pub detail: String,
-    /// Whether the session had been established.
-    pub established: bool,
 }
 
 /// One end of a control connection. See [the module](self) for how it is driven.
@@ -467,224 +334,6 @@ impl Session {
         self.outbox.set_ping(Ping { seq, active: self.active });
     }
 
-    /// Demands that the peer stops touching memory through these streams. Returns the demand's id.
-    ///
-    /// The answer is [`SessionEvent::Revoked`], or the end of the session. Returns 0, which is
-    /// never an id, if nothing was sent: the session is not established, 1024 revokes are
-    /// outstanding, or more than 4096 streams are named. The memory then stays in quarantine.
-    pub fn revoke(&mut self, streams: Vec<StreamId>, now: Timestamp) -> u64 {
-        if !self.wake(now)
-            || !self.is_established()
-            || self.revokes.len() >= REVOKES_MAX
-            || streams.len() > REVOKE_STREAMS_MAX
-        {
-            return 0;
-        }
-        let id = self.fresh_id();
-        self.revokes.insert(id);
-        self.send(&Message::Revoke(Revoke { id, streams }));
-        self.rewatch();
-        id
-    }
-
-    /// Confirms a revoke of the peer: nothing on this side touches memory through its streams.
-    pub fn confirm_revoked(&mut self, id: u64) {
-        if self.owed_revokes.remove(&id) {
-            self.send(&Message::Revoked(Revoked { id }));
-        }
-    }
-
-    /// Sends a request to the layers above at the peer. Returns the request's id.
-    ///
-    /// Each request has exactly one [`SessionEvent::Response`]: from the peer, or from this session
-    /// with `Deadline` after `budget`, `Closed` if the session is not established or ends,
-    /// `TooLarge` for a body over 1 MiB less 1 KiB, `Busy` if 1024 requests are outstanding or the
-    /// peer does not read. Returns 0, which is never an id and has no answer, if the session is
-    /// closed or thousands of events were not polled.
-    pub fn request(&mut self, kind: u16, body: Vec<u8>, budget: Duration, now: Timestamp) -> u64 {
-        if !self.wake(now) || self.inbox.is_full() {
-            return 0;
-        }
-        let id = self.fresh_id();
-        let refusal = if !self.is_established() {
-            Some(WireCode::Closed)
-        } else if body.len() > BODY_MAX {
-            Some(WireCode::TooLarge)
-        } else if self.requests.len() >= REQUESTS_MAX || !self.outbox.has_room_for(body.len()) {
-            Some(WireCode::Busy)
-        } else {
-            None
-        };
-        if let Some(code) = refusal {
-            self.answer_ourselves(id, code);
-            return id;
-        }
-        self.requests.insert(id, self.now + budget);
-        let budget_ms = u32::try_from(budget.as_millis()).unwrap_or(u32::MAX).max(1);
-        let request = Message::Request(Request { id, kind, budget_ms, body });
-        let queued = self.outbox.push_asked(encode(&request));
-        self.check_sent(queued);
-        self.rewatch();
-        id
-    }
-
-    /// Answers a request of the peer. No effect if it was answered or the session ended.
-    ///
-    /// If the body is too long or the queue is full, the peer gets `TooLarge` or `Busy` instead.
-    pub fn respond(&mut self, id: u64, code: WireCode, body: Vec<u8>) {
-        if self.owed_responses.remove(&id).is_none() {
-            return;
-        }
-        let (code, body) = if body.len() > BODY_MAX {
-            (WireCode::TooLarge, Vec::new())
-        } else if !body.is_empty() && !self.outbox.has_room_for(body.len()) {
-            (WireCode::Busy, Vec::new())
-        } else {
-            (code, body)
-        };
-        self.send(&Message::Response(Response { id, code, body }));
-    }
-
-    /// Answers a request of the peer with `Ok` and no body, when it costs least: behind the next frame,
-    /// with [`WAITING_MAX`] such answers, or after [`ANSWER_DELAY`]. No effect if it was answered or the
-    /// session ended.
-    pub fn acknowledge(&mut self, id: u64, now: Timestamp) {
-        if !self.wake(now) {
-            return;
-        }
-        let until = self.now + ANSWER_DELAY;
-        match self.owed_responses.get(&id) {
-            // The peer waits no longer than that.
-            Some(deadline) if *deadline <= until => {
-                return self.respond(id, WireCode::Ok, Vec::new());
-            }
-            Some(_) => drop(self.owed_responses.remove(&id)),
-            None => return,
-        }
-        if !self.outbox.has_waiting() {
-            self.waits_until = Some(until);
-        }
-        let response = Response { id, code: WireCode::Ok, body: Vec::new() };
-        let queued = self.outbox.push_waiting(encode(&Message::Response(response)));
-        self.check_sent(queued);
-    }
-
-    /// Acceptor: whether a connection may become a stream of this session. Uses up the stream id.
-    ///
-    /// # Errors
-    /// The code to refuse the connection with: `UnknownSession` (also while not established),
-    /// `StaleIncarnation`, `AuthFailed`, or `StreamReplayed`.
-    pub fn verify_stream(&mut self, hello: &StreamHello) -> Result<(), WireCode> {
-        self.verify_hello(hello, stream_mac)
-    }
-
-    /// Acceptor: whether a connection of the transport with this label belongs to this session.
-    /// Uses up the stream id.
-    ///
-    /// # Errors
-    /// As [`Session::verify_stream`].
-    pub fn verify_proof(&mut self, label: ProofLabel, hello: &StreamHello) -> Result<(), WireCode> {
-        self.verify_hello(hello, |key, session, stream| label.hello_mac(key, session, stream))
-    }
-
-    fn verify_hello(
-        &mut self,
-        hello: &StreamHello,
-        mac: impl FnOnce(&SessionKey, SessionId, StreamId) -> [u8; MAC_LEN],
-    ) -> Result<(), WireCode> {
-        if hello.incarnation != self.cfg.incarnation {
-            return Err(WireCode::StaleIncarnation);
-        }
-        let (State::Established, Side::Acceptor, Some(key), Some(peer)) =
-            (&self.state, self.side, &self.key, &self.peer)
-        else {
-            return Err(WireCode::UnknownSession);
-        };
-        if hello.session != peer.session {
-            return Err(WireCode::UnknownSession);
-        }
-        // Before the id: without the key a caller can neither use up ids nor learn used ones.
-        if !macs_equal(&mac(key, hello.session, hello.stream), &hello.mac) {
-            return Err(WireCode::AuthFailed);
-        }
-        if self.streams.use_up(hello.stream) { Ok(()) } else { Err(WireCode::StreamReplayed) }
-    }
-
-    /// Initiator: the first bytes of a new connection that is to become a stream of this session,
-    /// magic included. `None` unless established.
-    pub fn stream_hello(&mut self) -> Option<(StreamId, Vec<u8>)> {
-        self.hello(stream_mac)
-    }
-
-    /// Initiator: the first bytes of a connection of the transport with this label. They open no data
-    /// stream. `None` unless established.
-    pub fn prove(&mut self, label: ProofLabel) -> Option<(StreamId, Vec<u8>)> {
-        self.hello(|key, session, stream| label.hello_mac(key, session, stream))
-    }
-
-    fn hello(
-        &mut self,
-        mac: impl FnOnce(&SessionKey, SessionId, StreamId) -> [u8; MAC_LEN],
-    ) -> Option<(StreamId, Vec<u8>)> {
-        let (State::Established, Side::Initiator, Some(key), Some(peer)) =
-            (&self.state, self.side, &self.key, &self.peer)
-        else {
-            return None;
-        };
-        self.last_stream = self.last_stream.checked_add(1)?;
-        let stream = StreamId(self.last_stream);
-        let hello = encode(&Message::StreamHello(StreamHello {
-            session: peer.session,
-            stream,
-            incarnation: peer.incarnation,
-            mac: mac(key, peer.session, stream),
-        }));
-        Some((stream, [&MAGIC[..], &hello].concat()))
-    }
-
-    /// Returns the protection of the heads of a stream of this session, for the lane at this end. To be called once for
-    /// each stream: a second guard would count the frames from the start again. `None` unless established.
-    pub fn stream_guard(&self, stream: StreamId) -> Option<Guard> {
-        let (State::Established, Some(key), Some(peer)) = (&self.state, &self.key, &self.peer)
-        else {
-            return None;
-        };
-        Some(if peer.authenticated {
-            Guard::Keyed(Box::new(stream_seals(key, peer.session, stream, self.side)))
-        } else {
-            Guard::Crc
-        })
-    }
-
-    /// Acceptor: the proof in the answer to the opening of a stream, of a session with a secret. `code` is
-    /// [`WireCode::Ok`] if the stream is accepted.
-    pub fn stream_answer(&self, stream: StreamId, code: WireCode) -> Option<Vec<u8>> {
-        self.answer_mac(stream, code).map(Vec::from)
-    }
-
-    /// Initiator: whether the answer to the opening of a stream is the acceptor's. Always, where the
-    /// session has no secret.
-    pub fn is_stream_answer(&self, stream: StreamId, code: WireCode, mac: Option<&[u8]>) -> bool {
-        match self.answer_mac(stream, code) {
-            Some(ours) => {
-                mac.and_then(|it| it.try_into().ok()).is_some_and(|it| macs_equal(&ours, it))
-            }
-            None => self.peer.as_ref().is_none_or(|peer| !peer.authenticated),
-        }
-    }
-
-    fn answer_mac(&self, stream: StreamId, code: WireCode) -> Option<[u8; MAC_LEN]> {
-        let (key, peer) = (self.key.as_ref()?, self.peer.as_ref()?);
-        peer.authenticated.then(|| stream_answer_mac(key, peer.session, stream, code))
-    }
-
-    /// The proof in the acceptor's answer to the hello of [`Session::prove`], for both sides. `None`
-    /// unless established.
-    pub fn answer_proof(&self, label: ProofLabel, stream: StreamId) -> Option<[u8; MAC_LEN]> {
-        let (key, peer) = (self.key.as_ref()?, self.peer.as_ref()?);
-        Some(label.answer_mac(key, peer.session, stream))
-    }
-
     /// Ends the session: sends a close, waits at most a second for the peer's, then `Closed` with
     /// this code. No effect on a session that is ending.
     pub fn close(&mut self, code: WireCode, detail: &str, now: Timestamp) {
@@ -912,65 +561,6 @@ impl Session {
                 self.finish(close.code, true, &close.detail);
             }
         }
-    }
-
-    fn on_revoke(&mut self, revoke: Revoke) {
-        let Revoke { id, streams } = revoke;
-        if self.owed_revokes.len() >= REVOKES_MAX {
-            return self.abort(WireCode::Busy, "too many revokes outstanding");
-        }
-        if !self.owed_revokes.insert(id) {
-            return self.abort(WireCode::Malformed, "a revoke's id is in use");
-        }
-        self.tell(SessionEvent::RevokeRequested { id, streams });
-    }
-
-    /// Whether this side waits for the confirmation.
-    fn on_revoked(&mut self, revoked: &Revoked) -> bool {
-        let is_awaited = self.revokes.remove(&revoked.id);
-        if is_awaited {
-            self.tell(SessionEvent::Revoked { id: revoked.id });
-        }
-        is_awaited
-    }
-
-    fn on_request(&mut self, request: Request) {
-        let Request { id, kind, budget_ms, body } = request;
-        if self.owed_responses.len() >= REQUESTS_MAX {
-            // The peer does not wait for an answer to these any more.
-            self.owed_responses.retain(|_, until| *until > self.now);
-        }
-        if self.owed_responses.contains_key(&id) {
-            return self.abort(WireCode::Malformed, "a request's id is in use");
-        }
-        if self.owed_responses.len() >= REQUESTS_MAX {
-            let busy = Response { id, code: WireCode::Busy, body: Vec::new() };
-            return self.send(&Message::Response(busy));
-        }
-        let budget = match budget_ms {
-            0 => Duration::MAX,
-            ms => Duration::from_millis(ms.into()),
-        };
-        self.owed_responses.insert(id, self.now + budget);
-        self.tell(SessionEvent::Request { id, kind, body });
-    }
-
-    /// Whether it answers a request of this side. An answer after `Deadline` is late, and no breach of
-    /// the protocol.
-    fn on_response(&mut self, response: Response) -> bool {
-        let Response { id, code, body } = response;
-        if self.requests.remove(&id).is_some() {
-            self.tell(SessionEvent::Response { id, code, body });
-            return true;
-        }
-        let is_late = self.late_answers > 0;
-        self.late_answers = self.late_answers.saturating_sub(1);
-        is_late
-    }
-
-    fn fresh_id(&mut self) -> u64 {
-        self.last_id += 1;
-        self.last_id
     }
 
     fn rewatch(&mut self) {
