@@ -11,6 +11,7 @@
 //! runs, and after a suspension the connections end before any of their bytes are applied
 //! (invariant I2).
 
+use super::connections::Seat;
 use super::wire::{Opcode, Request, Status};
 use super::{KEEPALIVE, MooncakeServer};
 use kvferry::transport::{
@@ -19,24 +20,18 @@ use kvferry::transport::{
     prepare,
 };
 use kvferry::{Error, ErrorKind, RemoteRegion, Result};
-use kvferry_proto::{Origin, Timestamp, WireCode};
+use kvferry_proto::{Timestamp, WireCode};
 use kvferry_sys::HostSpan;
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
-use kvferry_sys::sync::{Mutex, MutexGuard};
 use kvferry_sys::vectors::RecvVector;
-use rustc_hash::FxHashMap;
-use std::cmp::Reverse;
-use std::collections::BTreeMap;
 use std::io;
-use std::net::{IpAddr, Shutdown, SocketAddr};
+use std::net::{Shutdown, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// Connections served at the same time.
-const CONNECTIONS_MAX: usize = 1024;
 /// How long a peer may leave a request unfinished without moving a byte: twice the time that stock
 /// peers wait.
 const STALL: Duration = Duration::from_secs(60);
@@ -87,108 +82,6 @@ impl Backend for Caller {
 fn cannot_be_asked(link: &Link) -> Error {
     let what = "a stock Mooncake peer takes no requests on the connection that it opened";
     Error::new(ErrorKind::Unsupported, what).with("peer", &link.address)
-}
-
-/// The connections being served.
-#[derive(Debug, Default)]
-pub(super) struct Connections(Mutex<Taken>);
-
-#[derive(Debug, Default)]
-struct Taken {
-    last: u64,
-    /// In the order in which they were opened.
-    seats: BTreeMap<u64, Arc<Seat>>,
-}
-
-/// The place of a connection.
-#[derive(Debug)]
-struct Seat {
-    link: Weak<Link>,
-    network: IpAddr,
-    remote: Remote,
-    token: u64,
-    /// Nanoseconds since when no request is in progress; [`BUSY`] while one is.
-    idle_since: AtomicU64,
-    /// The peer has sent a request.
-    is_proven: AtomicBool,
-}
-
-const BUSY: u64 = u64::MAX;
-
-impl Connections {
-    fn lock(&self) -> MutexGuard<'_, Taken> {
-        self.0.lock()
-    }
-
-    /// Admits a connection. When the limit is reached, closes another one: the oldest that never sent a
-    /// request, else, of the network that has most connections without a request in progress, the one
-    /// that has been idle for longest. `None` if there is none, or the connection of a process that is gone would take
-    /// another's place.
-    fn admit(
-        &self,
-        link: &Arc<Link>,
-        may: May,
-        remote: &Remote,
-        token: u64,
-    ) -> Option<(u64, Arc<Seat>)> {
-        let seat = Arc::new(Seat {
-            link: Arc::downgrade(link),
-            network: Origin::from(link.peer_addr.ip()).network(),
-            remote: remote.clone(),
-            token,
-            idle_since: AtomicU64::new(now().as_nanos()),
-            is_proven: AtomicBool::new(false),
-        });
-        let (number, evicted) = {
-            let mut taken = self.lock();
-            let max = CONNECTIONS_MAX.min(link.core.connections_max());
-            let evicted = match taken.seats.len() < max {
-                true => None,
-                false => {
-                    let is_of_a_process = may == May::All;
-                    let number = is_of_a_process.then(|| taken.dispensable()).flatten()?;
-                    taken.seats.remove(&number)
-                }
-            };
-            taken.last += 1;
-            let number = taken.last;
-            taken.seats.insert(number, Arc::clone(&seat));
-            (number, evicted)
-        };
-        if let Some(evicted) = evicted {
-            if let Some(link) = evicted.link.upgrade() {
-                link.terminate(Error::new(
-                    ErrorKind::Busy,
-                    "closed, unused, for a newer connection",
-                ));
-            }
-            evicted.remote.wake(evicted.token);
-        }
-        Some((number, seat))
-    }
-
-    fn leave(&self, number: u64) {
-        self.lock().seats.remove(&number);
-    }
-}
-
-impl Taken {
-    /// The connection to close for another one.
-    fn dispensable(&self) -> Option<u64> {
-        let unproven = self.seats.iter().find(|(_, seat)| !seat.is_proven.load(Ordering::Relaxed));
-        if let Some((number, _)) = unproven {
-            return Some(*number);
-        }
-        let idle = |seat: &Seat| seat.idle_since.load(Ordering::Relaxed);
-        let mut idle_of: FxHashMap<IpAddr, (usize, Reverse<(u64, u64)>)> = FxHashMap::default();
-        for (number, seat) in self.seats.iter().filter(|(_, seat)| idle(seat) != BUSY) {
-            let longest = Reverse((idle(seat), *number));
-            let (count, oldest) = idle_of.entry(seat.network).or_insert((0, longest));
-            *count += 1;
-            *oldest = longest.max(*oldest);
-        }
-        idle_of.into_values().max().map(|(_, Reverse((_, number)))| number)
-    }
 }
 
 struct Acceptor {
@@ -262,7 +155,9 @@ fn admit(server: &Arc<MooncakeServer>, socket: Socket, from: SocketAddr) {
     let link = Link::new(Arc::clone(core), from.to_string(), from, Arc::new(Caller), 0);
     let remote = core.threads.io();
     let token = remote.token();
-    let Some((number, seat)) = server.connections.admit(&link, may, &remote, token) else {
+    // The connection of a process that is gone takes no other one's place.
+    let may_displace = may == May::All;
+    let Some((number, seat)) = server.connections.admit(&link, may_displace, &remote, token) else {
         kvferry::warn_limited!(%from, "a Mooncake connection was refused: too many are open");
         return;
     };
@@ -466,7 +361,7 @@ impl Connection {
         }
         if !self.proven {
             self.proven = true;
-            self.seat.is_proven.store(true, Ordering::Relaxed);
+            self.seat.prove();
         }
         let direction = match request.opcode {
             Opcode::Write => Direction::In,
@@ -687,7 +582,7 @@ impl Handler for Connection {
             self.moved_at = cx.now;
             // Until it is known whether a request is in progress: a peer whose request was just answered has not
             // been idle.
-            self.seat.idle_since.store(BUSY, Ordering::Relaxed);
+            self.seat.set_idle(None);
         }
         if self.deadline().is_some_and(|at| at <= cx.now) {
             return Next::Close;
@@ -710,8 +605,7 @@ impl Handler for Connection {
             }
         };
         let is_between = self.is_between();
-        let idle_since = if is_between { cx.now.as_nanos() } else { BUSY };
-        self.seat.idle_since.store(idle_since, Ordering::Relaxed);
+        self.seat.set_idle(is_between.then_some(cx.now));
         self.set_busy(!is_between);
         Next::Wait { interest, deadline: self.deadline() }
     }

@@ -29,6 +29,7 @@
 
 mod accept;
 mod connect;
+mod connections;
 mod diagnose;
 mod exchange;
 #[cfg(feature = "fuzzing")]
@@ -41,6 +42,7 @@ mod peer;
 mod stall_detector;
 mod wire;
 
+use connections::Connections;
 use kvferry::transport::{
     Core, Cx, Dialer, Directory, Job, Lane, Link, OnDialed, OnLanes, Service, Start, Startup,
     Transport, Wake,
@@ -123,7 +125,7 @@ impl Start for Mooncake {
             native_too,
             data_port: data.as_ref().map(|(_, port)| *port),
             pending: accept::PendingHandshakes::default(),
-            connections: inbound::Connections::default(),
+            connections: Connections::default(),
             has_met_version_1: AtomicBool::new(false),
         });
         if let Some((socket, _)) = data {
@@ -145,7 +147,7 @@ struct MooncakeServer {
     /// The data port, while stock peers are served.
     data_port: Option<u16>,
     pending: accept::PendingHandshakes,
-    connections: inbound::Connections,
+    connections: Connections,
     /// A peer of a trusted user whose writes come without asking for a status has got the descriptor. Without such a
     /// peer, no connection that its process has closed before it is accepted can hold a write that counts.
     has_met_version_1: AtomicBool,
