@@ -10,7 +10,8 @@
 //! |---|---|
 //! | `transport` | the protocol of stock Mooncake peers, in both directions |
 //! | `engine` | calls that block or return the id of a transfer, as Python's module has them |
-//! | `segments`, `batches`, `notifier` | numbered peers, batches of tasks, and what is sent after them, as in the C API |
+//! | `by_number` | calls that name segments, batches and tasks by number, as the C API has them |
+//! | `segments`, `batches`, `notifier` | these numbers, and what is sent after a batch's tasks |
 //! | `running` | the agent between `initialize` and the end, and its settings |
 //! | `metadata` | from a peer's name to its address |
 //! | `managed` | buffers that the engine allocates |
@@ -18,6 +19,7 @@
 //! | `interrupt` | calls that have a time limit but cannot be interrupted |
 
 pub mod batches;
+mod by_number;
 pub mod codes;
 mod engine;
 mod handles;

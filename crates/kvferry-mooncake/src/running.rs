@@ -8,12 +8,12 @@ use crate::managed::Managed;
 use crate::metadata::{Directory, host_of, join, own_segment, with_port};
 use crate::notifier::Notifier;
 use crate::refusal::{Answer, Refusal};
-use crate::segments::Segments;
+use crate::segments::{LOCAL_SEGMENT, Segments};
 use crate::transport::{KIND, link};
 use kvferry::{Agent, Batch, Config, Error, ErrorKind, Notification, Options, Peer};
 use kvferry_sys::sync::Mutex;
 use std::collections::HashMap;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 /// The most peers whose resolved names are kept. When it is reached the cache is cleared, and every
@@ -104,7 +104,7 @@ impl Running {
             }
         };
         let unknown = |error: Error| Refusal::coded(codes::NAME, &error);
-        let peer = if address.parse::<std::net::SocketAddr>().is_ok() {
+        let peer = if address.parse::<SocketAddr>().is_ok() {
             self.agent.peer(&address).map_err(unknown)?
         } else {
             // Resolving a name may block.
@@ -117,6 +117,16 @@ impl Running {
         }
         peers.insert(target.to_owned(), peer.clone());
         Ok(peer)
+    }
+
+    /// The peer that a number stands for.
+    pub(crate) fn segment(&self, number: i32) -> Answer<Peer> {
+        if number == LOCAL_SEGMENT {
+            return Ok(self.agent.peer(&self_address(self.agent.local_addr()).to_string())?);
+        }
+        let name = self.segments.lock().name(number).map(str::to_owned);
+        let unknown = || Refusal::invalid(format_args!("no segment has the number {number}"));
+        self.peer(&name.ok_or_else(unknown)?, &|| false)
     }
 
     /// Drops a name from the cache if the peer may have another address now.
@@ -179,6 +189,16 @@ impl Running {
         }
         Ok(())
     }
+}
+
+/// The address at which an agent reaches itself.
+fn self_address(listening: SocketAddr) -> SocketAddr {
+    let ip = match listening.ip() {
+        ip if !ip.is_unspecified() => ip,
+        IpAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
+        IpAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
+    };
+    SocketAddr::new(ip, listening.port())
 }
 
 /// The agent's settings: the environment's, else Mooncake's defaults.
