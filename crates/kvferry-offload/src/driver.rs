@@ -1,6 +1,7 @@
 //! [`Driver`] and its threads.
 
-use crate::carry::{Carrier, Directory};
+use crate::carrier::Carrier;
+use crate::carry::Directory;
 use crate::host::Host;
 use crate::names::Names;
 use crate::options::{Error, Fault, Options};

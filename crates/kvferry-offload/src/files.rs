@@ -15,7 +15,7 @@
 //!
 //! Numbers are little-endian. The file's name is `NAMESPACE-KEY-GROUP.kv`.
 
-use crate::carry::Carrier;
+use crate::carrier::Carrier;
 use crate::folder::Folder;
 use kvferry::{Access, Region};
 use kvferry_blocks::{Discard, Key, Outcome, Tier, Transfer};

@@ -29,6 +29,7 @@
 //! directory, and the first after a success, is logged; [`Driver::stats`] counts all.
 #![forbid(unsafe_code)]
 
+mod carrier;
 mod carry;
 mod driver;
 mod files;

@@ -1,6 +1,6 @@
 //! Secondary blocks in a block store.
 
-use crate::carry::Carrier;
+use crate::carrier::Carrier;
 use kvferry_blocks::{Outcome, Tier, Transfer};
 use kvferry_store::{BlockMemory, Retain, Space, Store};
 use std::sync::atomic::Ordering::Relaxed;
