@@ -1,21 +1,19 @@
 //! The agent, and the Python buffers that are registered with it.
 
-use crate::blocking::{self, Stop};
+use crate::blocking::{self, seconds};
 use crate::error;
 use crate::files::{self, FileRegion, Files, Opening};
 use crate::memory::{Region, Span, parse_access};
 use crate::notification::Notification;
 use crate::peer::Peer;
+use crate::shared::Shared;
 use kvferry::{Checksum, Config, ErrorKind, Secret, Transports};
-use kvferry_sys::sync::Mutex;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
-use std::collections::HashMap;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// A kvferry endpoint in this process: owns regions, sessions and transfers.
 ///
@@ -24,91 +22,6 @@ use std::time::Duration;
 /// the `with` block, or with the last object that refers to it.
 #[pyclass(frozen, weakref, module = "kvferry")]
 pub(crate) struct Agent(Arc<Shared>);
-
-/// A registered Python buffer.
-struct Hold {
-    region: kvferry::Region,
-    buffer: Py<PyAny>,
-}
-
-/// The core's agent, and the Python buffers that it may access.
-pub(crate) struct Shared {
-    agent: kvferry::Agent,
-    /// The buffers, by region id. Threads that are attached to the interpreter hold the lock for a
-    /// few instructions only.
-    holds: Mutex<HashMap<u32, Hold>>,
-    pid: u32,
-}
-
-impl Shared {
-    /// Whether this process was forked from the one that started the agent.
-    pub(crate) fn is_forked(&self) -> bool {
-        std::process::id() != self.pid
-    }
-
-    /// The agent, unless this process was forked from the one that started it.
-    pub(crate) fn agent(&self, py: Python<'_>) -> PyResult<&kvferry::Agent> {
-        if !self.is_forked() {
-            return Ok(&self.agent);
-        }
-        Err(error::new(
-            py,
-            ErrorKind::Forked,
-            "this process was forked from the one that started the agent; start another here",
-        ))
-    }
-}
-
-impl Stop for Shared {
-    fn stop(&self) {
-        if !self.is_forked() {
-            self.agent.shutdown();
-        }
-    }
-}
-
-impl Shared {
-    /// Releases all buffers, after the agent was shut down.
-    fn release_all(&self) {
-        let released = std::mem::take(&mut *self.holds.lock());
-        for Hold { region, buffer } in released.into_values() {
-            if region.is_quarantined() {
-                // A process or a device that does not answer may still write to it: never free it.
-                std::mem::forget(buffer);
-            }
-        }
-    }
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        if self.is_forked() {
-            // In a forked child nothing accesses the buffers, and a thread of the parent may have held
-            // any lock of the agent at the fork.
-            return;
-        }
-        // Release the buffers only after every copier has stopped. The dropping thread may be attached
-        // to the interpreter: detach while native threads are joined.
-        let stop = || self.stop();
-        if Python::try_attach(|py| py.detach(stop)).is_none() {
-            self.stop();
-        }
-        self.release_all();
-    }
-}
-
-/// A time in seconds, which may have a fraction.
-pub(crate) fn seconds(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
-    /// Ten years, well within the clock's range. Longer times mean the same.
-    const LONGEST: f64 = 10.0 * 365.0 * 86_400.0;
-    if seconds.is_nan() || seconds < 0.0 {
-        return Err(error::invalid(
-            py,
-            &format!("a time in seconds can't be negative or not a number: {seconds}"),
-        ));
-    }
-    Ok(Duration::from_secs_f64(seconds.min(LONGEST)))
-}
 
 fn milliseconds(py: Python<'_>, value: f64) -> PyResult<u64> {
     let rounded_up = seconds(py, value)?.as_nanos().div_ceil(1_000_000);
@@ -211,7 +124,7 @@ impl Agent {
 
         let agent = blocking::run(py, |_| kvferry::Agent::start(config))?;
         crate::log::warn(py, agent.take_warning())?;
-        let shared = Arc::new(Shared { agent, holds: Mutex::default(), pid: std::process::id() });
+        let shared = Arc::new(Shared::new(agent));
         blocking::stop_at_exit(py, &shared);
         Ok(Self(shared))
     }
@@ -219,32 +132,32 @@ impl Agent {
     /// The name that notifications and logs show.
     #[getter]
     fn name(&self) -> &str {
-        self.0.agent.name()
+        self.0.core().name()
     }
 
     /// 32 hexadecimal digits, drawn when the agent started. A restarted agent is another peer.
     #[getter]
     fn incarnation(&self) -> String {
-        self.0.agent.incarnation().to_string()
+        self.0.core().incarnation().to_string()
     }
 
     /// The address it listens on, `(host, port)`.
     #[getter]
     fn local_address(&self) -> (String, u16) {
-        let addr = self.0.agent.local_addr();
+        let addr = self.0.core().local_addr();
         (addr.ip().to_string(), addr.port())
     }
 
     /// The address to give to peers, "host:port".
     #[getter]
     fn address(&self) -> &str {
-        self.0.agent.advertised()
+        self.0.core().advertised()
     }
 
     /// The settings in force, without the secret.
     #[getter]
     fn config<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        py.import("json")?.call_method1("loads", (self.0.agent.config().to_json(),))
+        py.import("json")?.call_method1("loads", (self.0.core().config().to_json(),))
     }
 
     /// Registers memory. `access` says what peers may do with it: "rw", "r", "w" or "none".
@@ -269,8 +182,7 @@ impl Agent {
         let region = unsafe { agent.register(pointer(span.addr), span.len, access) }
             .map_err(|e| error::exception(py, &e))?;
         if let Some(hold) = span.hold {
-            let hold = Hold { region: region.clone(), buffer: hold };
-            self.0.holds.lock().insert(region.id().0, hold);
+            self.0.hold(&region, hold);
         }
         self.name_region(py, region, name)
     }
@@ -290,14 +202,11 @@ impl Agent {
         // SAFETY: as for `register`.
         let regions = unsafe { agent.register_batch(&ranges, access) }
             .map_err(|e| error::exception(py, &e))?;
-        let mut holds = self.0.holds.lock();
         for (region, span) in regions.iter().zip(spans) {
             if let Some(hold) = span.hold {
-                let hold = Hold { region: region.clone(), buffer: hold };
-                holds.insert(region.id().0, hold);
+                self.0.hold(region, hold);
             }
         }
-        drop(holds);
         Ok(regions.into_iter().map(|region| Region::new(region, &self.0)).collect())
     }
 
@@ -329,7 +238,7 @@ impl Agent {
         let agent = self.0.agent(py)?;
         let region = &region.get().region;
         blocking::run(py, |_| agent.unregister(region))?;
-        self.release(std::slice::from_ref(region));
+        self.0.release(std::slice::from_ref(region));
         Ok(())
     }
 
@@ -338,7 +247,7 @@ impl Agent {
         let agent = self.0.agent(py)?;
         let regions: Vec<_> = regions.iter().map(|region| region.get().region.clone()).collect();
         let result = blocking::run(py, |_| agent.unregister_batch(&regions));
-        self.release(&regions);
+        self.0.release(&regions);
         result
     }
 
@@ -463,7 +372,7 @@ impl Agent {
     }
 
     fn __repr__(&self) -> String {
-        format!("<kvferry.Agent {:?} at {}>", self.0.agent.name(), self.0.agent.advertised())
+        format!("<kvferry.Agent {:?} at {}>", self.0.core().name(), self.0.core().advertised())
     }
 }
 
@@ -489,26 +398,10 @@ impl Agent {
             && let Err(refused) = agent.name_region(&region, name)
         {
             blocking::run(py, |_| agent.unregister(&region))?;
-            self.release(std::slice::from_ref(&region));
+            self.0.release(std::slice::from_ref(&region));
             return Err(error::exception(py, &refused));
         }
         Ok(Region::new(region, &self.0))
-    }
-
-    /// Releases the buffers of regions that are no longer registered.
-    fn release(&self, regions: &[kvferry::Region]) {
-        let mut released = Vec::new();
-        let mut holds = self.0.holds.lock();
-        let ours = |region: &&kvferry::Region| {
-            let ended = !region.is_registered() && !region.is_quarantined();
-            region.remote().incarnation == self.0.agent.incarnation() && ended
-        };
-        for region in regions.iter().filter(ours) {
-            released.extend(holds.remove(&region.id().0));
-        }
-        drop(holds);
-        // After the lock is released: freeing a buffer may run Python code that calls the agent.
-        drop(released);
     }
 }
 

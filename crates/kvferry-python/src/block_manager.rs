@@ -3,12 +3,12 @@
 //! Calls that take microseconds keep the interpreter's lock, as those of `connector` do. The driver's threads never take
 //! it, and only attached threads hold the manager's lock.
 
-use crate::agent::{Shared, seconds};
-use crate::blocking::{self, Stop};
+use crate::blocking::{self, Stop, seconds};
 use crate::connector::ints::Ids;
 use crate::error;
 use crate::memory::{Region, room};
 use crate::retention::RetentionConfig;
+use crate::shared::Shared;
 use kvferry::ErrorKind;
 use kvferry_blocks::{
     BlockManager as Manager, Config, Diff, Error, Event, EventKind, GroupConfig, Key, Match,

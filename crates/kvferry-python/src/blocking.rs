@@ -6,13 +6,26 @@
 //! every error they would raise is replaced by `SystemExit`: that ends a thread without a traceback
 //! on stderr.
 
-use crate::error::Failure;
+use crate::error::{self, Failure};
 use kvferry_mooncake::interrupt::{CHECK_INTERVAL, Interrupt, NoAnswer, run_interruptible};
 use kvferry_sys::sync::Mutex;
 use pyo3::prelude::*;
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
+
+/// A time in seconds, which may have a fraction.
+pub(crate) fn seconds(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
+    /// Ten years, well within the clock's range. Longer times mean the same.
+    const LONGEST: f64 = 10.0 * 365.0 * 86_400.0;
+    if seconds.is_nan() || seconds < 0.0 {
+        return Err(error::invalid(
+            py,
+            &format!("a time in seconds can't be negative or not a number: {seconds}"),
+        ));
+    }
+    Ok(Duration::from_secs_f64(seconds.min(LONGEST)))
+}
 
 /// Runs `call` detached from the interpreter.
 ///

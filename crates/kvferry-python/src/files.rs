@@ -1,12 +1,11 @@
 //! Files: regions of files, and moving batches between memory and them.
 
-use crate::agent::{Shared, seconds};
 use crate::batch::Batch;
-use crate::blocking;
+use crate::blocking::{self, seconds};
 use crate::error;
 use crate::memory::RemoteRegion;
-use crate::peer::TransferStats;
-use crate::transfer::Transfer;
+use crate::shared::Shared;
+use crate::transfer::{Transfer, TransferStats};
 use kvferry::{DirectIo, FileOptions, Options};
 use pyo3::prelude::*;
 use std::os::fd::BorrowedFd;

@@ -13,11 +13,11 @@
 //!
 //! | module | what is in it |
 //! |---|---|
-//! | `agent` | `Agent`, and the buffers that are registered with it |
+//! | `agent`, `shared` | `Agent`, and the buffers that are registered with it |
 //! | `memory` | `Region`, `RemoteRegion`, Python buffers as memory |
-//! | `peer` | `Peer`, `PeerSummary`, `TransferStats` |
+//! | `peer` | `Peer`, `PeerSummary` |
 //! | `batch` | `Batch`, and reading lists of addresses |
-//! | `transfer` | `Transfer` |
+//! | `transfer` | `Transfer`, `TransferStats` |
 //! | `files` | `FileRegion`, `Files` |
 //! | `store` | `Store`, `Space` |
 //! | `store_blocks` | `Blocks`, and reading hashes and the memory of blocks |
@@ -42,6 +42,7 @@ mod mooncake;
 mod notification;
 mod peer;
 mod retention;
+mod shared;
 mod store;
 mod store_blocks;
 mod store_pending;
@@ -70,7 +71,7 @@ pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<memory::Region>()?;
     module.add_class::<memory::RemoteRegion>()?;
     module.add_class::<notification::Notification>()?;
-    module.add_class::<peer::TransferStats>()?;
+    module.add_class::<transfer::TransferStats>()?;
     module.add_class::<peer::Peer>()?;
     module.add_class::<peer::PeerSummary>()?;
     module.add_class::<retention::RetentionConfig>()?;

@@ -1,7 +1,7 @@
 //! Registered memory: this agent's regions and those of peers.
 
-use crate::agent::Shared;
 use crate::error;
+use crate::shared::Shared;
 use kvferry::Access;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;

@@ -1,12 +1,12 @@
 //! Peers, and what transfers and sessions report.
 
-use crate::agent::{Shared, seconds};
 use crate::batch::{Batch, Table};
-use crate::blocking;
+use crate::blocking::{self, seconds};
 use crate::error;
 use crate::memory::RemoteRegion;
 use crate::notification::Notice;
-use crate::transfer::Transfer;
+use crate::shared::Shared;
+use crate::transfer::{Transfer, TransferStats};
 use kvferry::Options;
 use kvferry_mooncake::interrupt::Interrupt;
 use pyo3::exceptions::PyTypeError;
@@ -307,46 +307,6 @@ impl Peer {
             Some(kind) => format!("<kvferry.Peer {} over {kind}>", self.peer.address()),
             None => format!("<kvferry.Peer {}>", self.peer.address()),
         }
-    }
-}
-
-/// The result of a transfer.
-#[pyclass(frozen, module = "kvferry")]
-pub(crate) struct TransferStats(pub(crate) kvferry::TransferStats);
-
-#[pymethods]
-impl TransferStats {
-    /// Bytes that were moved.
-    #[getter]
-    fn nbytes(&self) -> u64 {
-        self.0.bytes
-    }
-
-    /// Number of pairs in the batch.
-    #[getter]
-    fn descriptors(&self) -> usize {
-        self.0.descriptors
-    }
-
-    /// Connections that carried it; for "local", threads that copied.
-    #[getter]
-    fn streams(&self) -> usize {
-        self.0.streams
-    }
-
-    /// "tcp", "local" or "mooncake"; None for an empty batch.
-    #[getter]
-    fn transport(&self) -> Option<&'static str> {
-        self.0.transport.map(kvferry::TransportKind::as_str)
-    }
-
-    fn __repr__(&self) -> String {
-        let kvferry::TransferStats { bytes, descriptors, streams, .. } = self.0;
-        let transport = self.transport().unwrap_or("none");
-        format!(
-            "<kvferry.TransferStats {bytes} bytes in {descriptors} descriptors over {streams} streams of \
-             {transport}>"
-        )
     }
 }
 

@@ -1,9 +1,10 @@
 //! The block store.
 
-use crate::agent::{Agent, Shared, seconds};
-use crate::blocking::{self, Stop};
+use crate::agent::Agent;
+use crate::blocking::{self, Stop, seconds};
 use crate::error;
 use crate::files::parse_direct;
+use crate::shared::Shared;
 use crate::store_blocks::{Hashes, memory_of};
 use crate::store_pending::{Pending, Put, Value};
 use crate::store_watch::{Groups, Watch};

@@ -1,9 +1,9 @@
 //! The arguments of a store: hashes of blocks, and where their bytes are in memory.
 
-use crate::agent::Shared;
 use crate::batch::Column;
 use crate::error;
 use crate::memory::{Region, room};
+use crate::shared::Shared;
 use kvferry::ErrorKind;
 use kvferry_store::BlockMemory;
 use pyo3::exceptions::PyTypeError;

@@ -1,7 +1,6 @@
 //! Operations of a store: their results, and those in the background.
 
-use crate::agent::seconds;
-use crate::blocking;
+use crate::blocking::{self, seconds};
 use crate::error;
 use crate::store::Open;
 use pyo3::intern;

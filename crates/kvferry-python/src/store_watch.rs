@@ -1,7 +1,6 @@
 //! Events of a store's blocks, as an engine reports them to a router.
 
-use crate::agent::seconds;
-use crate::blocking;
+use crate::blocking::{self, seconds};
 use crate::error::Failure;
 use crate::store::{Open, Space};
 use crate::store_blocks::Hashes;

@@ -1,9 +1,8 @@
 //! Transfers in the background.
 
-use crate::agent::{Shared, seconds};
-use crate::blocking;
+use crate::blocking::{self, seconds};
 use crate::error;
-use crate::peer::TransferStats;
+use crate::shared::Shared;
 use pyo3::intern;
 use pyo3::prelude::*;
 use std::os::fd::AsRawFd;
@@ -87,5 +86,45 @@ impl Transfer {
             Some(Err(error)) => format!("failed, {}", error.kind()),
         };
         format!("<kvferry.Transfer {state}>")
+    }
+}
+
+/// The result of a transfer.
+#[pyclass(frozen, module = "kvferry")]
+pub(crate) struct TransferStats(pub(crate) kvferry::TransferStats);
+
+#[pymethods]
+impl TransferStats {
+    /// Bytes that were moved.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.0.bytes
+    }
+
+    /// Number of pairs in the batch.
+    #[getter]
+    fn descriptors(&self) -> usize {
+        self.0.descriptors
+    }
+
+    /// Connections that carried it; for "local", threads that copied.
+    #[getter]
+    fn streams(&self) -> usize {
+        self.0.streams
+    }
+
+    /// "tcp", "local" or "mooncake"; None for an empty batch.
+    #[getter]
+    fn transport(&self) -> Option<&'static str> {
+        self.0.transport.map(kvferry::TransportKind::as_str)
+    }
+
+    fn __repr__(&self) -> String {
+        let kvferry::TransferStats { bytes, descriptors, streams, .. } = self.0;
+        let transport = self.transport().unwrap_or("none");
+        format!(
+            "<kvferry.TransferStats {bytes} bytes in {descriptors} descriptors over {streams} streams of \
+             {transport}>"
+        )
     }
 }

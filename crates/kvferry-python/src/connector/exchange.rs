@@ -2,8 +2,8 @@
 
 use super::refused;
 use super::worker::producers_of;
-use crate::agent::{Agent, seconds};
-use crate::blocking::{self, Stop};
+use crate::agent::Agent;
+use crate::blocking::{self, Stop, seconds};
 use crate::error::Failure;
 use crate::memory::Region;
 use kvferry_connector::{

@@ -2,7 +2,7 @@
 
 use super::ints::{self, Ids};
 use super::{Group, group_rule, refused, values};
-use crate::agent::seconds;
+use crate::blocking::seconds;
 use kvferry_connector::{
     EngineId, FinishReason, IdleLimit, Match, Producers, PromptHasher, PromptId, Refused, Request,
     Scheduled, Scheduler, SchedulerConfig, Stats, WireCode,

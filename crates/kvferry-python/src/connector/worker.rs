@@ -1,8 +1,8 @@
 //! The worker half.
 
 use super::refused;
-use crate::agent::{Agent, seconds};
-use crate::blocking::{self, Stop};
+use crate::agent::Agent;
+use crate::blocking::{self, Stop, seconds};
 use crate::memory::Region;
 use kvferry_connector::{
     Announce, Layout, Limits, Model, Producers, ReadPart, WireCode, Worker, WorkerConfig,
