@@ -1,7 +1,8 @@
 //! Agents.
 
 use crate::error::kvferry_error;
-use crate::guard::{self, Failure};
+use crate::failure::Failure;
+use crate::guard;
 use crate::handles;
 use crate::structs::{self, Versioned};
 use kvferry::{Agent, Checksum, Config, Secret, Transports};

@@ -1,7 +1,8 @@
 //! Batches: pairs of local and remote ranges that one transfer moves.
 
 use crate::error::kvferry_error;
-use crate::guard::{self, Failure};
+use crate::failure::Failure;
+use crate::guard;
 use crate::handles::{self, OwnedRegion, SharedBatch};
 use crate::region::{kvferry_region, kvferry_remote};
 use kvferry::Batch;

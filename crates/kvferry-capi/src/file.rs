@@ -3,7 +3,8 @@
 use crate::agent::kvferry_agent;
 use crate::batch::kvferry_batch;
 use crate::error::kvferry_error;
-use crate::guard::{self, Failure};
+use crate::failure::Failure;
+use crate::guard;
 use crate::handles::{self, OwnedFile};
 use crate::region::kvferry_remote;
 use crate::structs::{self, Versioned};

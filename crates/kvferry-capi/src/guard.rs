@@ -1,42 +1,10 @@
 //! The one way out of every function: a code, and an error text if the caller wants one.
 
 use crate::error::{self, kvferry_error};
+use crate::failure::{self, Failure};
 use kvferry::ErrorKind;
 use std::ffi::{CStr, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-
-/// Reason why a function fails.
-#[derive(Debug)]
-pub(crate) struct Failure {
-    pub(crate) code: c_int,
-    pub(crate) text: String,
-    pub(crate) quiesced: Option<bool>,
-}
-
-impl Failure {
-    pub(crate) fn new(code: c_int, text: impl Into<String>) -> Self {
-        Self { code, text: text.into(), quiesced: None }
-    }
-
-    pub(crate) fn handle(text: String) -> Self {
-        Self::new(error::KVFERRY_BAD_HANDLE, text)
-    }
-
-    pub(crate) fn forked(text: String) -> Self {
-        Self::new(error::KVFERRY_FORKED, text)
-    }
-
-    pub(crate) fn invalid(text: impl Into<String>) -> Self {
-        Self::new(error::KVFERRY_INVALID_ARGUMENT, text)
-    }
-}
-
-impl From<kvferry::Error> for Failure {
-    fn from(error: kvferry::Error) -> Self {
-        let code = error::code(error.kind());
-        Self { code, text: error.to_string(), quiesced: error.quiesced() }
-    }
-}
 
 /// What functions do inside. `Ok` is the code to return: `KVFERRY_OK` or `KVFERRY_PENDING`.
 pub(crate) type Outcome = Result<c_int, Failure>;
@@ -49,7 +17,7 @@ pub(crate) fn run(error: *mut kvferry_error, body: impl FnOnce() -> Outcome) -> 
             return code;
         }
         Ok(Err(failure)) => failure,
-        Err(text) => Failure::new(error::code(ErrorKind::Internal), text),
+        Err(text) => Failure::new(failure::code(ErrorKind::Internal), text),
     };
     error::write(error, Some(&failure));
     failure.code
@@ -139,7 +107,7 @@ pub(crate) unsafe fn store_text(
     what: &str,
 ) -> Result<(), Failure> {
     if buffer.is_null() || text.len() >= capacity {
-        let code = error::code(ErrorKind::TooLarge);
+        let code = failure::code(ErrorKind::TooLarge);
         let needed = text.len() + 1;
         return Err(Failure::new(code, format!("{what} needs a buffer of {needed} bytes")));
     }

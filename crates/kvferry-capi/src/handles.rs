@@ -7,7 +7,7 @@
 //! A forked child gets an empty table: a thread of the parent may have held the lock of the other
 //! one. Numbers below the first one of the child belong to its parent.
 
-use crate::guard::Failure;
+use crate::failure::Failure;
 use crate::tasks::driver::{End, Endpoint};
 use kvferry::{Agent, Batch, FileRegion, Peer, Region, Transfer};
 use kvferry_mooncake::MooncakeEngine;
@@ -147,8 +147,11 @@ pub(crate) fn take<T: Object, H>(handle: *const H) -> Result<T, Failure> {
     found.ok_or_else(|| unknown::<T>(table, handle))
 }
 
-/// Number of handles that are in use in this process.
-pub(crate) fn count() -> usize {
+/// How many handles of this process were not freed. For tests that look for leaks.
+///
+/// Any thread; also after a fork.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvferry_handles_in_use() -> usize {
     table().len()
 }
 

@@ -26,6 +26,7 @@
 pub mod agent;
 pub mod batch;
 pub mod error;
+pub mod failure;
 pub mod file;
 pub mod guard;
 pub mod handles;

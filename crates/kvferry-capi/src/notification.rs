@@ -1,8 +1,9 @@
 //! Notifications.
 
 use crate::agent::kvferry_agent;
-use crate::error::{KVFERRY_PENDING, kvferry_error};
-use crate::guard::{self, Failure};
+use crate::error::kvferry_error;
+use crate::failure::{Failure, KVFERRY_IO, KVFERRY_PENDING};
+use crate::guard;
 use crate::handles;
 use crate::peer::{kvferry_peer, limit};
 use crate::structs::{self, Versioned};
@@ -160,10 +161,7 @@ fn copy(taken: &Notification) -> Result<kvferry_notification, Failure> {
     // SAFETY: `malloc` has no conditions.
     let memory: *mut u8 = unsafe { libc::malloc(total) }.cast();
     if memory.is_null() {
-        return Err(Failure::new(
-            crate::error::KVFERRY_IO,
-            "there is no memory for a notification",
-        ));
+        return Err(Failure::new(KVFERRY_IO, "there is no memory for a notification"));
     }
     let mut at = memory;
     for part in parts {

@@ -1,8 +1,9 @@
 //! Registered memory, and descriptions of what peers registered.
 
 use crate::agent::kvferry_agent;
-use crate::error::{self, kvferry_error};
-use crate::guard::{self, Failure, Outcome};
+use crate::error::kvferry_error;
+use crate::failure::{self, Failure};
+use crate::guard::{self, Outcome};
 use crate::handles::{self, OwnedRegion};
 use crate::structs::{self, Versioned};
 use kvferry::{Access, Agent, ErrorKind, Incarnation, Region, RegionId, RemoteRegion};
@@ -198,7 +199,7 @@ pub unsafe extern "C" fn kvferry_region_unregister(
             Err(refused)
                 if refused.kind() == ErrorKind::Shutdown && registered.is_quarantined() =>
             {
-                return Err(Failure::new(error::KVFERRY_QUARANTINED, refused.to_string()));
+                return Err(Failure::new(failure::KVFERRY_QUARANTINED, refused.to_string()));
             }
             _ => {}
         }

@@ -4,8 +4,7 @@
 //! has its default, zero. A field that this library does not know must be zero: otherwise the program
 //! asks for something that the library can't do.
 
-use crate::error;
-use crate::guard::Failure;
+use crate::failure::{self, Failure};
 use kvferry::ErrorKind;
 use std::ffi::c_char;
 
@@ -48,7 +47,7 @@ pub(crate) unsafe fn read<T: Versioned>(theirs: *const T, what: &str) -> Result<
     };
     if unknown.iter().any(|byte| *byte != 0) {
         let text = format!("{what} has settings that this library does not know; use a later one");
-        return Err(Failure::new(error::code(ErrorKind::Unsupported), text));
+        return Err(Failure::new(failure::code(ErrorKind::Unsupported), text));
     }
     Ok(ours)
 }

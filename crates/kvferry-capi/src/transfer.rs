@@ -2,8 +2,9 @@
 
 use crate::agent::kvferry_agent;
 use crate::batch::{self, kvferry_batch};
-use crate::error::{self, KVFERRY_PENDING, kvferry_error};
-use crate::guard::{self, Failure, Outcome};
+use crate::error::{self, kvferry_error};
+use crate::failure::{Failure, KVFERRY_PENDING};
+use crate::guard::{self, Outcome};
 use crate::handles::{self, SharedBatch};
 use crate::peer::{kvferry_peer, limit};
 use crate::structs::{self, Versioned};

@@ -6,7 +6,8 @@
 #![allow(non_snake_case, reason = "the names are Mooncake's")]
 
 use crate::error;
-use crate::guard::{self, Failure, contain};
+use crate::failure::Failure;
+use crate::guard::{self, contain};
 use crate::handles;
 use kvferry::Access;
 use kvferry_mooncake::{MooncakeEngine, codes};

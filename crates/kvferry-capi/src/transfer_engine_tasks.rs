@@ -3,7 +3,8 @@
 #![allow(non_snake_case, reason = "the names are Mooncake's")]
 
 use crate::error;
-use crate::guard::{self, Failure};
+use crate::failure::Failure;
+use crate::guard;
 use crate::transfer_engine::{code, segment_id_t, transfer_engine_t, with};
 use kvferry::Notification;
 use kvferry_mooncake::batches::{self, Request, TaskState};

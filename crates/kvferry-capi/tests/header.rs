@@ -67,7 +67,9 @@ fn compare(name: &str, text: &str) {
 #[test]
 fn kvferry_h_is_what_the_source_makes() {
     let sources = [
+        "failure.rs",
         "error.rs",
+        "handles.rs",
         "log.rs",
         "agent.rs",
         "region.rs",

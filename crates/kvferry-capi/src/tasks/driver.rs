@@ -5,7 +5,7 @@
 //! the inbox, and a thread of the endpoint takes it from there. That thread alone calls the program's
 //! callbacks, without the lock.
 
-use crate::guard::Failure;
+use crate::failure::{Failure, KVFERRY_IO};
 use kvferry::{
     Agent, Batch, Channel, ErrorKind, Message, MessageHandler, Options, Peer, Receipt, Region,
     RemoteRegion, Transfer, Watch,
@@ -234,10 +234,7 @@ impl Endpoint {
         let runs = Arc::clone(&endpoint);
         let spawned = kvferry_sys::thread::spawn("kvferry-tasks".to_owned(), move || runs.run());
         let thread = spawned.map_err(|error| {
-            Failure::new(
-                crate::error::KVFERRY_IO,
-                format!("the thread of tasks can't start: {error}"),
-            )
+            Failure::new(KVFERRY_IO, format!("the thread of tasks can't start: {error}"))
         })?;
         let _ = endpoint.thread_id.set(thread.thread().id());
         *lock(&endpoint.thread) = Some(thread);

@@ -2,7 +2,8 @@
 
 use crate::agent::kvferry_agent;
 use crate::error::{self, kvferry_error};
-use crate::guard::{self, Failure, Outcome};
+use crate::failure::{self, Failure};
+use crate::guard::{self, Outcome};
 use crate::handles;
 use crate::structs::{self, Versioned};
 use crate::tasks::driver::{Done, End, Endpoint};
@@ -116,18 +117,18 @@ impl Callback {
 pub(crate) fn failure(outcome: &::kvferry_tasks::Outcome) -> Option<Failure> {
     let code = match outcome.code {
         Code::Done => return None,
-        Code::Cancelled => error::code(ErrorKind::Cancelled),
-        Code::Timeout => error::code(ErrorKind::Deadline),
-        Code::Mismatch => error::KVFERRY_MISMATCH,
-        Code::Duplicate => error::KVFERRY_DUPLICATE,
-        Code::Unreachable => error::code(ErrorKind::Unreachable),
-        Code::PeerLost => error::code(ErrorKind::PeerReset),
-        Code::ReadFailed => error::code(ErrorKind::Io),
-        Code::Busy => error::code(ErrorKind::Busy),
-        Code::Invalid => error::code(ErrorKind::InvalidArgument),
-        Code::TooLarge => error::code(ErrorKind::TooLarge),
+        Code::Cancelled => failure::code(ErrorKind::Cancelled),
+        Code::Timeout => failure::code(ErrorKind::Deadline),
+        Code::Mismatch => failure::KVFERRY_MISMATCH,
+        Code::Duplicate => failure::KVFERRY_DUPLICATE,
+        Code::Unreachable => failure::code(ErrorKind::Unreachable),
+        Code::PeerLost => failure::code(ErrorKind::PeerReset),
+        Code::ReadFailed => failure::code(ErrorKind::Io),
+        Code::Busy => failure::code(ErrorKind::Busy),
+        Code::Invalid => failure::code(ErrorKind::InvalidArgument),
+        Code::TooLarge => failure::code(ErrorKind::TooLarge),
         // A code of a later version.
-        _ => error::code(ErrorKind::Protocol),
+        _ => failure::code(ErrorKind::Protocol),
     };
     Some(Failure::new(code, outcome.text.clone()))
 }
@@ -143,7 +144,7 @@ pub(crate) fn wait(end: &End, timeout_ms: u64) -> Outcome {
         some => Some(Duration::from_millis(some)),
     };
     match end.wait(timeout) {
-        None => Ok(error::KVFERRY_PENDING),
+        None => Ok(failure::KVFERRY_PENDING),
         Some(outcome) => failure(&outcome).map_or(Ok(0), Err),
     }
 }
@@ -163,7 +164,7 @@ pub(crate) fn place(
         let text = format!(
             "{len} bytes at {address:#x} of block {key} are not in one registered region; register them"
         );
-        Failure::new(error::code(ErrorKind::NotRegistered), text)
+        Failure::new(failure::code(ErrorKind::NotRegistered), text)
     })?;
     let offset = (address - held.addr()) as u64;
     Ok(Some((held, offset)))

@@ -1,7 +1,8 @@
 //! Send tasks.
 
 use crate::error::kvferry_error;
-use crate::guard::{self, Failure};
+use crate::failure::Failure;
+use crate::guard;
 use crate::handles::{self, OwnedSend};
 use crate::tasks::driver::Endpoint;
 use crate::tasks::endpoint::{self, kvferry_task_options, kvferry_task_part, kvferry_tasks};
