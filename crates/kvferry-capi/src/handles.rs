@@ -8,7 +8,8 @@
 //! one. Numbers below the first one of the child belong to its parent.
 
 use crate::failure::Failure;
-use crate::tasks::driver::{End, Endpoint};
+use crate::tasks::driver::Endpoint;
+use crate::tasks::end::End;
 use kvferry::{Agent, Batch, FileRegion, Peer, Region, Transfer};
 use kvferry_mooncake::MooncakeEngine;
 use kvferry_sys::fd;

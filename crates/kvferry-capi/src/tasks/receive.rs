@@ -3,8 +3,9 @@
 use crate::error::kvferry_error;
 use crate::guard;
 use crate::handles::{self, OwnedRecv};
-use crate::tasks::driver::{Endpoint, Places};
+use crate::tasks::driver::Endpoint;
 use crate::tasks::endpoint::{self, kvferry_task_options, kvferry_task_part, kvferry_tasks};
+use crate::tasks::state::Places;
 use ::kvferry_tasks::Wanted;
 use std::ffi::{c_char, c_int};
 use std::sync::Arc;

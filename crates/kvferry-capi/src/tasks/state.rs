@@ -1,0 +1,151 @@
+//! The machine of tasks with what the driver keeps for it: sessions, reads, and places in memory.
+
+use super::end::Ending;
+use super::inbox::Event;
+use kvferry::{Agent, Batch, Channel, Peer, Region, RemoteRegion, Transfer, Watch};
+use kvferry_proto::{Origin, Timestamp};
+use kvferry_tasks::{Conn, Copy, Part, RecvId, SendId, Tasks};
+use serde_bytes::ByteBuf;
+use std::collections::HashMap;
+use std::net::SocketAddr;
+
+/// Addresses of senders that are remembered.
+const PEERS_MAX: usize = 4096;
+
+pub(super) fn now() -> Timestamp {
+    Timestamp::from_nanos(kvferry_sys::clock::boottime_ns())
+}
+
+/// The place of each part of a receive task, in order; `None` is a part that is not wanted.
+pub(crate) type Places = Vec<Option<(Region, u64)>>;
+
+pub(super) struct Receiving {
+    pub(super) ending: Ending,
+    pub(super) places: Places,
+    pub(super) read: Option<Transfer>,
+    /// The program has freed its handle.
+    pub(super) freed: bool,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    pub(super) tasks: Tasks,
+    pub(super) conns: HashMap<Conn, (Channel, Option<Watch>)>,
+    last_conn: u64,
+    /// The receivers that sends are to connect to.
+    pub(super) dialing: HashMap<SendId, Peer>,
+    /// Senders, by the address that they advertise.
+    peers: HashMap<String, Peer>,
+    pub(super) sends: HashMap<SendId, Ending>,
+    pub(super) recvs: HashMap<RecvId, Receiving>,
+    pub(super) closed: bool,
+}
+
+impl State {
+    pub(super) fn happened(&mut self, event: Event) {
+        match event {
+            Event::Lost(channel, why) => {
+                let known = self.conns.iter().find(|(_, (known, _))| *known == channel);
+                if let Some(conn) = known.map(|(conn, _)| *conn) {
+                    self.conns.remove(&conn);
+                    self.tasks.lost(conn, &why);
+                }
+            }
+            Event::Opened(send, Err(text)) => self.tasks.opened(send, Err(text), now()),
+            Event::Opened(send, Ok(channel)) => {
+                let opened = match channel.end() {
+                    Some(error) => Err(error.to_string()),
+                    None => Ok(self.conn(&channel)),
+                };
+                self.tasks.opened(send, opened, now());
+            }
+            Event::ReadEnded(task, result) => self.tasks.read_ended(task, result, now()),
+            Event::Message(..) | Event::Ended(..) => {}
+        }
+    }
+
+    pub(super) fn message(&mut self, channel: &Channel, bytes: &[u8]) {
+        let conn = self.conn(channel);
+        let origin = Origin::from(channel.peer_ip());
+        if let Err(text) = self.tasks.received(conn, origin, bytes, now()) {
+            kvferry::warn_limited!(peer = channel.peer_name(), "dropped a {text}");
+        }
+    }
+
+    fn conn(&mut self, channel: &Channel) -> Conn {
+        let known = self.conns.iter().find(|(_, (known, _))| known == channel);
+        if let Some((conn, _)) = known {
+            return *conn;
+        }
+        self.last_conn += 1;
+        let conn = Conn(self.last_conn);
+        self.conns.insert(conn, (channel.clone(), None));
+        conn
+    }
+
+    /// Runs the heartbeat to the peers that something waits for.
+    pub(super) fn watch(&mut self) {
+        for (conn, (channel, watch)) in &mut self.conns {
+            match (self.tasks.is_used(*conn), &watch) {
+                (true, None) => *watch = Some(channel.watch()),
+                (false, Some(_)) => *watch = None,
+                _ => {}
+            }
+        }
+    }
+
+    pub(super) fn peer_of(&mut self, agent: &Agent, conn: Conn) -> Result<Peer, String> {
+        let (channel, _) = self.conns.get(&conn).ok_or("the sender is gone")?;
+        let address = channel.peer_address();
+        if let Some(peer) = self.peers.get(address) {
+            return Ok(peer.clone());
+        }
+        if address.is_empty() {
+            return Err("the sender's agent accepts no connections".to_owned());
+        }
+        if address.parse::<SocketAddr>().is_err() {
+            // Resolving a name may take seconds, under the lock that calls of the program wait for, and
+            // the peer chooses the name.
+            return Err(format!(
+                "the sender advertises the name {address}, not an address; set KVFERRY_ADVERTISE there"
+            ));
+        }
+        if self.peers.len() >= PEERS_MAX {
+            self.peers.clear();
+        }
+        let peer = agent.peer(address).map_err(|error| error.to_string())?;
+        self.peers.insert(address.to_owned(), peer.clone());
+        Ok(peer)
+    }
+
+    /// What a task reads. All of it is the sender's own memory: it can't have this agent read what a third one lends.
+    pub(super) fn batch(
+        &self,
+        task: RecvId,
+        from: Conn,
+        regions: &[ByteBuf],
+        copies: &[Copy],
+    ) -> Result<Batch, String> {
+        let receiving = self.recvs.get(&task).ok_or("the task is gone")?;
+        let regions: Result<Vec<_>, _> =
+            regions.iter().map(|bytes| RemoteRegion::from_bytes(bytes)).collect();
+        let regions = regions.map_err(|error| error.to_string())?;
+        let sender = self.conns.get(&from).ok_or("the sender is gone")?.0.incarnation();
+        if let Some(foreign) = regions.iter().find(|region| region.incarnation != sender) {
+            let owner = foreign.incarnation;
+            return Err(format!(
+                "the sender {sender} offers memory of another agent, {owner}; a sender offers its own memory"
+            ));
+        }
+        let mut batch = Batch::with_capacity(copies.len());
+        for copy in copies {
+            let Part(region, offset, len) = copy.from;
+            let remote = regions.get(region as usize).ok_or("the offer names no such region")?;
+            let place = receiving.places.get(copy.local).and_then(Option::as_ref);
+            let (local, at) = place.ok_or("the task has no such part")?;
+            let pushed = batch.push(local, *at, remote, offset, len);
+            pushed.map_err(|error| error.to_string())?;
+        }
+        Ok(batch)
+    }
+}
