@@ -42,6 +42,7 @@ models! {
     i1_i2_i3_i5_handoffs_end_once_on_each_rank_with_the_right_bytes: "handoff_model";
     i1_i8_every_ticket_ends_once_and_its_peer_is_watched_until_then: "engine_handshake_model";
     i3_i8_i12_a_follower_knows_what_is_on_offer_whatever_was_lost: "directory_model";
+    i1_i2_i3_i8_tasks_end_once_when_their_memory_is_quiet_and_leave_nothing: "tasks_model";
     i8_every_pending_connection_leaves_once_and_the_oldest_first: "admission_model";
     i8_frames_leave_in_order_with_heartbeats_first_and_are_bounded: "outbox_model";
     i8_events_leave_in_order_and_are_bounded: "inbox_model";

@@ -42,6 +42,7 @@ pub mod plan;
 pub mod rank_message;
 pub mod session;
 mod shares;
+pub mod tasks;
 mod text;
 mod time;
 

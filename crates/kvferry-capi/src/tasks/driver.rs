@@ -10,7 +10,8 @@ use super::inbox::{Event, Inbox};
 use super::state::{Places, Receiving, State, now};
 use crate::failure::{Failure, KVFERRY_IO};
 use kvferry::{Agent, Channel, ErrorKind, Options, Peer};
-use kvferry_tasks::{Action, Code, Conn, Gauges, Offered, Outcome, RecvId, SendId, Wanted};
+use kvferry_proto::handoff::PeerId;
+use kvferry_proto::tasks::{Action, Code, Gauges, Offered, Outcome, RecvId, SendId, Wanted};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
@@ -74,7 +75,7 @@ impl Endpoint {
     ) -> Result<(SendId, Arc<End>), Outcome> {
         let mut state = self.open()?;
         let regions = regions.into_iter().map(serde_bytes::ByteBuf::from).collect();
-        let id = state.tasks.send(peer.address(), key, regions, blocks, budget, now())?;
+        let id = state.tasks.send(key, regions, blocks, budget, now())?;
         let end = Arc::<End>::default();
         state.sends.insert(id, Ending { end: Arc::clone(&end), done });
         state.dialing.insert(id, peer);
@@ -230,7 +231,7 @@ impl Endpoint {
     fn carry_out(&self, state: &mut State) {
         while let Some(action) = state.tasks.poll() {
             match action {
-                Action::Connect { send, .. } => self.connect(state, send),
+                Action::Connect { send } => self.connect(state, send),
                 Action::Offer { to, send, bytes } => self.offer(state, to, send, bytes),
                 Action::Message { to, bytes } => self.say(state, to, bytes),
                 Action::Read { task, from, regions, copies, budget } => {
@@ -260,6 +261,7 @@ impl Endpoint {
                         read.cancel();
                     }
                 }
+                Action::Watch { peer, on } => state.watch(peer, on),
                 Action::SendEnded { id, outcome } => {
                     state.dialing.remove(&id);
                     if let Some(ending) = state.sends.remove(&id) {
@@ -281,7 +283,6 @@ impl Endpoint {
                 }
             }
         }
-        state.watch();
     }
 
     fn ended(&self, end: Arc<End>, done: Option<Done>, outcome: Outcome) {
@@ -301,8 +302,8 @@ impl Endpoint {
 
     /// Sends an offer, if the peer takes its messages. Offers leave half of the queue to answers: if an answer
     /// is lost, so is the session.
-    fn offer(&self, state: &mut State, to: Conn, send: SendId, bytes: Vec<u8>) {
-        let Some((channel, _)) = state.conns.get(&to) else { return };
+    fn offer(&self, state: &mut State, to: PeerId, send: SendId, bytes: Vec<u8>) {
+        let Some(channel) = state.channel(to) else { return };
         let (messages, queued_bytes) = channel.queued();
         let has_room = messages < Channel::QUEUE_MAX / 2
             && queued_bytes + bytes.len() <= Channel::QUEUE_BYTES_MAX / 2;
@@ -319,8 +320,8 @@ impl Endpoint {
         state.tasks.unsent(send, text);
     }
 
-    fn say(&self, state: &State, to: Conn, bytes: Vec<u8>) {
-        let Some((channel, _)) = state.conns.get(&to) else { return };
+    fn say(&self, state: &State, to: PeerId, bytes: Vec<u8>) {
+        let Some(channel) = state.channel(to) else { return };
         self.said(channel, channel.send(bytes));
     }
 

@@ -1,6 +1,6 @@
 //! Ends of tasks, and what waits for them.
 
-use kvferry_tasks::Outcome;
+use kvferry_proto::tasks::Outcome;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 

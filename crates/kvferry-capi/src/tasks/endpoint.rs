@@ -8,8 +8,8 @@ use crate::handles;
 use crate::structs::{self, Versioned};
 use crate::tasks::driver::Endpoint;
 use crate::tasks::end::{Done, End};
-use ::kvferry_tasks::Code;
 use kvferry::{Agent, ErrorKind, Region};
+use kvferry_proto::tasks::{self, Code};
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::Arc;
 use std::time::Duration;
@@ -106,7 +106,7 @@ pub(crate) unsafe fn read(
 }
 
 impl Callback {
-    fn call(self, outcome: &::kvferry_tasks::Outcome) {
+    fn call(self, outcome: &tasks::Outcome) {
         let error = failure(outcome).map(|failure| error::of(&failure));
         let error = error.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         // SAFETY: the caller gave a function of this type, to be called with `user`.
@@ -115,7 +115,7 @@ impl Callback {
 }
 
 /// The error of an outcome; `None` if the task ended well.
-pub(crate) fn failure(outcome: &::kvferry_tasks::Outcome) -> Option<Failure> {
+pub(crate) fn failure(outcome: &tasks::Outcome) -> Option<Failure> {
     let code = match outcome.code {
         Code::Done => return None,
         Code::Cancelled => failure::code(ErrorKind::Cancelled),
@@ -134,7 +134,7 @@ pub(crate) fn failure(outcome: &::kvferry_tasks::Outcome) -> Option<Failure> {
     Some(Failure::new(code, outcome.text.clone()))
 }
 
-pub(crate) fn refused(outcome: ::kvferry_tasks::Outcome) -> Failure {
+pub(crate) fn refused(outcome: tasks::Outcome) -> Failure {
     failure(&outcome).unwrap_or_else(|| Failure::invalid(outcome.text))
 }
 

@@ -2,7 +2,7 @@
 
 use super::end::{Done, lock, wait_while};
 use kvferry::{Channel, Message, MessageHandler, Receipt};
-use kvferry_tasks::{Outcome, RecvId, SendId};
+use kvferry_proto::tasks::{Outcome, RecvId, SendId};
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::Duration;

@@ -1,6 +1,6 @@
 //! Send and receive tasks: `kvferry_tasks.h`.
 //!
-//! The rules are those of the crate `kvferry-tasks`, a state machine. [`driver`] runs it with an agent;
+//! The rules are those of [`kvferry_proto::tasks`], a state machine. [`driver`] runs it with an agent;
 //! [`endpoint`], [`send`] and [`receive`] are the functions of C.
 
 pub mod driver;

@@ -6,7 +6,7 @@ use crate::handles::{self, OwnedRecv};
 use crate::tasks::driver::Endpoint;
 use crate::tasks::endpoint::{self, kvferry_task_options, kvferry_task_part, kvferry_tasks};
 use crate::tasks::state::Places;
-use ::kvferry_tasks::Wanted;
+use kvferry_proto::tasks::Wanted;
 use std::ffi::{c_char, c_int};
 use std::sync::Arc;
 

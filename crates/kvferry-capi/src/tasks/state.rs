@@ -3,8 +3,9 @@
 use super::end::Ending;
 use super::inbox::Event;
 use kvferry::{Agent, Batch, Channel, Peer, Region, RemoteRegion, Transfer, Watch};
+use kvferry_proto::handoff::PeerId;
+use kvferry_proto::tasks::{Copy, Part, RecvId, SendId, Tasks};
 use kvferry_proto::{Origin, Timestamp};
-use kvferry_tasks::{Conn, Copy, Part, RecvId, SendId, Tasks};
 use serde_bytes::ByteBuf;
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -27,11 +28,18 @@ pub(super) struct Receiving {
     pub(super) freed: bool,
 }
 
+struct Session {
+    channel: Channel,
+    /// The heartbeat, while a task waits for the peer.
+    watch: Option<Watch>,
+}
+
 #[derive(Default)]
 pub(super) struct State {
     pub(super) tasks: Tasks,
-    pub(super) conns: HashMap<Conn, (Channel, Option<Watch>)>,
-    last_conn: u64,
+    sessions: HashMap<PeerId, Session>,
+    numbers: HashMap<Channel, PeerId>,
+    last: u64,
     /// The receivers that sends are to connect to.
     pub(super) dialing: HashMap<SendId, Peer>,
     /// Senders, by the address that they advertise.
@@ -45,17 +53,16 @@ impl State {
     pub(super) fn happened(&mut self, event: Event) {
         match event {
             Event::Lost(channel, why) => {
-                let known = self.conns.iter().find(|(_, (known, _))| *known == channel);
-                if let Some(conn) = known.map(|(conn, _)| *conn) {
-                    self.conns.remove(&conn);
-                    self.tasks.lost(conn, &why);
+                if let Some(peer) = self.numbers.remove(&channel) {
+                    self.sessions.remove(&peer);
+                    self.tasks.lost(peer, &why);
                 }
             }
             Event::Opened(send, Err(text)) => self.tasks.opened(send, Err(text), now()),
             Event::Opened(send, Ok(channel)) => {
                 let opened = match channel.end() {
                     Some(error) => Err(error.to_string()),
-                    None => Ok(self.conn(&channel)),
+                    None => Ok(self.number(&channel)),
                 };
                 self.tasks.opened(send, opened, now());
             }
@@ -65,38 +72,37 @@ impl State {
     }
 
     pub(super) fn message(&mut self, channel: &Channel, bytes: &[u8]) {
-        let conn = self.conn(channel);
+        let from = self.number(channel);
         let origin = Origin::from(channel.peer_ip());
-        if let Err(text) = self.tasks.received(conn, origin, bytes, now()) {
+        if let Err(text) = self.tasks.receive(from, origin, bytes, now()) {
             kvferry::warn_limited!(peer = channel.peer_name(), "dropped a {text}");
         }
     }
 
-    fn conn(&mut self, channel: &Channel) -> Conn {
-        let known = self.conns.iter().find(|(_, (known, _))| known == channel);
-        if let Some((conn, _)) = known {
-            return *conn;
+    fn number(&mut self, channel: &Channel) -> PeerId {
+        if let Some(known) = self.numbers.get(channel) {
+            return *known;
         }
-        self.last_conn += 1;
-        let conn = Conn(self.last_conn);
-        self.conns.insert(conn, (channel.clone(), None));
-        conn
+        self.last += 1;
+        let number = PeerId(self.last);
+        self.numbers.insert(channel.clone(), number);
+        self.sessions.insert(number, Session { channel: channel.clone(), watch: None });
+        number
     }
 
-    /// Runs the heartbeat to the peers that something waits for.
-    pub(super) fn watch(&mut self) {
-        for (conn, (channel, watch)) in &mut self.conns {
-            match (self.tasks.is_used(*conn), &watch) {
-                (true, None) => *watch = Some(channel.watch()),
-                (false, Some(_)) => *watch = None,
-                _ => {}
-            }
+    pub(super) fn channel(&self, peer: PeerId) -> Option<&Channel> {
+        self.sessions.get(&peer).map(|session| &session.channel)
+    }
+
+    pub(super) fn watch(&mut self, peer: PeerId, on: bool) {
+        if let Some(session) = self.sessions.get_mut(&peer) {
+            session.watch = on.then(|| session.channel.watch());
         }
     }
 
-    pub(super) fn peer_of(&mut self, agent: &Agent, conn: Conn) -> Result<Peer, String> {
-        let (channel, _) = self.conns.get(&conn).ok_or("the sender is gone")?;
-        let address = channel.peer_address();
+    pub(super) fn peer_of(&mut self, agent: &Agent, sender: PeerId) -> Result<Peer, String> {
+        let session = self.sessions.get(&sender).ok_or("the sender is gone")?;
+        let address = session.channel.peer_address();
         if let Some(peer) = self.peers.get(address) {
             return Ok(peer.clone());
         }
@@ -122,7 +128,7 @@ impl State {
     pub(super) fn batch(
         &self,
         task: RecvId,
-        from: Conn,
+        from: PeerId,
         regions: &[ByteBuf],
         copies: &[Copy],
     ) -> Result<Batch, String> {
@@ -130,7 +136,7 @@ impl State {
         let regions: Result<Vec<_>, _> =
             regions.iter().map(|bytes| RemoteRegion::from_bytes(bytes)).collect();
         let regions = regions.map_err(|error| error.to_string())?;
-        let sender = self.conns.get(&from).ok_or("the sender is gone")?.0.incarnation();
+        let sender = self.channel(from).ok_or("the sender is gone")?.incarnation();
         if let Some(foreign) = regions.iter().find(|region| region.incarnation != sender) {
             let owner = foreign.incarnation;
             return Err(format!(

@@ -8,6 +8,7 @@ pub mod handoff;
 pub mod lane;
 pub mod parts;
 pub mod session;
+pub mod tasks;
 
 use fastrand::Rng;
 use kvferry_proto::fuzzing::Met;
@@ -42,6 +43,7 @@ pub const MODELS: &[Model] = &[
     handoff::MODEL,
     engine_handshake::MODEL,
     directory::MODEL,
+    tasks::MODEL,
     parts::OUTBOX,
     parts::INBOX,
     parts::HEARTBEAT,

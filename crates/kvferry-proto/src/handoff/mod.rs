@@ -104,6 +104,7 @@ pub use message::{
 };
 pub use producer::{Producer, ProducerAction};
 pub use progress::{Progress, Rectangle};
+pub(crate) use watched::Watched;
 
 use crate::code::WireCode;
 use serde::{Deserialize, Serialize};

@@ -1,22 +1,22 @@
-//! Peers that handoffs wait for, and whose heartbeat must run.
+//! Peers that something waits for, and whose heartbeat must run.
 
 use super::PeerId;
 use std::collections::HashMap;
 
-/// The number of handoffs of each peer.
+/// The number of handoffs, or tasks, of each peer.
 #[derive(Debug, Default)]
-pub(super) struct Watched(HashMap<PeerId, usize>);
+pub(crate) struct Watched(HashMap<PeerId, usize>);
 
 impl Watched {
     /// Adds one. Returns whether it is the first.
-    pub(super) fn add(&mut self, peer: PeerId) -> bool {
+    pub(crate) fn add(&mut self, peer: PeerId) -> bool {
         let count = self.0.entry(peer).or_default();
         *count += 1;
         *count == 1
     }
 
     /// Removes one. Returns whether it was the last.
-    pub(super) fn remove(&mut self, peer: PeerId) -> bool {
+    pub(crate) fn remove(&mut self, peer: PeerId) -> bool {
         let count = self.0.get_mut(&peer).expect("it was added");
         *count -= 1;
         if *count == 0 {
@@ -26,7 +26,7 @@ impl Watched {
         false
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
 }

@@ -12,5 +12,6 @@ mod lane;
 mod liveness;
 mod relay;
 mod stream_proofs;
+mod tasks;
 
 use kvferry_models::pair;

@@ -1,7 +1,7 @@
 use super::*;
 use kvferry::{Access, Region};
+use kvferry_proto::tasks::Part;
 use kvferry_sys::map::Mapping;
-use kvferry_tasks::Part;
 use kvferry_testkit::ports::ClosedPort;
 use kvferry_testkit::slow::SlowMemory;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};

@@ -1,15 +1,68 @@
-//! [`Tasks`], the state machine of one process.
+//! Send and receive tasks: two processes meet at a key, and blocks move from one to the other.
+//!
+//! A sender offers blocks under a key to a receiver's address; a receiver has a task for that key. Either
+//! may come first. [`Tasks`] is the state machine of one process, for both roles. It has no clock, no
+//! threads, no sockets and no memory: a driver passes in what happened, and carries out what comes out.
+//!
+//! # How a driver runs it
+//!
+//! * **What happened** goes in: [`Tasks::send`], [`Tasks::recv`], [`Tasks::cancel_send`],
+//!   [`Tasks::cancel_recv`], [`Tasks::steal`], [`Tasks::forget`], [`Tasks::opened`],
+//!   [`Tasks::receive`], [`Tasks::lost`], [`Tasks::read_ended`].
+//! * **What to do** comes out of [`Tasks::poll`], one action at a time, to be carried out in order.
+//! * **Time**: [`Tasks::expire`] is due at [`Tasks::next_timeout`].
+//! * **Queries**: [`Tasks::gauges`].
+//!
+//! # Who moves the bytes
+//!
+//! The receiver reads. Nothing but its own reads writes to its memory, and a task ends only after the
+//! driver has said that its read has ended. So no byte arrives after the end of a task, even from a faulty
+//! sender.
+//!
+//! ```text
+//! sender                          receiver
+//!   send ────────── Offer ──────>   parked until recv, or recv came first
+//!                                   read ... read
+//!        <───────── Confirm ─────   is the offer still valid?
+//!   done ───────── Confirmed ───>   done
+//! ```
+//!
+//! A sender that ends early says `Withdraw`, and answers a late `Confirm` with no: its memory may have
+//! been reused. A receiver that ends early says `Refuse`, with its reason.
+//!
+//! # Why tasks are no handoffs
+//!
+//! A [handoff](crate::handoff) begins at its consumer, which knows its producers, asks each, and comes back after
+//! a lost connection. A task begins at its sender, which knows the receiver's address; the receiver knows no
+//! sender, and a task ends with its connection. The sender's blocks are ranges of its regions under keys of the
+//! program, not numbers in a layout, and keys are used again.
+//!
+//! # Outcomes
+//!
+//! If the receiver's task ends well, so has the send. A receiver that gives up after its `Confirm` has left
+//! may not have the bytes of a send that ends well.
+//!
+//! Each task ends once. A receive task ends with the first of these that applies when its memory is
+//! quiet: its time has passed, it was cancelled, what the sender or the read reports.
 
-use crate::blocks::{self, Copy, Offered, Wanted};
-use crate::code::{Code, Outcome};
-use crate::message::Message;
-use kvferry_proto::{Origin, Shares, Timestamp, pack};
+mod blocks;
+mod code;
+mod message;
+mod receiving;
+mod sending;
+
+pub use blocks::{Copy, Offered, Part, Wanted};
+pub use code::{Code, Outcome};
+pub use message::Message;
+
+use crate::handoff::{PeerId, Watched};
+use crate::origin::Origin;
+use crate::pack;
+use crate::shares::Shares;
+use crate::time::Timestamp;
 use serde_bytes::ByteBuf;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
-
-mod receiving;
-mod sending;
 
 /// Tasks of one role, offers that wait, and keys that were given up, at most.
 const COUNT_MAX: usize = 65_536;
@@ -30,25 +83,18 @@ pub struct SendId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RecvId(pub u64);
 
-/// A connection to one incarnation of a peer. The driver numbers them and never uses a number
-/// again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Conn(pub u64);
-
 /// An action for the driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Connect, then call [`Tasks::opened`].
+    /// Connect to the receiver of a send, then call [`Tasks::opened`].
     Connect {
         /// The send that needs the connection.
         send: SendId,
-        /// The receiver's address.
-        address: String,
     },
     /// Send the offer of a send. Without room for it call [`Tasks::unsent`].
     Offer {
-        /// The connection.
-        to: Conn,
+        /// The receiver.
+        to: PeerId,
         /// The send.
         send: SendId,
         /// An encoded [`Message`].
@@ -56,8 +102,8 @@ pub enum Action {
     },
     /// Send a message.
     Message {
-        /// The connection.
-        to: Conn,
+        /// The peer.
+        to: PeerId,
         /// An encoded [`Message`].
         bytes: Vec<u8>,
     },
@@ -65,8 +111,8 @@ pub enum Action {
     Read {
         /// The task whose memory is written.
         task: RecvId,
-        /// The sender's connection.
-        from: Conn,
+        /// The sender.
+        from: PeerId,
         /// The sender's regions.
         regions: Vec<ByteBuf>,
         /// Ranges to read, each with its place in the task's memory.
@@ -78,6 +124,13 @@ pub enum Action {
     StopRead {
         /// The task.
         task: RecvId,
+    },
+    /// Start or stop the heartbeat to a peer. It must run while a task waits for the peer.
+    Watch {
+        /// The peer.
+        peer: PeerId,
+        /// Whether to start it.
+        on: bool,
     },
     /// A send has ended.
     SendEnded {
@@ -127,15 +180,14 @@ pub struct Tasks {
     /// The tasks that offers find.
     by_key: HashMap<String, RecvId>,
     /// The tasks that read an offer, by the offer.
-    by_offer: HashMap<(Conn, u64), RecvId>,
+    by_offer: HashMap<(PeerId, u64), RecvId>,
     parked: HashMap<String, receiving::Parked>,
     /// The memory of each parked offer, and at least [`PARKED_MIN`].
     parked_sizes: Shares<String>,
     /// Keys that the receiver gave up, and until when offers for them are refused.
     taken: HashMap<String, Timestamp>,
     timers: BTreeSet<(Timestamp, Timer)>,
-    /// Number of users of each connection.
-    users: HashMap<Conn, usize>,
+    watched: Watched,
     actions: VecDeque<Action>,
 }
 
@@ -158,7 +210,7 @@ impl Tasks {
             parked_sizes: Shares::new(PARKED_BYTES_MAX),
             taken: HashMap::new(),
             timers: BTreeSet::new(),
-            users: HashMap::new(),
+            watched: Watched::default(),
             actions: VecDeque::new(),
         }
     }
@@ -186,13 +238,13 @@ impl Tasks {
         }
     }
 
-    /// A message arrived over a connection with `origin`.
+    /// A message arrived from a peer, whose session comes from `origin`.
     ///
     /// # Errors
     /// A text for a message that is malformed; it has no effect.
-    pub fn received(
+    pub fn receive(
         &mut self,
-        from: Conn,
+        from: PeerId,
         origin: Origin,
         bytes: &[u8],
         now: Timestamp,
@@ -221,15 +273,10 @@ impl Tasks {
         Ok(())
     }
 
-    /// A connection has ended: no message of it follows.
-    pub fn lost(&mut self, conn: Conn, why: &str) {
-        self.sends_lost(conn, why);
-        self.recvs_lost(conn, why);
-    }
-
-    /// Whether anything waits for a peer: then its silence must be noticed.
-    pub fn is_used(&self, conn: Conn) -> bool {
-        self.users.contains_key(&conn)
+    /// The connection to a peer has ended: no message of it follows, and its number is not used again.
+    pub fn lost(&mut self, peer: PeerId, why: &str) {
+        self.sends_lost(peer, why);
+        self.recvs_lost(peer, why);
     }
 
     /// The gauges; all are 0 when everything has ended, was forgotten and has timed out.
@@ -248,20 +295,14 @@ impl Tasks {
         self.last
     }
 
-    fn say(&mut self, to: Conn, message: &Message) {
+    fn say(&mut self, to: PeerId, message: &Message) {
         self.actions.push_back(Action::Message { to, bytes: pack::encode(message) });
     }
 
-    fn use_conn(&mut self, conn: Conn) {
-        *self.users.entry(conn).or_default() += 1;
-    }
-
-    fn free_conn(&mut self, conn: Conn) {
-        if let Some(count) = self.users.get_mut(&conn) {
-            *count -= 1;
-            if *count == 0 {
-                self.users.remove(&conn);
-            }
+    fn watch(&mut self, peer: PeerId, on: bool) {
+        let changes = if on { self.watched.add(peer) } else { self.watched.remove(peer) };
+        if changes {
+            self.actions.push_back(Action::Watch { peer, on });
         }
     }
 }

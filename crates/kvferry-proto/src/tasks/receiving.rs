@@ -1,17 +1,19 @@
 //! The receiver's side.
 
-use super::{Action, Conn, RecvId, Tasks, Timer, check_count, check_key, plan};
-use crate::blocks::{Offered, Wanted};
-use crate::code::{Code, Outcome};
-use crate::message::Message;
-use kvferry_proto::{Origin, Timestamp};
+use super::{
+    Action, Code, Message, Offered, Outcome, RecvId, Tasks, Timer, Wanted, check_count, check_key,
+    plan,
+};
+use crate::handoff::PeerId;
+use crate::origin::Origin;
+use crate::time::Timestamp;
 use serde_bytes::ByteBuf;
 use std::time::Duration;
 
 /// An offer.
 #[derive(Debug)]
 pub(super) struct Parked {
-    pub(super) from: Conn,
+    pub(super) from: PeerId,
     pub(super) id: u64,
     pub(super) until: Timestamp,
     /// Bytes of memory that it takes: a block without parts has 3 bytes in a message, and 32 here.
@@ -34,13 +36,13 @@ enum State {
     Pending,
     /// A read is in progress. `stop`, if set, is the outcome of the task, for any result of the read.
     Reading {
-        from: Conn,
+        from: PeerId,
         id: u64,
         stop: Option<Outcome>,
     },
     /// The read has ended well. The sender is asked whether its offer was valid until then.
     Confirming {
-        from: Conn,
+        from: PeerId,
         id: u64,
     },
     Ended(Outcome),
@@ -59,7 +61,7 @@ impl Recv {
         matches!(self.state, State::Reading { .. })
     }
 
-    fn sender(&self) -> Option<(Conn, u64)> {
+    fn sender(&self) -> Option<(PeerId, u64)> {
         match self.state {
             State::Reading { from, id, .. } | State::Confirming { from, id } => Some((from, id)),
             State::Pending | State::Ended(_) => None,
@@ -109,7 +111,10 @@ impl Tasks {
             return;
         }
         let refusal = match self.by_key.get(&key).and_then(|id| Some((*id, self.recvs.get(id)?))) {
-            Some((id, Recv { state: State::Pending, .. })) => return self.begin(id, offer, now),
+            Some((id, Recv { state: State::Pending, .. })) => {
+                self.watch(offer.from, true);
+                return self.begin(id, offer, now);
+            }
             Some((_, Recv { state: State::Ended(outcome), .. })) => Some(match outcome.code {
                 Code::Done => Outcome::new(Code::Duplicate, format!("{key} has been received")),
                 _ => outcome.clone(),
@@ -128,31 +133,38 @@ impl Tasks {
         if let Some(outcome) = refusal {
             return self.refuse(offer.from, offer.id, &outcome);
         }
-        self.use_conn(offer.from);
+        self.watch(offer.from, true);
         self.timers.insert((offer.until, Timer::Parked(key.clone())));
         self.parked_sizes.add(&key, origin, offer.from.0, offer.len.max(super::PARKED_MIN));
         self.parked.insert(key.clone(), offer);
         while let Some(excess) = self.parked_sizes.excess(&key) {
-            let Some(offer) = self.unpark(&excess) else { return };
+            let Some(offer) = self.drop_parked(&excess) else { return };
             let text = "too many offers wait for tasks of the receiver; wait for their ends";
             self.refuse(offer.from, offer.id, &Outcome::new(Code::Busy, text));
         }
     }
 
+    fn drop_parked(&mut self, key: &str) -> Option<Parked> {
+        let offer = self.unpark(key)?;
+        self.watch(offer.from, false);
+        Some(offer)
+    }
+
+    /// Takes an offer that waits. Its sender is still watched.
     fn unpark(&mut self, key: &str) -> Option<Parked> {
         let (key, offer) = self.parked.remove_entry(key)?;
         self.parked_sizes.remove(&key);
         self.timers.remove(&(offer.until, Timer::Parked(key)));
-        self.free_conn(offer.from);
         Some(offer)
     }
 
     pub(super) fn parked_expired(&mut self, key: &str) {
-        let Some(offer) = self.unpark(key) else { return };
+        let Some(offer) = self.drop_parked(key) else { return };
         let text = format!("the receiver had no task for {key} in time");
         self.refuse(offer.from, offer.id, &Outcome::new(Code::Timeout, text));
     }
 
+    /// Begins to read an offer, whose sender is watched.
     fn begin(&mut self, task: RecvId, offer: Parked, now: Timestamp) {
         let Some(recv) = self.recvs.get_mut(&task) else { return };
         let Parked { from, id, regions, blocks, .. } = offer;
@@ -160,7 +172,6 @@ impl Tasks {
         let budget = recv.until.saturating_since(now);
         let planned = plan(&recv.wanted, &blocks);
         self.by_offer.insert((from, id), task);
-        self.use_conn(from);
         match planned {
             Ok(copies) => {
                 self.actions.push_back(Action::Read { task, from, regions, copies, budget });
@@ -186,7 +197,7 @@ impl Tasks {
         self.end_recv(task, outcome);
     }
 
-    pub(super) fn confirmed(&mut self, from: Conn, id: u64, valid: bool, now: Timestamp) {
+    pub(super) fn confirmed(&mut self, from: PeerId, id: u64, valid: bool, now: Timestamp) {
         let Some((task, recv)) = self.task_of(from, id) else { return };
         if !matches!(recv.state, State::Confirming { .. }) {
             return;
@@ -201,11 +212,11 @@ impl Tasks {
         self.end_recv(task, outcome);
     }
 
-    pub(super) fn withdrawn(&mut self, from: Conn, id: u64, outcome: Outcome) {
+    pub(super) fn withdrawn(&mut self, from: PeerId, id: u64, outcome: Outcome) {
         let of = |offer: &Parked| offer.from == from && offer.id == id;
         let key = self.parked.iter().find(|(_, offer)| of(offer)).map(|(key, _)| key.clone());
         if let Some(key) = key {
-            self.unpark(&key);
+            self.drop_parked(&key);
         }
         if let Some((task, _)) = self.task_of(from, id) {
             let code = if outcome.code == Code::Done { Code::Cancelled } else { outcome.code };
@@ -213,14 +224,14 @@ impl Tasks {
         }
     }
 
-    pub(super) fn recvs_lost(&mut self, conn: Conn, why: &str) {
-        let of = |offer: &Parked| offer.from == conn;
+    pub(super) fn recvs_lost(&mut self, peer: PeerId, why: &str) {
+        let of = |offer: &Parked| offer.from == peer;
         let keys: Vec<_> =
             self.parked.iter().filter(|(_, offer)| of(offer)).map(|(key, _)| key.clone()).collect();
         for key in keys {
-            self.unpark(&key);
+            self.drop_parked(&key);
         }
-        let by = |recv: &Recv| recv.sender().is_some_and(|(from, _)| from == conn);
+        let by = |recv: &Recv| recv.sender().is_some_and(|(from, _)| from == peer);
         let tasks: Vec<_> =
             self.recvs.iter().filter(|(_, recv)| by(recv)).map(|(id, _)| *id).collect();
         for task in tasks {
@@ -281,7 +292,7 @@ impl Tasks {
         true
     }
 
-    fn task_of(&self, from: Conn, id: u64) -> Option<(RecvId, &Recv)> {
+    fn task_of(&self, from: PeerId, id: u64) -> Option<(RecvId, &Recv)> {
         let task = *self.by_offer.get(&(from, id))?;
         Some((task, self.recvs.get(&task)?))
     }
@@ -321,12 +332,12 @@ impl Tasks {
                 self.refuse(from, offer, &outcome);
             }
             self.by_offer.remove(&(from, offer));
-            self.free_conn(from);
+            self.watch(from, false);
         }
         self.actions.push_back(Action::RecvEnded { id, outcome });
     }
 
-    fn refuse(&mut self, to: Conn, id: u64, outcome: &Outcome) {
+    fn refuse(&mut self, to: PeerId, id: u64, outcome: &Outcome) {
         let (code, text) = (outcome.code.to_wire(), outcome.text.clone());
         self.say(to, &Message::Refuse { id, code, text });
     }

@@ -1,6 +1,6 @@
 //! Messages between sender and receiver.
 
-use crate::blocks::Offered;
+use super::Offered;
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
 
@@ -24,7 +24,7 @@ pub enum Message {
     Withdraw {
         /// The number of the send.
         id: u64,
-        /// [`crate::Code::to_wire`].
+        /// [`super::Code::to_wire`].
         code: u16,
         /// Explanation, for people.
         text: String,
@@ -45,7 +45,7 @@ pub enum Message {
     Refuse {
         /// The number of the send.
         id: u64,
-        /// [`crate::Code::to_wire`].
+        /// [`super::Code::to_wire`].
         code: u16,
         /// Explanation, for people.
         text: String,

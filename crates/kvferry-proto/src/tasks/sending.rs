@@ -1,11 +1,12 @@
 //! The sender's side.
 
-use super::{Action, Conn, SendId, Tasks, Timer, check_count, check_key};
-use crate::blocks::Offered;
-use crate::code::{Code, Outcome};
-use crate::message::Message;
-use kvferry_proto::message::BODY_MAX;
-use kvferry_proto::{Timestamp, pack};
+use super::{
+    Action, Code, Message, Offered, Outcome, SendId, Tasks, Timer, check_count, check_key,
+};
+use crate::handoff::PeerId;
+use crate::message::BODY_MAX;
+use crate::pack;
+use crate::time::Timestamp;
 use serde_bytes::ByteBuf;
 use std::time::Duration;
 
@@ -13,21 +14,20 @@ use std::time::Duration;
 pub(super) struct Send {
     key: String,
     until: Timestamp,
-    /// Connection to the receiver; `None` while it is being opened.
-    conn: Option<Conn>,
+    /// The receiver; `None` until it is connected.
+    peer: Option<PeerId>,
     /// Empty once the offer was sent.
     regions: Vec<ByteBuf>,
     blocks: Vec<Offered>,
 }
 
 impl Tasks {
-    /// Offers blocks to the receiver at `address`.
+    /// Offers blocks to a receiver.
     ///
     /// # Errors
     /// [`Code::Invalid`] for a key or a list that is empty, [`Code::Busy`].
     pub fn send(
         &mut self,
-        address: &str,
         key: &str,
         regions: Vec<ByteBuf>,
         blocks: Vec<Offered>,
@@ -41,21 +41,21 @@ impl Tasks {
         check_count(self.sends.len(), "sends")?;
         let id = SendId(self.number());
         let until = now + budget;
-        let send = Send { key: key.to_owned(), until, conn: None, regions, blocks };
+        let send = Send { key: key.to_owned(), until, peer: None, regions, blocks };
         self.sends.insert(id, send);
         self.timers.insert((until, Timer::Send(id)));
-        self.actions.push_back(Action::Connect { send: id, address: address.to_owned() });
+        self.actions.push_back(Action::Connect { send: id });
         Ok(id)
     }
 
-    /// A connection was opened for a send, or could not be.
-    pub fn opened(&mut self, id: SendId, conn: Result<Conn, String>, now: Timestamp) {
+    /// The receiver of a send is connected, or can't be.
+    pub fn opened(&mut self, id: SendId, peer: Result<PeerId, String>, now: Timestamp) {
         let Some(send) = self.sends.get_mut(&id) else { return };
-        let conn = match conn {
-            Ok(conn) => conn,
+        let peer = match peer {
+            Ok(peer) => peer,
             Err(text) => return self.end_send(id, Outcome::new(Code::Unreachable, text)),
         };
-        send.conn = Some(conn);
+        send.peer = Some(peer);
         let budget = send.until.saturating_since(now).as_millis();
         let offer = Message::Offer {
             id: id.0,
@@ -64,7 +64,7 @@ impl Tasks {
             regions: std::mem::take(&mut send.regions),
             blocks: std::mem::take(&mut send.blocks),
         };
-        self.use_conn(conn);
+        self.watch(peer, true);
         let bytes = pack::encode(&offer);
         if bytes.len() > BODY_MAX {
             let len = bytes.len();
@@ -73,7 +73,7 @@ impl Tasks {
             );
             return self.end_send(id, Outcome::new(Code::TooLarge, text));
         }
-        self.actions.push_back(Action::Offer { to: conn, send: id, bytes });
+        self.actions.push_back(Action::Offer { to: peer, send: id, bytes });
     }
 
     /// There was no room for the offer of a send, for the reason in `text`.
@@ -89,7 +89,7 @@ impl Tasks {
 
     pub(super) fn send_expired(&mut self, id: SendId) {
         let Some(send) = self.sends.get(&id) else { return };
-        let text = match send.conn {
+        let text = match send.peer {
             None => format!("the receiver of {} was not connected to in time", send.key),
             Some(_) => format!("the receiver did not take {} in time", send.key),
         };
@@ -97,33 +97,33 @@ impl Tasks {
     }
 
     fn withdraw(&mut self, id: SendId, outcome: Outcome) {
-        if let Some(&Send { conn: Some(conn), .. }) = self.sends.get(&id) {
+        if let Some(&Send { peer: Some(peer), .. }) = self.sends.get(&id) {
             let (code, text) = (outcome.code.to_wire(), outcome.text.clone());
-            self.say(conn, &Message::Withdraw { id: id.0, code, text });
+            self.say(peer, &Message::Withdraw { id: id.0, code, text });
         }
         self.end_send(id, outcome);
     }
 
     /// The offer is still valid if the send has not ended. It ends now: its memory is free again.
-    pub(super) fn confirm(&mut self, from: Conn, id: SendId) {
-        let valid = self.sends.get(&id).is_some_and(|send| send.conn == Some(from));
+    pub(super) fn confirm(&mut self, from: PeerId, id: SendId) {
+        let valid = self.sends.get(&id).is_some_and(|send| send.peer == Some(from));
         self.say(from, &Message::Confirmed { id: id.0, valid });
         if valid {
             self.end_send(id, Outcome::done());
         }
     }
 
-    pub(super) fn refused(&mut self, from: Conn, id: SendId, mut outcome: Outcome) {
+    pub(super) fn refused(&mut self, from: PeerId, id: SendId, mut outcome: Outcome) {
         if outcome.code == Code::Done {
             outcome.code = Code::Other(0);
         }
-        if self.sends.get(&id).is_some_and(|send| send.conn == Some(from)) {
+        if self.sends.get(&id).is_some_and(|send| send.peer == Some(from)) {
             self.end_send(id, outcome);
         }
     }
 
-    pub(super) fn sends_lost(&mut self, conn: Conn, why: &str) {
-        let of = |send: &Send| send.conn == Some(conn);
+    pub(super) fn sends_lost(&mut self, peer: PeerId, why: &str) {
+        let of = |send: &Send| send.peer == Some(peer);
         let lost: Vec<_> =
             self.sends.iter().filter(|(_, send)| of(send)).map(|(id, _)| *id).collect();
         for id in lost {
@@ -134,8 +134,8 @@ impl Tasks {
     fn end_send(&mut self, id: SendId, outcome: Outcome) {
         let Some(send) = self.sends.remove(&id) else { return };
         self.timers.remove(&(send.until, Timer::Send(id)));
-        if let Some(conn) = send.conn {
-            self.free_conn(conn);
+        if let Some(peer) = send.peer {
+            self.watch(peer, false);
         }
         self.actions.push_back(Action::SendEnded { id, outcome });
     }

@@ -48,7 +48,7 @@ pub struct Copy {
 ///
 /// # Errors
 /// A text that names the block that is missing or of another length.
-pub fn matched(wanted: &[Wanted], offered: &[Offered]) -> Result<Vec<Copy>, String> {
+pub(super) fn matched(wanted: &[Wanted], offered: &[Offered]) -> Result<Vec<Copy>, String> {
     let by_key: HashMap<i64, &[Part]> = offered.iter().map(|block| (block.0, &*block.1)).collect();
     let mut copies = Vec::new();
     let mut local = 0;

@@ -1,15 +1,16 @@
 //! Sender and receiver in one thread, without a clock or memory to transfer.
 
-use crate::*;
+use kvferry_proto::handoff::PeerId;
+use kvferry_proto::tasks::{
+    Action, Code, Gauges, Message, Offered, Outcome, Part, RecvId, SendId, Tasks, Wanted,
+};
 use kvferry_proto::{Origin, Timestamp, pack};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
 use std::time::Duration;
 
-mod random;
-
 const LONG: Duration = Duration::from_secs(10);
-const CONN: Conn = Conn(7);
+const PEER: PeerId = PeerId(7);
 
 fn at(host: &str) -> Origin {
     Origin::from(host.parse::<IpAddr>().expect("an address"))
@@ -29,6 +30,8 @@ struct Pair {
     held: bool,
     reading: Vec<RecvId>,
     stopped: Vec<RecvId>,
+    /// The sides whose heartbeat to the other one runs; true is the sender.
+    watching: HashSet<bool>,
     sent: HashMap<SendId, Outcome>,
     received: HashMap<RecvId, Outcome>,
 }
@@ -38,7 +41,7 @@ impl Pair {
         let part = |len: &u64| Part(0, 0, *len);
         let blocks =
             blocks.iter().map(|(key, lens)| Offered(*key, lens.iter().map(part).collect()));
-        let sent = self.sender.send("there", key, vec![], blocks.collect(), LONG, self.now);
+        let sent = self.sender.send(key, vec![], blocks.collect(), LONG, self.now);
         sent.expect("the arguments are valid")
     }
 
@@ -54,14 +57,16 @@ impl Pair {
             let ours = action.is_some();
             let Some(action) = action.or_else(|| self.receiver.poll()) else { return };
             match action {
-                Action::Connect { send, .. } => self.sender.opened(send, Ok(CONN), self.now),
+                Action::Connect { send } => self.sender.opened(send, Ok(PEER), self.now),
                 Action::Offer { .. } | Action::Message { .. } if self.held => {}
                 Action::Offer { bytes, .. } | Action::Message { bytes, .. } => {
                     let to = if ours { &mut self.receiver } else { &mut self.sender };
-                    to.received(CONN, here(), &bytes, self.now).expect("own output");
+                    to.receive(PEER, here(), &bytes, self.now).expect("own output");
                 }
                 Action::Read { task, .. } => self.reading.push(task),
                 Action::StopRead { task } => self.stopped.push(task),
+                Action::Watch { on: true, .. } => assert!(self.watching.insert(ours), "once"),
+                Action::Watch { on: false, .. } => assert!(self.watching.remove(&ours), "once"),
                 Action::SendEnded { id, outcome } => {
                     assert_eq!(self.sent.insert(id, outcome), None, "a send ends once");
                 }
@@ -99,7 +104,7 @@ impl Pair {
         }
         self.pass(LONG * 2);
         assert_eq!((self.sender.gauges(), self.receiver.gauges()), Default::default());
-        assert!(!self.sender.is_used(CONN) && !self.receiver.is_used(CONN));
+        assert!(self.watching.is_empty(), "nothing waits for a peer");
         assert_eq!((self.sender.next_timeout(), self.receiver.next_timeout()), (None, None));
     }
 }
@@ -354,8 +359,8 @@ fn a_peer_that_dies_ends_everything_that_needs_it_and_nothing_while_memory_is_wr
     pair.settle();
     pair.held = true;
     pair.read_ends(confirming, Ok(()));
-    pair.sender.lost(CONN, "reset");
-    pair.receiver.lost(CONN, "reset");
+    pair.sender.lost(PEER, "reset");
+    pair.receiver.lost(PEER, "reset");
     pair.settle();
     assert_eq!((pair.sent(send), pair.sent(asked)), (Some(Code::PeerLost), Some(Code::PeerLost)));
     assert_eq!((pair.got(confirming), pair.got(recv)), (Some(Code::PeerLost), None));
@@ -380,7 +385,7 @@ fn a_read_that_fails_fails_both_ends_with_its_reason() {
 fn a_send_without_bytes_key_or_receiver_fails() {
     let mut pair = Pair::default();
     let now = pair.now;
-    let empty = pair.sender.send("there", "k", vec![], vec![Offered(1, vec![])], LONG, now);
+    let empty = pair.sender.send("k", vec![], vec![Offered(1, vec![])], LONG, now);
     assert_eq!(empty.map_err(|refused| refused.code), Err(Code::Invalid));
     let nameless = pair.receiver.recv("", vec![], LONG, now);
     assert_eq!(nameless.map_err(|refused| refused.code), Err(Code::Invalid));
@@ -408,21 +413,23 @@ fn offer(id: u64, key: &str, budget_ms: u64, blocks: Vec<Offered>) -> Vec<u8> {
     pack::encode(&Message::Offer { id, key: key.to_owned(), budget_ms, regions, blocks })
 }
 
-/// Offers until an offer of this connection is refused as busy; returns how many were not.
-fn park(tasks: &mut Tasks, conn: Conn, origin: Origin, blocks: &[Offered]) -> usize {
+/// Offers until an offer of this peer is refused as busy; returns how many were not.
+fn park(tasks: &mut Tasks, peer: PeerId, origin: Origin, blocks: &[Offered]) -> usize {
     for number in 0.. {
-        let key = format!("{conn:?} {number}");
+        let key = format!("{peer:?} {number}");
         let bytes = offer(number as u64, &key, 1000, blocks.to_vec());
-        tasks.received(conn, origin, &bytes, Timestamp::default()).expect("an offer");
+        tasks.receive(peer, origin, &bytes, Timestamp::default()).expect("an offer");
         let said = |action| match action {
-            Action::Message { to, bytes } => (to, pack::decode(&bytes).expect("own output")),
+            Action::Message { to, bytes } => Some((to, pack::decode(&bytes).expect("own output"))),
+            Action::Watch { .. } => None,
             other => unreachable!("{other:?}"),
         };
-        let said: Vec<(Conn, Message)> = std::iter::from_fn(|| tasks.poll()).map(said).collect();
+        let said: Vec<(PeerId, Message)> =
+            std::iter::from_fn(|| tasks.poll()).filter_map(said).collect();
         let busy = Code::Busy.to_wire();
         let is_busy = |(_, it): &_| matches!(it, Message::Refuse { code, .. } if *code == busy);
         assert!(said.iter().all(is_busy), "{said:?}");
-        if said.iter().any(|(to, _)| *to == conn) {
+        if said.iter().any(|(to, _)| *to == peer) {
             return number;
         }
     }
@@ -434,17 +441,17 @@ fn a_host_gets_all_the_room_for_waiting_offers_and_leaves_a_later_host_half_of_i
     let mut tasks = Tasks::new();
     let all = 256 * 1024 * 1024 / 500_200;
     let near = |parked: usize, share: usize| (share - 2..=share + 2).contains(&parked);
-    let parked = park(&mut tasks, Conn(1), at("10.0.0.1"), &[]);
+    let parked = park(&mut tasks, PeerId(1), at("10.0.0.1"), &[]);
     assert!(near(parked, all), "{parked} of {all}");
     // Its other connections get no more of it.
-    for conn in 2..20 {
-        park(&mut tasks, Conn(conn), at("10.0.0.1"), &[]);
+    for peer in 2..20 {
+        park(&mut tasks, PeerId(peer), at("10.0.0.1"), &[]);
     }
-    let parked = park(&mut tasks, Conn(20), at("10.0.1.1"), &[]);
+    let parked = park(&mut tasks, PeerId(20), at("10.0.1.1"), &[]);
     assert!(near(parked, all / 2), "{parked} of {all}");
-    (1..21).for_each(|conn| tasks.lost(Conn(conn), "reset"));
+    (1..21).for_each(|peer| tasks.lost(PeerId(peer), "reset"));
     assert_eq!(tasks.gauges(), Gauges::default());
-    assert!(park(&mut tasks, Conn(21), at("10.0.0.1"), &[]) > 500, "the room is free again");
+    assert!(park(&mut tasks, PeerId(21), at("10.0.0.1"), &[]) > 500, "the room is free again");
 }
 
 #[test]
@@ -452,7 +459,7 @@ fn waiting_offers_are_counted_by_the_memory_that_they_take() {
     let mut tasks = Tasks::new();
     // 3 bytes each in a message, 32 in memory.
     let blocks: Vec<_> = (0..100).cycle().take(100_000).map(|key| Offered(key, vec![])).collect();
-    let parked = park(&mut tasks, Conn(1), here(), &blocks);
+    let parked = park(&mut tasks, PeerId(1), here(), &blocks);
     assert!((66..=72).contains(&parked), "{parked} of 3.7 MB are not 256 MiB");
 }
 
@@ -461,7 +468,7 @@ fn an_offer_waits_for_an_hour_at_most_whatever_its_sender_says() {
     let mut tasks = Tasks::new();
     let mut now = Timestamp::default();
     let bytes = offer(1, "k", u64::MAX, vec![Offered(1, vec![Part(0, 0, 8)])]);
-    tasks.received(CONN, here(), &bytes, now).expect("an offer");
+    tasks.receive(PEER, here(), &bytes, now).expect("an offer");
     assert_eq!(tasks.next_timeout(), Some(now + Duration::from_secs(3600)));
     now = now + Duration::from_secs(3600);
     tasks.expire(now);
@@ -481,7 +488,7 @@ fn every_code_survives_the_wire_also_one_of_a_later_version() {
 fn malformed_messages_are_errors() {
     let mut tasks = Tasks::new();
     for bytes in [&b""[..], b"\xc1", b"\x80", b"\x81\xa5Offer\x80"] {
-        assert!(tasks.received(CONN, here(), bytes, Timestamp::default()).is_err());
+        assert!(tasks.receive(PEER, here(), bytes, Timestamp::default()).is_err());
     }
     assert_eq!(tasks.gauges(), Gauges::default());
 }
