@@ -66,6 +66,7 @@ targets! {
     lane_model: |bytes| models::lane::MODEL.fuzz(bytes), models::lane::seeds, 10_000;
     directory_message: decoders::directory::message, decoders::directory::message_seeds, 40_000;
     directory_model: |bytes| models::directory::MODEL.fuzz(bytes), models::random_seeds, 2_000;
+    task_message: decoders::tasks::message, decoders::tasks::message_seeds, 40_000;
     tasks_model: |bytes| models::tasks::MODEL.fuzz(bytes), models::random_seeds, 2_000;
     rank_message: decoders::rank_message::message, decoders::rank_message::seeds, 20_000;
     handoff_model: |bytes| models::handoff::MODEL.fuzz(bytes), models::random_seeds, 3_000;

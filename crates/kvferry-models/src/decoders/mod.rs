@@ -11,6 +11,7 @@ pub mod layouts;
 pub mod messages;
 pub mod rank_message;
 pub mod session;
+pub mod tasks;
 pub mod topologies;
 
 /// Separator between the parts of one input: the byte that begins no MessagePack value.
