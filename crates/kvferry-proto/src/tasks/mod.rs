@@ -179,8 +179,8 @@ pub struct Tasks {
     recvs: HashMap<RecvId, receiving::Recv>,
     /// The tasks that offers find.
     by_key: HashMap<String, RecvId>,
-    /// The tasks that read an offer, by the offer.
-    by_offer: HashMap<(PeerId, u64), RecvId>,
+    /// Where each offer is, by its sender and the sender's number of it.
+    by_offer: HashMap<(PeerId, u64), receiving::OfferPlace>,
     parked: HashMap<String, receiving::Parked>,
     /// The memory of each parked offer, and at least [`PARKED_MIN`].
     parked_sizes: Shares<String>,

@@ -22,13 +22,22 @@ pub(super) struct Parked {
     pub(super) blocks: Vec<Offered>,
 }
 
+/// Where an offer is.
+#[derive(Clone, Debug)]
+pub(super) enum OfferPlace {
+    /// It waits for a task of this key.
+    Parked(String),
+    /// This task reads it.
+    Read(RecvId),
+}
+
 /// Bytes of memory that an offer takes.
 pub(super) fn memory_of(key: &str, regions: &[ByteBuf], blocks: &[Offered]) -> usize {
     let regions: usize = regions.iter().map(|region| size_of::<ByteBuf>() + region.len()).sum();
     let blocks: usize =
         blocks.iter().map(|block| size_of::<Offered>() + size_of_val(&*block.1)).sum();
-    // The key is in two maps and a timer.
-    regions + blocks + 2 * key.len() + size_of::<Parked>()
+    // The key is in three maps and a timer.
+    regions + blocks + 4 * key.len() + size_of::<Parked>()
 }
 
 #[derive(Debug)]
@@ -136,6 +145,7 @@ impl Tasks {
         self.watch(offer.from, true);
         self.timers.insert((offer.until, Timer::Parked(key.clone())));
         self.parked_sizes.add(&key, origin, offer.from.0, offer.len.max(super::PARKED_MIN));
+        self.by_offer.insert((offer.from, offer.id), OfferPlace::Parked(key.clone()));
         self.parked.insert(key.clone(), offer);
         while let Some(excess) = self.parked_sizes.excess(&key) {
             let Some(offer) = self.drop_parked(&excess) else { return };
@@ -154,6 +164,7 @@ impl Tasks {
     fn unpark(&mut self, key: &str) -> Option<Parked> {
         let (key, offer) = self.parked.remove_entry(key)?;
         self.parked_sizes.remove(&key);
+        self.by_offer.remove(&(offer.from, offer.id));
         self.timers.remove(&(offer.until, Timer::Parked(key)));
         Some(offer)
     }
@@ -171,7 +182,7 @@ impl Tasks {
         recv.state = State::Reading { from, id, stop: None };
         let budget = recv.until.saturating_since(now);
         let planned = plan(&recv.wanted, &blocks);
-        self.by_offer.insert((from, id), task);
+        self.by_offer.insert((from, id), OfferPlace::Read(task));
         match planned {
             Ok(copies) => {
                 self.actions.push_back(Action::Read { task, from, regions, copies, budget });
@@ -198,10 +209,11 @@ impl Tasks {
     }
 
     pub(super) fn confirmed(&mut self, from: PeerId, id: u64, valid: bool, now: Timestamp) {
-        let Some((task, recv)) = self.task_of(from, id) else { return };
-        if !matches!(recv.state, State::Confirming { .. }) {
+        let Some(&OfferPlace::Read(task)) = self.by_offer.get(&(from, id)) else { return };
+        let Some(recv @ Recv { state: State::Confirming { .. }, .. }) = self.recvs.get(&task)
+        else {
             return;
-        }
+        };
         let outcome = if recv.until <= now {
             timeout(recv)
         } else if valid {
@@ -213,14 +225,14 @@ impl Tasks {
     }
 
     pub(super) fn withdrawn(&mut self, from: PeerId, id: u64, outcome: Outcome) {
-        let of = |offer: &Parked| offer.from == from && offer.id == id;
-        let key = self.parked.iter().find(|(_, offer)| of(offer)).map(|(key, _)| key.clone());
-        if let Some(key) = key {
-            self.drop_parked(&key);
-        }
-        if let Some((task, _)) = self.task_of(from, id) {
-            let code = if outcome.code == Code::Done { Code::Cancelled } else { outcome.code };
-            self.stop(task, Outcome::new(code, format!("the sender gave up: {}", outcome.text)));
+        match self.by_offer.get(&(from, id)).cloned() {
+            Some(OfferPlace::Parked(key)) => drop(self.drop_parked(&key)),
+            Some(OfferPlace::Read(task)) => {
+                let code = if outcome.code == Code::Done { Code::Cancelled } else { outcome.code };
+                let text = format!("the sender gave up: {}", outcome.text);
+                self.stop(task, Outcome::new(code, text));
+            }
+            None => {}
         }
     }
 
@@ -290,11 +302,6 @@ impl Tasks {
             }
         }
         true
-    }
-
-    fn task_of(&self, from: PeerId, id: u64) -> Option<(RecvId, &Recv)> {
-        let task = *self.by_offer.get(&(from, id))?;
-        Some((task, self.recvs.get(&task)?))
     }
 
     /// Ends a task, or says how it ends once its read has stopped: a timeout before a cancellation
