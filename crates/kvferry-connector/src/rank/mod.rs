@@ -23,7 +23,7 @@ mod tests;
 mod thread;
 mod types;
 
-use kvferry::{Agent, Error, Peer, Region};
+use kvferry::{Agent, Error, Incarnation, Peer, Region};
 use kvferry_proto::engine_handshake::OwnEngine;
 use kvferry_proto::handoff::{BlockTable, HandoffId, Limits, Need, Progress, Refusal};
 use kvferry_proto::{Timestamp, WireCode};
@@ -220,22 +220,22 @@ impl Rank {
         code: WireCode,
         detail: &str,
     ) -> Result<(), RankError> {
-        self.free_at(id, &self.resolve(from)?, code, detail)
+        let from: Vec<_> = self.resolve(from)?.into_iter().map(|peer| (peer, None)).collect();
+        self.free_at(id, &from, code, detail)
     }
 
-    /// As [`Rank::free`]. Never blocks.
+    /// As [`Rank::free`], at the incarnations that are meant; `None` for the one that is there. Never blocks.
     pub(crate) fn free_at(
         &self,
         id: &HandoffId,
-        from: &[Peer],
+        from: &[(Peer, Option<Incarnation>)],
         code: WireCode,
         detail: &str,
     ) -> Result<(), RankError> {
         self.change(|state, now| {
-            let peers = state.peers.places(from.iter().map(|peer| (peer, None)))?;
-            let peers: Vec<_> = peers.into_iter().map(|(peer, _)| peer).collect();
-            state.consumer.free(id, &peers, code, detail, now)?;
-            peers.into_iter().for_each(|peer| state.peers.connect_once(peer));
+            let ranks = state.ranks_to_tell(from)?;
+            state.consumer.free(id, &ranks, code, detail, now)?;
+            ranks.into_iter().for_each(|(peer, _)| state.peers.connect_once(peer));
             Ok(())
         })
     }
@@ -264,8 +264,9 @@ impl Rank {
         budget: Duration,
     ) -> Result<(), RankError> {
         self.change(|state, now| {
-            let (id, connected) = state.peers.places([(peer, None)])?[0];
-            state.handshakes.meet(ticket, id, connected, budget, now);
+            let place = state.peers.places([(peer, None)]).next();
+            let (id, connected) = place.expect("one for each peer")?;
+            state.handshakes.meet(ticket, id, connected.is_some(), budget, now);
             Ok(())
         })
     }

@@ -90,6 +90,9 @@ impl Place {
     }
 }
 
+/// A peer's number, and the incarnation that there is a channel to.
+pub(super) type Numbered = Result<(PeerId, Option<Incarnation>), Refusal>;
+
 /// The outcome of opening a channel to an address.
 pub(super) enum Met {
     At {
@@ -172,25 +175,21 @@ impl Peers {
         PeerId(self.numbers)
     }
 
-    /// The numbers of the incarnations at the addresses of `peers`, each with whether there is a channel to it. Until
+    /// The numbers of the incarnations at the addresses of `peers`, each with the one that there is a channel to. Until
     /// one is met there, all that mean different ones have one number.
     ///
     /// # Errors
     /// [`Refusal::Addresses`]; [`Refusal::Restarted`] if there is a channel to another incarnation there, or handoffs wait
     /// for another one that was met.
     pub(super) fn places<'a>(
-        &mut self,
-        peers: impl IntoIterator<Item = (&'a Peer, Option<Incarnation>)>,
-    ) -> Result<Vec<(PeerId, bool)>, Refusal> {
+        &'a mut self,
+        peers: impl IntoIterator<Item = (&'a Peer, Option<Incarnation>)> + 'a,
+    ) -> impl Iterator<Item = Numbered> + 'a {
         self.uses += 1;
-        peers.into_iter().map(|(peer, incarnation)| self.place(peer, incarnation)).collect()
+        peers.into_iter().map(|(peer, incarnation)| self.place(peer, incarnation))
     }
 
-    fn place(
-        &mut self,
-        peer: &Peer,
-        incarnation: Option<Incarnation>,
-    ) -> Result<(PeerId, bool), Refusal> {
+    fn place(&mut self, peer: &Peer, incarnation: Option<Incarnation>) -> Numbered {
         let address = peer.address();
         if !self.places.contains_key(address) {
             if self.places.len() >= PLACES_MAX && !self.make_room(|_| true) {
@@ -224,7 +223,8 @@ impl Peers {
             // The name may have been looked up again since.
             place.peer = peer.clone();
             if !place.watched {
-                // No handoff needs the incarnation that was there: the caller means the next one, or this one.
+                // No handoff needs the incarnation that was there: the caller means the next one, or this one. What is
+                // left to say to it is said to no other one.
                 place.incarnation = None;
             }
         }
@@ -233,7 +233,7 @@ impl Peers {
         {
             return Err(Refusal::Restarted);
         }
-        Ok((place.id, is_up))
+        Ok((place.id, place.incarnation.filter(|_| is_up)))
     }
 
     /// Forgets the least recently used address that nothing needs, of those that `may_go`. False if there
@@ -529,18 +529,20 @@ mod tests {
         let mut peers = Peers::default();
         let incarnation = Incarnation(7);
         let origin = |host: u8| Origin::from(IpAddr::from([10, 0, 0, host]));
+        let number = |peers: &mut Peers, peer: &Peer| {
+            let place = peers.places([(peer, None)]).next().expect("one for each");
+            place.expect("there is room").0
+        };
         for n in 0..PLACES_OF_INCARNATION {
             let peer = agent.peer(&format!("10.0.0.9:{}", 1 + n)).expect("an address");
-            let [(id, _)] = peers.places([(&peer, None)]).expect("there is room")[..] else {
-                panic!()
-            };
+            let id = number(&mut peers, &peer);
             assert!(peers.has_room_for(incarnation, origin(9), id));
             let (_, place) = peers.place_of(id).expect("it is there");
             (place.incarnation, place.origin, place.watched) =
                 (Some(incarnation), Some(origin(9)), true);
         }
         let peer = agent.peer("10.0.0.1:1").expect("an address");
-        let [(id, _)] = peers.places([(&peer, None)]).expect("there is room")[..] else { panic!() };
+        let id = number(&mut peers, &peer);
         assert!(peers.has_room_for(incarnation, origin(1), id), "its own host");
         assert!(!peers.has_room_for(incarnation, origin(9), id), "all of its addresses are needed");
     }

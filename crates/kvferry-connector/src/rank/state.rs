@@ -1,11 +1,11 @@
 //! What is behind a rank's lock: the state machines, the peers, the reads under way.
 
-use super::peers::Peers;
+use super::peers::{Numbered, Peers};
 use super::thread::{Action, Outgoing};
 use super::types::{Event, RankObserver, ReadFrom, ReadMapper, ReadPart};
 use crate::clock::now;
 use crate::wakeup::Wakeup;
-use kvferry::{Agent, Channel, Transfer};
+use kvferry::{Agent, Channel, Incarnation, Peer, Transfer};
 use kvferry_proto::Timestamp;
 use kvferry_proto::engine_handshake::{EngineHandshakes as Handshakes, Failure, Pairing};
 use kvferry_proto::handoff::{
@@ -205,15 +205,36 @@ impl State {
         &mut self,
         from: &[ReadFrom],
     ) -> Result<Vec<ProducerRank>, Refusal> {
-        let places = self.peers.places(from.iter().map(|from| (&from.peer, from.incarnation)))?;
-        let rank = |(from, (peer, connected)): (&ReadFrom, (PeerId, bool))| ProducerRank {
-            peer,
-            incarnation: from.incarnation,
-            readers: from.readers,
-            connected,
-            need: from.need,
+        let places = self.peers.places(from.iter().map(|from| (&from.peer, from.incarnation)));
+        let rank = |(from, place): (&ReadFrom, Numbered)| {
+            let (peer, connected) = place?;
+            Ok(ProducerRank {
+                peer,
+                incarnation: from.incarnation.or(connected),
+                readers: from.readers,
+                connected: connected.is_some(),
+                need: from.need,
+            })
         };
-        Ok(from.iter().zip(places).map(rank).collect())
+        from.iter().zip(places).map(rank).collect()
+    }
+
+    /// Producer ranks to be told of an end, each with the incarnation that is meant. Where another one is there, the one
+    /// that was meant keeps nothing.
+    ///
+    /// # Errors
+    /// [`Refusal::Addresses`].
+    pub(super) fn ranks_to_tell(
+        &mut self,
+        to: &[(Peer, Option<Incarnation>)],
+    ) -> Result<Vec<(PeerId, Option<Incarnation>)>, Refusal> {
+        let places = self.peers.places(to.iter().map(|(peer, meant)| (peer, *meant)));
+        let told = |((_, meant), place): (&(Peer, Option<Incarnation>), Numbered)| match place {
+            Ok((id, connected)) => Some(Ok((id, meant.or(connected)))),
+            Err(Refusal::Restarted) => None,
+            Err(refusal) => Some(Err(refusal)),
+        };
+        to.iter().zip(places).filter_map(told).collect()
     }
 
     /// Whether to try a read again that lost its stream.

@@ -1,13 +1,14 @@
 //! What needs the inside of a rank.
 
 use super::*;
-use kvferry::{Channel, Message, MessageHandler};
+use kvferry::{Channel, ErrorKind, Incarnation, Message, MessageHandler};
 use kvferry_models::engines::{here, own_engine, topology};
 use kvferry_proto::engine_handshake::{
     EngineHandshakeMessage, EngineHandshakes, Failure, Introduce, Model, Pairing,
 };
 use kvferry_proto::handoff::PeerId;
 use kvferry_testkit::eventually;
+use kvferry_testkit::ports::KeptPort;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -155,13 +156,10 @@ impl ReadMapper for NoReads {
 fn i12_an_incarnation_that_no_session_has_shown_fails_no_fetch_that_means_another_one() {
     let _bound = kvferry_testkit::Watchdog::new(PATIENCE);
     let (near, far) = (agent(), agent());
-    let start = |agent| Rank::start(agent, &Limits::default()).expect("the agent has no handler");
-    let (consumer, producer) = (start(&near), start(&far));
+    let (consumer, producer) = (rank(&near), rank(&far));
     let peer = near.peer(far.advertised()).expect("an address");
-    let name = |name| HandoffId::new(name).expect("short");
     let fetch = |id, incarnation| {
-        let from = [ReadFrom { peer: peer.clone(), incarnation, readers: 1, need: Need::ALL }];
-        consumer.fetch_from(&name(id), &from, PATIENCE, Box::new(NoReads)).expect("a new name");
+        fetch(&consumer, id, &peer, incarnation).expect("a new name");
     };
     for id in ["there", "any"] {
         producer.withdraw(&name(id), WireCode::NotNeeded, "").expect("a new name");
@@ -172,8 +170,8 @@ fn i12_an_incarnation_that_no_session_has_shown_fails_no_fetch_that_means_anothe
     {
         // As the driver does at once, while the session opens. It may be up already.
         let peers = &mut consumer.shared.lock().peers;
-        let places = peers.places([(&peer, made_up)]).into_iter().flatten();
-        places.for_each(|(id, _)| peers.watch(id, true));
+        let places: Vec<_> = peers.places([(&peer, made_up)]).flatten().collect();
+        places.into_iter().for_each(|(id, _)| peers.watch(id, true));
     }
     fetch("there", Some(far.incarnation()));
     fetch("any", None);
@@ -190,6 +188,133 @@ fn i12_an_incarnation_that_no_session_has_shown_fails_no_fetch_that_means_anothe
         ended,
         [("any", here), ("made up", gone), ("there", here)].map(|(id, code)| (name(id), code))
     );
+}
+
+/// An agent whose sessions end by no silence.
+fn patient(listen: &str) -> Agent {
+    Agent::builder()
+        .listen(listen.parse::<std::net::SocketAddr>().expect("an address"))
+        .silence(PATIENCE)
+        .start()
+        .expect("an agent")
+}
+
+fn rank(agent: &Agent) -> Rank {
+    Rank::start(agent, &Limits::default()).expect("the agent has no handler")
+}
+
+fn name(name: &str) -> HandoffId {
+    HandoffId::new(name).expect("short")
+}
+
+fn fetch(
+    consumer: &Rank,
+    id: &str,
+    peer: &Peer,
+    incarnation: Option<Incarnation>,
+) -> Result<(), RankError> {
+    let from = [ReadFrom { peer: peer.clone(), incarnation, readers: 1, need: Need::ALL }];
+    consumer.fetch_from(&name(id), &from, 10 * PATIENCE, Box::new(NoReads))
+}
+
+/// Fetches what the producer has withdrawn. When it has ended, the producer has got all earlier messages.
+fn fetch_withdrawn(consumer: &Rank, producer: &Rank, id: &str, peer: &Peer) {
+    producer.withdraw(&name(id), WireCode::NotNeeded, "").expect("a new name");
+    fetch(consumer, id, peer, None).expect("a new name");
+    while consumer_ended(consumer) != name(id) {}
+}
+
+fn consumer_ended(consumer: &Rank) -> HandoffId {
+    match consumer.wait(PATIENCE) {
+        Some(Event::Consumed { id, .. }) => id,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// It may have a request of the same name, with another consumer.
+#[test]
+fn i12_a_restarted_producer_is_not_told_of_the_end_of_what_the_one_before_had() {
+    let _bound = kvferry_testkit::Watchdog::new(2 * PATIENCE);
+    let port = KeptPort::new();
+    let near = patient("127.0.0.1:0");
+    let consumer = rank(&near);
+    let peer = near.peer(port.address()).expect("an address");
+    let before = patient(port.address());
+    let producer = rank(&before);
+    producer.offer(&name("x")).expect("a new name");
+    fetch(&consumer, "x", &peer, None).expect("a new name");
+    let place = consumer.shared.lock().peers.places([(&peer, None)]).next();
+    let (number, _) = place.expect("one for each").expect("there is room");
+    eventually("the producer has answered", || {
+        consumer.shared.lock().consumer.state(&name("x"), number) == Some("reading")
+    });
+    // This thread stands for the driver, so that no session is opened meanwhile.
+    eventually("no thread drives", || {
+        let mut state = consumer.shared.lock();
+        let is_free = state.driver.is_none();
+        if is_free {
+            state.driver = Some(std::thread::current().id());
+        }
+        is_free
+    });
+    let channel = consumer.shared.lock().peers.channel(number).cloned().expect("a session");
+    let silent = Error::new(ErrorKind::PeerSilent, "as if it was stopped");
+    Handler(Arc::downgrade(&consumer.shared)).ended(&channel, &silent);
+    drop(producer);
+    before.shutdown();
+    {
+        let mut state = consumer.shared.lock();
+        state.consumer.expire(consumer.shared.now() + 2 * PATIENCE);
+        assert_eq!(state.consumer.unheard().collect::<Vec<_>>(), [number]);
+        state.peers.watch(number, false);
+    }
+    let after = patient(port.address());
+    let producer = rank(&after);
+    producer.withdraw(&name("y"), WireCode::NotNeeded, "").expect("a new name");
+    fetch(&consumer, "y", &peer, None).expect("a new name");
+    consumer.shared.lock().driver = None;
+    consumer.shared.wakeup.wake();
+    while consumer_ended(&consumer) != name("y") {}
+    fetch_withdrawn(&consumer, &producer, "z", &peer);
+    producer.expect(&name("x")).expect("nothing was said of it here");
+    assert_eq!(consumer.shared.lock().consumer.unheard().next(), None);
+}
+
+#[test]
+fn i12_what_means_another_incarnation_than_the_one_at_its_address_ends_nothing_there() {
+    let _bound = kvferry_testkit::Watchdog::new(2 * PATIENCE);
+    let far = patient("127.0.0.1:0");
+    let producer = rank(&far);
+    let made_up = Some(Incarnation(far.incarnation().0 ^ 1));
+    for is_met in [false, true] {
+        let near = patient("127.0.0.1:0");
+        let consumer = rank(&near);
+        let peer = near.peer(far.advertised()).expect("an address");
+        let id = |what: &str| format!("{what} {is_met}");
+        if is_met {
+            fetch_withdrawn(&consumer, &producer, "first", &peer);
+        }
+        let unmet = consumer.hold();
+        consumer
+            .free_at(&name(&id("freed")), &[(peer.clone(), made_up)], WireCode::NotNeeded, "")
+            .expect("a new name");
+        let fetched = fetch(&consumer, &id("fetched"), &peer, made_up);
+        assert!(fetched.is_err() || !is_met, "{fetched:?}");
+        match fetched {
+            // The session may have been opened by now, and have ended it.
+            Ok(()) => drop(consumer.cancel(&name(&id("fetched")), WireCode::Cancelled, "")),
+            Err(refused) => assert!(matches!(refused, RankError::Refused(Refusal::Restarted))),
+        }
+        drop(unmet);
+        // The second is asked for over the session that the first has opened.
+        for what in ["next", "last"] {
+            fetch_withdrawn(&consumer, &producer, &id(what), &peer);
+        }
+        for what in ["freed", "fetched"] {
+            producer.expect(&name(&id(what))).expect("nothing was said of it here");
+        }
+        assert_eq!(consumer.shared.lock().consumer.unheard().next(), None);
+    }
 }
 
 /// In a child, the locks are as the other threads of its parent had them, and these threads are gone.

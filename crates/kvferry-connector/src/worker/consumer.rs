@@ -293,7 +293,8 @@ impl Inner {
             Ok(sources) => sources,
             Err(error) => return self.fail(state, pending.action, &failure_of(&error)),
         };
-        let peers: Vec<_> = sources.iter().map(|from| from.peer.clone()).collect();
+        let peers: Vec<_> =
+            sources.iter().map(|from| (from.peer.clone(), from.incarnation)).collect();
         let (again, at) = (pending.again(), pending.action.address().clone());
         let fetch = match pending.action {
             Action::Fetch(fetch) => fetch,
@@ -391,7 +392,8 @@ impl Inner {
         let share = addresses.iter().skip(self.config.rank).step_by(state.ranks.unwrap_or(1));
         let share = share.filter_map(|it| it.parse::<AgentAddress>().ok());
         let share = share.filter(|it| it.is_literal() && self.producers.check(it.as_str()).is_ok());
-        let peers: Vec<_> = share.filter_map(|it| self.peer(state, it.as_str()).ok()).collect();
+        let peers = share.filter_map(|it| self.peer(state, it.as_str()).ok());
+        let peers: Vec<_> = peers.map(|peer| (peer, None)).collect();
         let told = match peers.is_empty() {
             // There may be a claim.
             true => self.rank().cancel(&transfer, *code, detail),

@@ -128,7 +128,8 @@ fn a_consumer_that_needs_nothing_frees_the_producer_even_before_it_offers_or_aft
             ranks.produce();
         }
         ranks.loses = loses;
-        let freed = ranks.consumers[0].free(&id(), &[PRODUCER], WireCode::NotNeeded, "", ranks.now);
+        let freed =
+            ranks.consumers[0].free(&id(), &[(PRODUCER, None)], WireCode::NotNeeded, "", ranks.now);
         assert_eq!(freed, Ok(()));
         ranks.work();
         if loses.is_some() {

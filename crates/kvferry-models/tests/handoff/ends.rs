@@ -71,7 +71,7 @@ fn a_claim_that_is_freed_cancelled_or_closed_frees_the_producer() {
             let (consumer, now) = (&mut ranks.consumers[0], ranks.now);
             let code = WireCode::Shutdown;
             let ended = match way {
-                "free" => consumer.free(&id(), &[PRODUCER], code, "", now),
+                "free" => consumer.free(&id(), &[(PRODUCER, None)], code, "", now),
                 "cancel" => consumer.cancel(&id(), code, "", now),
                 _ => {
                     consumer.close(now);
@@ -219,6 +219,10 @@ fn i12_the_first_connection_ends_handoffs_that_mean_another_incarnation_and_no_o
     let (mut ended, mut asked) = (BTreeSet::new(), BTreeSet::new());
     while let Some(action) = consumer.poll() {
         match action {
+            // The incarnation that is there may have handoffs of the same names with other consumers.
+            ConsumerAction::Send { to, message: HandoffMessage::Stop(stop) } => {
+                assert_eq!((to, stop.id), (PeerId(2), name("answered by another")));
+            }
             ConsumerAction::Ended { id, outcome, .. } => {
                 assert_eq!(outcome.code, WireCode::StaleIncarnation, "{id}");
                 ended.insert(id);
@@ -230,11 +234,98 @@ fn i12_the_first_connection_ends_handoffs_that_mean_another_incarnation_and_no_o
         }
     }
     assert_eq!(ended, ["answered by another", "made up"].map(name).into());
+    let unheard: Vec<_> = consumer.unheard().collect();
+    assert_eq!(unheard, [PeerId(2)]);
     assert_eq!(asked, ["any", "there"].map(name).into());
     let gauges = consumer.gauges();
     assert_eq!((gauges[0], gauges[1]), (("claimed", 0), ("wanted", 2)));
     // What has ended unanswered may be asked again.
     consumer.want(&name("made up"), &[rank(1, true, there)], BUDGET, now).expect("forgotten");
+}
+
+#[test]
+fn i12_the_end_of_a_handoff_is_told_to_the_incarnation_that_it_means_and_to_no_other_one() {
+    let (start, name) = (Timestamp::default(), HandoffId::new("x").expect("short"));
+    let limits = Limits::default();
+    let [one, other] = [7, 8].map(Incarnation);
+    let rank = |peer, connected, incarnation| {
+        let peer = PeerId(peer);
+        ProducerRank { peer, incarnation, readers: 1, connected, need: Need::ALL }
+    };
+    let stops = |consumer: &mut Consumer, to| {
+        let actions = std::iter::from_fn(|| consumer.poll());
+        let is_stop = |it: &ConsumerAction| matches!(it, ConsumerAction::Send { to: peer, message: HandoffMessage::Stop(_) } if *peer == to);
+        actions.filter(is_stop).count()
+    };
+    let expected = || kvferry_proto::handoff::Expected { id: name.clone() }.into();
+    let cancel = |consumer: &mut Consumer| {
+        let cancelled = consumer.cancel(&name, WireCode::Cancelled, "", start);
+        cancelled.expect("under way");
+    };
+    for how in ["silent", "silent, met", "not met", "confirmed", "freed", "freed when unmet"] {
+        for comes in [one, other] {
+            let mut consumer = Consumer::new(limits.clone());
+            let from = |connected, meant| [rank(1, connected, meant)];
+            let want = |consumer: &mut Consumer, from: &[ProducerRank]| {
+                consumer.want(&name, from, BUDGET, start).expect("a new name");
+            };
+            match how {
+                "silent" | "silent, met" => {
+                    let is_met = how == "silent, met";
+                    want(&mut consumer, &from(!is_met, (!is_met).then_some(one)));
+                    if is_met {
+                        consumer.met(PeerId(1), one, start);
+                    }
+                    consumer.receive(PeerId(1), here(), expected(), start);
+                    consumer.lost(PeerId(1), WireCode::Silent, true, start);
+                    consumer.expire(start + limits.silence);
+                }
+                "not met" => {
+                    want(&mut consumer, &from(false, Some(one)));
+                    cancel(&mut consumer);
+                }
+                "confirmed" => {
+                    want(&mut consumer, &[rank(1, true, Some(one)), rank(2, true, None)]);
+                    let (generation, last) = (Generation(3), true);
+                    let announced = Announced { count: 1, last, ..Announced::default() };
+                    let offer = Offer { id: name.clone(), generation, announced };
+                    consumer.receive(PeerId(1), here(), offer.into(), start);
+                    let actions = std::iter::from_fn(|| consumer.poll());
+                    let reads = actions.filter_map(|action| match action {
+                        ConsumerAction::Read { read, .. } => Some(read),
+                        _ => None,
+                    });
+                    for read in reads.collect::<Vec<_>>() {
+                        consumer.read_ended(read, Ok(()), start);
+                    }
+                    let confirmed = Confirmed { id: name.clone(), generation };
+                    consumer.receive(PeerId(1), here(), confirmed.into(), start);
+                    assert_eq!(consumer.state(&name, PeerId(1)), Some("confirmed"));
+                    consumer.lost(PeerId(1), WireCode::Silent, true, start);
+                    consumer.met(PeerId(1), comes, start);
+                    while consumer.poll().is_some() {}
+                    cancel(&mut consumer);
+                    let told = usize::from(comes == one);
+                    assert_eq!(stops(&mut consumer, PeerId(1)), told, "{how}");
+                    consumer.lost(PeerId(1), WireCode::Closed, false, start);
+                }
+                _ => {
+                    let from = [(PeerId(1), Some(one).filter(|_| how == "freed"))];
+                    let freed = consumer.free(&name, &from, WireCode::NotNeeded, "", start);
+                    freed.expect("a new name");
+                    if how == "freed when unmet" {
+                        consumer.met(PeerId(1), one, start);
+                        consumer.lost(PeerId(1), WireCode::Silent, true, start);
+                    }
+                }
+            }
+            while consumer.poll().is_some() {}
+            consumer.met(PeerId(1), comes, start);
+            let told = usize::from(comes == one);
+            assert_eq!(stops(&mut consumer, PeerId(1)), told, "{how}, {comes}");
+            assert_eq!(consumer.unheard().any(|peer| peer == PeerId(1)), told == 1, "{how}");
+        }
+    }
 }
 
 #[test]

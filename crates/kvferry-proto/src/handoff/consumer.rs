@@ -15,7 +15,7 @@ use crate::id::Incarnation;
 use crate::shares::Shares;
 use crate::time::Timestamp;
 use entry::{Entry, Link, Read, Source, Stage};
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
 
 /// Identifies a read. Counts up and is never reused.
@@ -79,6 +79,9 @@ pub struct Consumer {
 
 #[derive(Debug)]
 struct Farewell {
+    /// The incarnation that knows the handoff; `None` for the next that is met. Another one would end a handoff of the
+    /// same name that it has with another consumer.
+    meant: Option<Incarnation>,
     code: WireCode,
     detail: String,
 }
@@ -88,8 +91,9 @@ struct Farewell {
 pub struct ProducerRank {
     /// Which.
     pub peer: PeerId,
-    /// The incarnation that is meant, or `None` for any. If [`Consumer::met`] shows another one, the handoff ends
-    /// as if the producer was restarted, and others with this peer go on.
+    /// The incarnation that is meant: where there is a connection, the one that it leads to. `None` for the next one
+    /// that is met. If [`Consumer::met`] shows another one, the handoff ends as if the producer was restarted, and others
+    /// with this peer go on.
     pub incarnation: Option<Incarnation>,
     /// Consumer ranks that read from it, this one included.
     pub readers: u32,
@@ -175,7 +179,7 @@ impl Consumer {
             let is_it = |it: &ProducerRank| {
                 let source = claim.sources.get(&it.peer);
                 source.is_some_and(|source| {
-                    source.meant == it.incarnation
+                    (it.incarnation.is_none() || source.meant == it.incarnation)
                         && source.readers == it.readers
                         && source.need.covers(it.need)
                 })
@@ -235,14 +239,15 @@ impl Consumer {
 
     /// Declines a handoff that this rank has not fetched, so that the producers free its blocks: the
     /// request is in the cache already, or was aborted or rejected before it was scheduled. Ends a
-    /// [claim](Consumer::claim).
+    /// [claim](Consumer::claim). Each producer is given with the incarnation that is meant, as in
+    /// [`ProducerRank::incarnation`]; no other one is told.
     ///
     /// # Errors
     /// [`Refusal::InUse`]: the handoff is under way, use [`Consumer::cancel`]. [`Refusal::Ended`].
     pub fn free(
         &mut self,
         id: &HandoffId,
-        from: &[PeerId],
+        from: &[(PeerId, Option<Incarnation>)],
         code: WireCode,
         detail: &str,
         now: Timestamp,
@@ -250,9 +255,9 @@ impl Consumer {
         self.expire(now);
         let claimed_from = self.forget_claim(id);
         self.check_new(id)?;
-        let peers: BTreeSet<_> = claimed_from.iter().chain(from).copied().collect();
-        for peer in peers {
-            self.bid_farewell(id, peer, &Outcome::here(code, detail), now);
+        let peers: BTreeMap<_, _> = from.iter().copied().chain(claimed_from).collect();
+        for (peer, meant) in peers {
+            self.bid_farewell(id, (peer, meant), &Outcome::here(code, detail), now);
         }
         self.tombstones.bury(id.clone(), code, now, &self.limits);
         Ok(())
@@ -390,15 +395,17 @@ impl Consumer {
         peers.filter(move |peer| last.replace(*peer) != Some(*peer))
     }
 
-    /// A connection to a peer is up: the first, or another one to the same incarnation of the rank. Handoffs that mean
-    /// another incarnation end.
+    /// A connection to a peer is up: the first, or another one. Handoffs that mean another incarnation of the rank end, and
+    /// this one is told nothing of them.
     pub fn met(&mut self, peer: PeerId, incarnation: Incarnation, now: Timestamp) {
         let (mut touched, mut stale) = (Vec::new(), Vec::new());
         for (id, entry) in &mut self.handoffs {
             let Some(source) = entry.sources.get_mut(&peer) else { continue };
-            let is_other = source.meant.is_some_and(|meant| meant != incarnation);
-            if is_other && source.stage != Stage::Confirmed {
-                stale.push((id.clone(), entry.is_answered()));
+            source.is_gone = *source.meant.get_or_insert(incarnation) != incarnation;
+            if source.is_gone {
+                if source.stage != Stage::Confirmed {
+                    stale.push((id.clone(), entry.is_answered()));
+                }
             } else if source.link != Link::Up {
                 source.link = Link::Up;
                 touched.push(id.clone());
@@ -417,6 +424,10 @@ impl Consumer {
                 self.go_on(&id, peer, now);
             }
         }
+        // A restarted peer keeps nothing.
+        self.farewells.retain(|(other, _), farewell| {
+            *other != peer || *farewell.meant.get_or_insert(incarnation) == incarnation
+        });
         let of_peer = |(other, _): &&(PeerId, HandoffId)| *other == peer;
         let farewells: Vec<_> = self.farewells.keys().filter(of_peer).cloned().collect();
         for (peer, id) in farewells {
@@ -562,14 +573,15 @@ impl Consumer {
         }
         entry.ending = Some(outcome.clone());
         let reads: Vec<_> = entry.sources.values_mut().flat_map(Source::forget_reads).collect();
-        let peers: Vec<_> =
-            entry.sources.iter().map(|(peer, it)| (*peer, it.stage == Stage::Confirmed)).collect();
+        let unwatched =
+            |(peer, it): (&PeerId, &Source)| (it.stage != Stage::Confirmed).then_some(*peer);
+        let unwatched: Vec<_> = entry.sources.iter().filter_map(unwatched).collect();
+        let told = entry.sources.iter().filter(|(_, it)| !it.is_gone);
+        let told: Vec<_> = told.map(|(peer, it)| (*peer, it.meant)).collect();
         self.cancel_reads(reads);
-        for (peer, confirmed) in peers {
-            if !confirmed {
-                self.watch(peer, false);
-            }
-            self.bid_farewell(id, peer, &outcome, now);
+        unwatched.into_iter().for_each(|peer| self.watch(peer, false));
+        for to in told {
+            self.bid_farewell(id, to, &outcome, now);
         }
         self.finish_if_quiet(id, now);
     }
@@ -596,12 +608,13 @@ impl Consumer {
     }
 
     /// Forgets a claim as if it had never been made, and returns the producers that were asked.
-    fn forget_claim(&mut self, id: &HandoffId) -> Vec<PeerId> {
+    fn forget_claim(&mut self, id: &HandoffId) -> Vec<(PeerId, Option<Incarnation>)> {
         if self.handoffs.get(id).is_none_or(|entry| !entry.claimed) {
             return Vec::new();
         }
-        let peers: Vec<_> = self.take(id).sources.into_keys().collect();
-        peers.iter().for_each(|peer| self.watch(*peer, false));
+        let sources = self.take(id).sources.into_iter();
+        let peers: Vec<_> = sources.map(|(peer, source)| (peer, source.meant)).collect();
+        peers.iter().for_each(|(peer, _)| self.watch(*peer, false));
         peers
     }
 
@@ -652,9 +665,15 @@ impl Consumer {
 
     /// Notifies a producer that a handoff has ended, again after each reconnection, until the
     /// producer answers.
-    fn bid_farewell(&mut self, id: &HandoffId, to: PeerId, outcome: &Outcome, now: Timestamp) {
+    fn bid_farewell(
+        &mut self,
+        id: &HandoffId,
+        (to, meant): (PeerId, Option<Incarnation>),
+        outcome: &Outcome,
+        now: Timestamp,
+    ) {
         let key = (to, id.clone());
-        let farewell = Farewell { code: outcome.code, detail: cut(&outcome.detail) };
+        let farewell = Farewell { meant, code: outcome.code, detail: cut(&outcome.detail) };
         if self.farewells.insert(key.clone(), farewell).is_none() {
             self.farewells_by_age.push_back((now + self.limits.offer_ttl, key));
             // Producers beyond the limit free their blocks by timer.

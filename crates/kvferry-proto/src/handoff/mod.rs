@@ -184,7 +184,8 @@ impl fmt::Display for HandoffId {
 }
 
 /// The driver's number for one incarnation of another rank: before the first connection, for the one that will be met.
-/// A restarted rank is another peer.
+/// A restarted rank is another peer. The driver may use the number again for another incarnation where no handoff waits
+/// for the one before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PeerId(pub u64);
 

@@ -441,7 +441,8 @@ impl<'a, 'b> World<'a, 'b> {
                 }
             }
             FREE => {
-                let from: Vec<_> = self.producers.iter().map(|rank| rank.incarnation).collect();
+                let from: Vec<_> =
+                    self.producers.iter().map(|rank| (rank.incarnation, None)).collect();
                 for rank in self.consumers.iter_mut().filter(|rank| rank.runs()) {
                     drop(rank.machine.free(&id, &from, WireCode::NotNeeded, "", now));
                 }

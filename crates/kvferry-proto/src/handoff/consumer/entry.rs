@@ -26,8 +26,10 @@ pub(super) struct Entry {
 
 #[derive(Debug)]
 pub(super) struct Source {
-    /// The incarnation that is meant.
+    /// The incarnation that is meant, or the first that was met.
     pub(super) meant: Option<Incarnation>,
+    /// Another incarnation was met since. It knows nothing of the handoff.
+    pub(super) is_gone: bool,
     /// Consumer ranks that read from it, this rank included.
     pub(super) readers: u32,
     pub(super) link: Link,
@@ -146,6 +148,7 @@ impl Source {
     pub(super) fn new(rank: &ProducerRank, link: Link) -> Self {
         Self {
             meant: rank.incarnation,
+            is_gone: false,
             readers: rank.readers,
             need: rank.need,
             link,
