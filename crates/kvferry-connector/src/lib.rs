@@ -68,5 +68,5 @@ pub use scheduler::{
     SchedulerConfig, Stats,
 };
 pub use worker::{
-    Announce, ComputeEvent, Reports, Worker, WorkerConfig, WorkerError, WorkerObserver,
+    Announce, ComputeEvent, Load, Loads, Reports, Worker, WorkerConfig, WorkerError, WorkerObserver,
 };

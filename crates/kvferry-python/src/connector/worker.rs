@@ -5,22 +5,17 @@ use crate::agent::Agent;
 use crate::blocking::{self, Stop, seconds};
 use crate::memory::Region;
 use kvferry_connector::{
-    Announce, Layout, Limits, Model, Producers, ReadPart, WireCode, Worker, WorkerConfig,
-    WorkerObserver,
+    Announce, Layout, Limits, Load, Loads, Model, Producers, WireCode, Worker, WorkerConfig,
 };
-use kvferry_sys::sync::{Mutex, MutexGuard};
+use kvferry_sys::sync::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Instant;
-
-/// Ends of loads that are kept for [`WorkerHalf::take_loads`]; the oldest is dropped first.
-const LOADS_MAX: usize = 65_536;
 
 /// The end of a load: the request, seconds from its first read to its end, bytes; if it failed, what
 /// went wrong and the reason in words.
-type Load = (String, f64, u64, Option<(String, String)>);
+type Ended = (String, f64, u64, Option<(String, String)>);
 
 /// One rank's side: announces what is computed, fetches, reports what has ended.
 #[pyclass(frozen, module = "kvferry.connector")]
@@ -42,54 +37,11 @@ impl Stop for Half {
     }
 }
 
-/// Loads that run, and those that have ended until Python takes them.
-#[derive(Default)]
-struct Loads(Mutex<LoadsState>);
-
-#[derive(Default)]
-struct LoadsState {
-    /// Time of the first read of a load, and the bytes read so far.
-    running: HashMap<String, (Instant, u64)>,
-    ended: VecDeque<Load>,
-}
-
-impl Loads {
-    fn lock(&self) -> MutexGuard<'_, LoadsState> {
-        self.0.lock()
-    }
-}
-
 /// A label of a metric: a producer may send any number of codes.
 fn reason_of(code: WireCode) -> String {
     match code {
         WireCode::Other(_) => "other".to_owned(),
         code => code.to_string(),
-    }
-}
-
-impl WorkerObserver for Loads {
-    fn received(&self, request: &str, code: WireCode, detail: &str) {
-        let mut state = self.lock();
-        let (seconds, bytes) = match state.running.remove(request) {
-            Some((began, bytes)) => (began.elapsed().as_secs_f64(), bytes),
-            None => (0.0, 0),
-        };
-        if state.ended.len() == LOADS_MAX {
-            state.ended.pop_front();
-        }
-        let failure = (!code.is_ok()).then(|| (reason_of(code), detail.to_owned()));
-        let end = (request.to_owned(), seconds, bytes, failure);
-        state.ended.push_back(end);
-    }
-
-    fn sent(&self, _request: &str) {}
-
-    fn read(&self, request: &str, part: ReadPart) {
-        let mut state = self.lock();
-        match state.running.get_mut(request) {
-            Some((_, bytes)) => *bytes += part.bytes,
-            None => drop(state.running.insert(request.to_owned(), (part.began, part.bytes))),
-        }
     }
 }
 
@@ -190,8 +142,12 @@ impl WorkerHalf {
         Ok((reports.sent, reports.received, reports.failed, notes))
     }
 
-    fn take_loads(&self) -> Vec<Load> {
-        std::mem::take(&mut self.0.loads.lock().ended).into()
+    fn take_loads(&self) -> Vec<Ended> {
+        let ended = |Load { request, took, bytes, failure }| {
+            let failure = failure.map(|(code, detail)| (reason_of(code), detail));
+            (request, took.as_secs_f64(), bytes, failure)
+        };
+        self.0.loads.take().into_iter().map(ended).collect()
     }
 
     fn gauges<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
