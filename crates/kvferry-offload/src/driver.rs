@@ -117,22 +117,19 @@ impl Drop for Driver {
 }
 
 fn copy_in_memory(queue: &Queue, carrier: &Carrier) {
-    let mut transfers = Vec::new();
-    while queue.next_in_memory(&mut transfers) {
-        for transfer in transfers.drain(..) {
-            let outcome = match carrier.ask(&transfer) {
-                Fault::Fail => Outcome::Failed,
-                Fault::None => match carrier.host.carry(&carrier.pages, &transfer) {
-                    Ok(()) => Outcome::Done,
-                    Err(error) => {
-                        tracing::warn!(%error, "a copy between the engine's pages and host memory failed");
-                        Outcome::Failed
-                    }
-                },
-            };
-            carrier.count(&transfer, outcome);
-            queue.finish([(transfer.id, outcome)]);
-        }
+    while let Some(transfer) = queue.next_in_memory() {
+        let outcome = match carrier.ask(&transfer) {
+            Fault::Fail => Outcome::Failed,
+            Fault::None => match carrier.host.carry(&carrier.pages, &transfer) {
+                Ok(()) => Outcome::Done,
+                Err(error) => {
+                    tracing::warn!(%error, "a copy between the engine's pages and host memory failed");
+                    Outcome::Failed
+                }
+            },
+        };
+        carrier.count(&transfer, outcome);
+        queue.finish([(transfer.id, outcome)]);
     }
 }
 

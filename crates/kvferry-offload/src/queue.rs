@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 /// Directories that are remembered. Beyond, one that has nothing to do is closed.
 const DIRECTORIES_MAX: usize = 64;
-/// Copies that a thread takes at once, at most: those of a block store are one call.
+/// Operations on a directory that a thread takes at once, at most: copies to or from a block store are one call.
 pub(crate) const RUN_MAX: usize = 256;
 /// Bytes of these, at most.
 pub(crate) const RUN_BYTES: u64 = 32 << 20;
@@ -129,17 +129,15 @@ impl Queue {
         }
     }
 
-    /// The next copies within memory, when there are any. None: the driver ends.
-    pub(crate) fn next_in_memory(&self, into: &mut Vec<Transfer>) -> bool {
+    /// The next copy within memory, when there is one. None: the driver ends.
+    pub(crate) fn next_in_memory(&self) -> Option<Transfer> {
         let mut state = self.lock();
         loop {
             if state.is_closed {
-                return false;
+                return None;
             }
-            if !state.memory.is_empty() {
-                let count = state.memory.len().min(RUN_MAX);
-                into.extend(state.memory.drain(..count));
-                return true;
+            if let Some(next) = state.memory.pop_front() {
+                return Some(next);
             }
             state = self.memory.wait(state, None);
         }
