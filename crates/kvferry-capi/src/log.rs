@@ -2,6 +2,7 @@
 //! environment variable `KVFERRY_LOG` turns on (`debug`, `kvferry=trace,info`).
 
 use crate::guard::contain;
+use kvferry_sys::stderr::Stderr;
 use std::ffi::{CString, c_char, c_void};
 use std::sync::{Mutex, Once, PoisonError};
 use tracing_subscriber::filter::Targets;
@@ -16,7 +17,7 @@ pub(crate) fn prepare() {
         if !filter.is_empty()
             && let Ok(targets) = filter.parse::<Targets>()
         {
-            let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+            let lines = tracing_subscriber::fmt::layer().with_writer(|| Stderr);
             // Fails if the program has a subscriber already.
             let _ = tracing_subscriber::registry().with(lines).with(targets).try_init();
         }
@@ -72,8 +73,9 @@ pub(crate) fn warn(text: Option<String>) {
             if std::env::var_os("KVFERRY_LOG").is_none_or(|filter| filter.is_empty()) =>
         {
             use std::io::Write;
-            // stderr may be closed.
-            let _ = writeln!(std::io::stderr(), "{}", text.to_string_lossy());
+            let line = format!("{}\n", text.to_string_lossy());
+            // It never fails.
+            let _ = Stderr.write_all(line.as_bytes());
         }
         _ => {}
     }

@@ -1,5 +1,6 @@
 //! Logging to stderr, which `KVFERRY_LOG` turns on (`debug`, `kvferry=trace`, …).
 
+use kvferry_sys::stderr::Stderr;
 use pyo3::prelude::*;
 use tracing_subscriber::EnvFilter;
 
@@ -26,7 +27,7 @@ pub(crate) fn log_to_stderr(filter: &str) {
         .fold(EnvFilter::default(), EnvFilter::add_directive);
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_writer(|| Stderr)
         // It would be reported on stderr, and panics where nothing reads that.
         .log_internal_errors(false)
         .try_init();

@@ -26,6 +26,7 @@ pub mod random;
 pub mod shared;
 pub mod socket;
 pub mod span;
+pub mod stderr;
 pub mod sync;
 pub mod thread;
 pub mod unix;

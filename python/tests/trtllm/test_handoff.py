@@ -541,6 +541,42 @@ def test_a_wrong_address_of_an_engine_that_prefills_leaves_a_line(tmp_path: Path
     assert f'an engine that prefills can\'t be reached; it is tried again publisher="{address}"' in ended.stdout
 
 
+UNREAD = """
+    import os, socket
+    import kvferry
+    from kvferry.connector import Exchange, log_to_stderr
+
+    log_to_stderr("warn")
+    unread, stderr = os.pipe()
+    os.dup2(stderr, 2)
+    os.set_blocking(2, False)
+    try:
+        while True:
+            os.write(2, bytes(4096))
+    except BlockingIOError:
+        os.set_blocking(2, True)
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    agent = kvferry.Agent(listen="127.0.0.1:0", silence=60)
+    exchange = Exchange(agent, [], 1, block_tokens=4, slots=8, timeout=60.0, publishes=True, follows=[address])
+    # The engine tries again after it has logged that its session has ended.
+    for _ in range(3):
+        listener.accept()[0].close()
+        assert exchange.offer((bytes(32), bytes(16), 1)) is None
+        exchange.followers, exchange.refused, exchange.gauges()
+    with kvferry.Agent(listen="127.0.0.1:0", silence=60) as other:
+        other.peer(agent.address).connect()
+    exchange.close()
+    print("goes on", flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_stderr_that_is_full_stops_no_thread() -> None:
+    # A plain write to it would not return, and hold the locks of the rendezvous.
+    assert run_python(UNREAD).stdout == "goes on\n"
+
+
 def test_a_time_to_fetch_is_refused_or_bounded(pair: Pair) -> None:
     pair.prefill()
     exchange = handoff(pair.decode())._exchange

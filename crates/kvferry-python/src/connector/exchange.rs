@@ -25,7 +25,8 @@ type Reason = (&'static str, String, f64);
 /// The slots of a prompt, and why others have not handed it over.
 type Fetched = (Option<(u32, u32)>, Vec<Reason>);
 
-/// Hands prompts over, in both directions, through slots of staging memory.
+/// Hands prompts over, in both directions, through slots of staging memory. Its calls wait for locks that threads hold
+/// for a step of the rendezvous, so none keeps the interpreter's lock.
 #[pyclass(frozen, module = "kvferry.connector")]
 pub(crate) struct Exchange(Arc<Half>);
 
@@ -84,21 +85,21 @@ impl Exchange {
         Ok(Self(half))
     }
 
-    fn offer(&self, given: GivenPrompt) -> PyResult<Option<(u64, u32)>> {
-        let offered = self.0.0.offer(&prompt(given));
+    fn offer(&self, py: Python<'_>, given: GivenPrompt) -> PyResult<Option<(u64, u32)>> {
+        let offered = py.detach(|| self.0.0.offer(&prompt(given)));
         offered.map_err(|missed| PyMemoryError::new_err(missed.to_string()))
     }
 
-    fn copies(&self, offer: u64, begin: u32, end: u32, copy: u64) {
-        self.0.0.copies(offer, begin..end, copy);
+    fn copies(&self, py: Python<'_>, offer: u64, begin: u32, end: u32, copy: u64) {
+        py.detach(|| self.0.0.copies(offer, begin..end, copy));
     }
 
-    fn ended(&self, offer: u64, copy: u64) {
-        self.0.0.ended(offer, copy);
+    fn ended(&self, py: Python<'_>, offer: u64, copy: u64) {
+        py.detach(|| self.0.0.ended(offer, copy));
     }
 
-    fn made(&self, copied: u64, lost: u64) {
-        self.0.0.made(copied, lost);
+    fn made(&self, py: Python<'_>, copied: u64, lost: u64) {
+        py.detach(|| self.0.0.made(copied, lost));
     }
 
     fn fetch(
@@ -122,23 +123,23 @@ impl Exchange {
         Ok((slots, missed.into_iter().map(reason).collect()))
     }
 
-    fn give(&self, slots: (u32, u32)) {
-        self.0.0.give(slots.0..slots.1);
+    fn give(&self, py: Python<'_>, slots: (u32, u32)) {
+        py.detach(|| self.0.0.give(slots.0..slots.1));
     }
 
     #[getter]
-    fn followers(&self) -> usize {
-        self.0.0.directory().followers()
+    fn followers(&self, py: Python<'_>) -> usize {
+        py.detach(|| self.0.0.directory().followers())
     }
 
     #[getter]
-    fn refused(&self) -> u64 {
-        self.0.0.directory().refused()
+    fn refused(&self, py: Python<'_>) -> u64 {
+        py.detach(|| self.0.0.directory().refused())
     }
 
     fn gauges<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let gauges = PyDict::new(py);
-        for (name, value) in self.0.0.gauges() {
+        for (name, value) in py.detach(|| self.0.0.gauges()) {
             gauges.set_item(name, value)?;
         }
         Ok(gauges)
