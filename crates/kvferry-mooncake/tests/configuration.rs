@@ -6,10 +6,14 @@ use kvferry::{Agent, Config, ErrorKind, Transports};
 fn an_agent_has_the_transport_once_it_is_linked() {
     let unknown = Agent::builder().setting("mooncake", true).build().expect_err("not linked");
     assert_eq!(unknown.kind(), ErrorKind::InvalidArgument, "{unknown}");
-    assert!(
-        Transports::parse("mooncake").is_err()
-            && Config::from_json(r#"{"mooncake":true}"#).is_err()
-    );
+    assert!(unknown.to_string().contains("call kvferry_mooncake::link()"), "{unknown}");
+    for name in [kvferry_mooncake::KIND.as_str(), "Mooncake-TCP"] {
+        assert!(Transports::parse(name).is_err(), "{name} alone");
+        let tcp = Transports::parse(&format!("tcp,{name}")).expect("known");
+        assert_eq!(tcp, Transports::parse("tcp").expect("a name"));
+    }
+    let off = Config::from_json(r#"{"mooncake":false}"#).expect("known").transport_settings;
+    assert_eq!(off.get("mooncake"), None);
     let only = Transports::only(kvferry_mooncake::link());
     assert_eq!(Transports::parse("Mooncake-TCP").expect("an alias"), only);
     assert_eq!(Transports::ALL.to_string(), "tcp,local,mooncake");

@@ -323,6 +323,26 @@ mod tests {
     }
 
     #[test]
+    fn the_json_of_version_1_stays_readable_where_a_transport_that_it_names_is_not_linked() {
+        // As every agent wrote it that did not say which transports it uses.
+        let golden = r#"{"version":1,"name":"decode-0","listen":null,"advertise":null,
+            "transports":"tcp,local,mooncake","io_threads":null,"streams_per_peer":null,"checksum":"auto",
+            "silence_ms":3000,"timeout_ms":30000,"peer_memory":null,"ptracer_any":false,"mooncake":false,
+            "file_engine":"auto"}"#;
+        let config = Config::from_json(golden).expect("the JSON of version 1");
+        assert_eq!(config, Config { name: "decode-0".to_owned(), ..Config::default() });
+        assert_eq!(Config::from_json(&config.to_json()).expect("the output of to_json"), config);
+        for needed in
+            [r#"{"mooncake":true}"#, r#"{"mooncake":"on"}"#, r#"{"transports":"Mooncake"}"#]
+        {
+            let refused = Config::from_json(needed).expect_err("it is not linked").to_string();
+            assert!(refused.contains("kvferry_mooncake::link()"), "{needed}: {refused}");
+        }
+        let refused = Config::from_json(r#"{"mooncake":"perhaps"}"#).expect_err("no such value");
+        assert!(refused.to_string().contains("the setting mooncake must be"), "{refused}");
+    }
+
+    #[test]
     fn unknown_fields_and_later_versions_are_refused() {
         for value in ["\"x\"", "true", "4", "-0.5", "null", "[1]", "{}"] {
             let e = Config::from_json(&format!(r#"{{"version":1,"nmae":{value}}}"#));

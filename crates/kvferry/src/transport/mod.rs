@@ -122,6 +122,44 @@ transports! {
     }
 }
 
+// The transports of other crates that version 1 of the configuration knows, whatever the program has linked: earlier
+// versions of this crate had them, and wrote their names and settings.
+static ELSEWHERE: &[Elsewhere] = &[Elsewhere {
+    names: &["mooncake", "mooncake-tcp"],
+    setting: TransportSetting::switch(
+        "mooncake",
+        None,
+        "connect to Mooncake's peers, and serve them",
+    ),
+    link: "kvferry_mooncake::link()",
+}];
+
+/// A transport of another crate, for a program that has not linked it.
+pub(crate) struct Elsewhere {
+    names: &'static [&'static str],
+    setting: TransportSetting,
+    /// The call that links it.
+    link: &'static str,
+}
+
+impl Elsewhere {
+    pub(crate) fn of_setting(name: &str) -> Option<&'static Self> {
+        ELSEWHERE.iter().find(|it| it.setting.name() == name)
+    }
+
+    pub(crate) const fn setting(&self) -> &TransportSetting {
+        &self.setting
+    }
+
+    /// What to do where the transport is needed.
+    pub(crate) fn is_not_linked(&self) -> Error {
+        let (name, link) = (self.names[0], self.link);
+        Error::invalid(format!(
+            "this program has not linked the transport {name}: call {link} before the configuration is read"
+        ))
+    }
+}
+
 /// The transports that the program has linked, in the order of the calls.
 static LINKED: [OnceLock<&'static dyn Start>; LINKED_MAX] = [const { OnceLock::new() }; LINKED_MAX];
 const LINKED_MAX: usize = 16;
@@ -201,12 +239,13 @@ impl Transports {
 
     /// Parses names separated by commas: a transport's name ([`TransportKind::as_str`]), one of its
     /// aliases, or `all`. `native` (also `kvferry`) stands for all transports that use kvferry's
-    /// own sessions. Case does not matter.
+    /// own sessions. Case does not matter. `mooncake` is taken also where the program has not linked that transport, and
+    /// adds nothing then.
     ///
     /// # Errors
-    /// `InvalidArgument` for an unknown name, and for an empty list.
+    /// `InvalidArgument` for an unknown name, for an empty list, and for a list without any transport that the program has.
     pub fn parse(text: &str) -> Result<Self> {
-        let mut set = 0;
+        let (mut set, mut not_linked) = (0, None);
         for name in text.split(',').map(str::trim).filter(|n| !n.is_empty()) {
             let is_name = |known: &str| known.eq_ignore_ascii_case(name);
             let named = table().filter(|transport| {
@@ -216,15 +255,19 @@ impl Transports {
             let all = if is_name("all") { Self::ALL.0 } else { 0 };
             let bits = named.fold(all, |bits, transport| bits | bit(transport.kind()));
             if bits == 0 {
-                let what = format!("unknown transport; known are {} and all", Self::ALL);
-                return Err(Error::invalid(what).with("transport", name));
+                let known = ELSEWHERE.iter().find(|it| it.names.iter().any(|it| is_name(it)));
+                not_linked = Some(known.ok_or_else(|| {
+                    let what = format!("unknown transport; known are {} and all", Self::ALL);
+                    Error::invalid(what).with("transport", name)
+                })?);
             }
             set |= bits;
         }
-        if set == 0 {
-            return Err(Error::invalid("the list of transports is empty"));
+        match (set, not_linked) {
+            (0, None) => Err(Error::invalid("the list of transports is empty")),
+            (0, Some(elsewhere)) => Err(elsewhere.is_not_linked()),
+            _ => Ok(Self(set)),
         }
-        Ok(Self(set))
     }
 }
 
@@ -344,67 +387,6 @@ impl Services {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Capabilities, Fence};
-
-    /// A transport of another crate. Its setting keeps agents from starting.
-    struct Elsewhere;
-
-    impl Transport for Elsewhere {
-        fn kind(&self) -> TransportKind {
-            TransportKind::new("elsewhere")
-        }
-
-        fn aliases(&self) -> &'static [&'static str] {
-            &["far"]
-        }
-
-        fn capabilities(&self) -> Capabilities {
-            Capabilities::new(Fence::PeerExit, Fence::Local)
-        }
-    }
-
-    static BESIDE: TransportSetting = TransportSetting::switch("elsewhere_beside", None, "a test");
-
-    impl Start for Elsewhere {
-        fn settings(&self) -> &'static [TransportSetting] {
-            std::slice::from_ref(&BESIDE)
-        }
-
-        fn is_native(&self) -> bool {
-            false
-        }
-
-        fn start(&self, cx: &Startup<'_>) -> Result<Arc<dyn Service>> {
-            if cx.settings.is_on(&BESIDE) {
-                return Err(Error::invalid("elsewhere is beside"));
-            }
-            Ok(Arc::new(Self))
-        }
-    }
-
-    impl Service for Elsewhere {}
-
-    #[test]
-    fn a_transport_that_is_linked_has_its_names_and_settings_wherever_they_are_read() {
-        assert!(Transports::parse("elsewhere").is_err());
-        let before = Transports::parse("all").expect("a name");
-        let kind = link(&Elsewhere);
-        assert_eq!((kind, link(&Elsewhere)), (TransportKind::new("elsewhere"), kind));
-        assert_eq!(link(&tcp::Tcp), TransportKind::TCP, "the program has it");
-        let only = Transports::only(kind);
-        assert!(before.contains(kind) && before == Transports::ALL && only != before);
-        for name in ["Elsewhere", "far"] {
-            assert_eq!(Transports::parse(name).expect("linked"), only, "{name}");
-        }
-        let text = format!(r#"{{"transports":"{only}","elsewhere_beside":true}}"#);
-        let config = crate::Config::from_json(&text).expect("linked");
-        assert_eq!(crate::Config::from_json(&config.to_json()).expect("own output"), config);
-        let all = crate::Config { transports: Transports::ALL, ..config.clone() };
-        assert_eq!(crate::Config::from_json(&all.to_json()).expect("own output"), all);
-        let refused = crate::Agent::start(config).expect_err("it starts with the agent");
-        assert_eq!(refused.to_string(), "elsewhere is beside");
-        crate::Agent::start(crate::Config::default()).expect("its setting is off").shutdown();
-    }
 
     #[test]
     fn different_names_for_a_set_parse_to_the_same_set() {

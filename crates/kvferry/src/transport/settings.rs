@@ -1,5 +1,6 @@
 //! Settings of transports: each is declared in the folder of its transport, which also reads it.
 
+use super::Elsewhere;
 use crate::error::{Error, Result};
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny};
 use serde::ser::{Serialize, SerializeMap, Serializer};
@@ -91,12 +92,15 @@ impl TransportSettings {
         super::settings()
     }
 
-    /// Sets a value: text as in the environment, or `true` or `false`.
+    /// Sets a value: text as in the environment, or `true` or `false`. `mooncake` may be off also where the program has not
+    /// linked that transport.
     ///
     /// # Errors
     /// `InvalidArgument` if no transport has the setting, or the setting does not take the value.
     pub fn set(&mut self, name: &str, value: impl ToString) -> Result<()> {
-        let Some(setting) = Self::all().find(|setting| setting.name == name) else {
+        let known = Self::all().find(|setting| setting.name == name);
+        let elsewhere = Elsewhere::of_setting(name).filter(|_| known.is_none());
+        let Some(setting) = known.or(elsewhere.map(Elsewhere::setting)) else {
             let known: Vec<_> = Self::all().map(|setting| setting.name).collect();
             let what = format!("unknown setting; those of transports are {}", known.join(", "));
             return Err(Error::invalid(what).with("setting", name));
@@ -104,8 +108,14 @@ impl TransportSettings {
         let value = value.to_string();
         let parsed = (setting.parse)(&value).map_err(|values| {
             Error::invalid(format!("the setting {name} {values}")).with("value", &value)
-        });
-        self.0.insert(setting.name, parsed?);
+        })?;
+        match elsewhere {
+            None => drop(self.0.insert(setting.name, parsed)),
+            Some(elsewhere) if parsed != setting.default => {
+                return Err(elsewhere.is_not_linked().with("setting", name));
+            }
+            Some(_) => {}
+        }
         Ok(())
     }
 
