@@ -381,6 +381,45 @@ def test_a_wait_ends_when_no_copy_is_under_way(engines: Callable[..., Engine]) -
     assert engine.manager.stats()["under_way"] == 0
 
 
+def test_a_wait_misses_no_copy_that_ends_within_the_call_before(agent: kvferry.Agent) -> None:
+    # Looking so many blocks up takes longer than the copies of the others.
+    long, short = 20_000, 500
+
+    def keys(name: int, count: int) -> list[bytes]:
+        return [bytes([name]) + at.to_bytes(15, "big") for at in range(count)]
+
+    region = agent.register(bytearray((long + short + 1) * PAGE), "none")
+    with kvferry.BlockManager([([region], long + short + 1, short)], tokens_per_block=TOKENS) as manager:
+
+        def run(tokens: int, keys: list[bytes], computed: list[bytes], priority: int) -> None:
+            kept = kvferry.RetentionConfig([(0, None, priority)])
+            number = manager.allocate(tokens, keys, retention=kept).sequence
+            while not manager.is_ready(number):
+                manager.wait()
+            manager.free(number, computed)
+            while manager.wait():
+                pass
+
+        kept, moved, other = keys(1, long), keys(2, short), keys(3, short + 1)
+        too_long = (TOKENS * (long + short + 1), kept + other)
+        run(TOKENS * long, kept, kept, 90)
+        for _ in range(10):
+            run(TOKENS * short + 1, moved, moved, 35)
+            # Takes the pages of the blocks before, and leaves none.
+            run(TOKENS * (short + 1), other, [], 35)
+            aborted = manager.allocate(TOKENS * short + 1, moved)
+            manager.free(aborted.sequence)
+            while True:
+                try:
+                    manager.free(manager.allocate(*too_long).sequence)
+                    break
+                except kvferry.BusyError:
+                    if not manager.wait():
+                        pytest.fail("a wait said that no copy is under way, after copies had made room")
+            while manager.wait():
+                pass
+
+
 KEYS = keys_of(prompt(1, 2))
 
 

@@ -84,6 +84,11 @@ impl Open {
             debug_assert_eq!(known, Ok(()), "the driver names each transfer once");
             self.ended.fetch_add(1, Relaxed);
         }
+        self.begin(manager);
+    }
+
+    /// Starts the copies that the manager asks for.
+    fn begin(&self, manager: &mut Manager) {
         self.driver.submit(std::iter::from_fn(|| manager.poll_action()));
     }
 }
@@ -212,8 +217,9 @@ impl BlockManager {
         let mut manager = self.open.state.lock();
         self.open.settle(&mut manager);
         let result = call(&mut manager, now_ms());
-        // Also after an error: blocks may have been evicted.
-        self.open.settle(&mut manager);
+        // Also after an error: blocks may have been evicted. Copies that have ended by now are left to the next call: a
+        // `wait` after an error of this one must not miss them.
+        self.open.begin(&mut manager);
         drop(manager);
         result.map_err(|why| exception(py, &why))
     }
@@ -400,13 +406,12 @@ impl BlockManager {
         let timeout = timeout.map(|timeout| seconds(py, timeout)).transpose()?;
         let (driver, ended) = (&self.open.driver, &self.open.ended);
         let before = ended.load(Relaxed);
-        // Another thread may tell the manager of the end meanwhile.
-        let waited = blocking::wait(py, timeout, |slice| {
+        // Another thread may tell the manager of the end meanwhile, and counts it after it has taken it.
+        blocking::wait(py, timeout, |slice| {
             let has_ended = driver.wait(slice) || ended.load(Relaxed) != before;
-            (has_ended || driver.under_way() == 0).then_some(has_ended)
+            (has_ended || driver.under_way() == 0).then_some(())
         })?;
-        self.call(py, |_, _| Ok(()))?;
-        Ok(waited.unwrap_or(false))
+        self.call(py, |_, _| Ok(ended.load(Relaxed) != before))
     }
 
     /// Takes the events of the cache, as dicts. All have an `id` that counts up, also over events that were dropped, a
