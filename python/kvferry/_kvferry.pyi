@@ -79,8 +79,9 @@ class _Tensor(Protocol):
 _Sequence: TypeAlias = Sequence[SupportsIndex] | _Array
 _Numbers: TypeAlias = _Sequence | SupportsIndex
 _Notice: TypeAlias = Notification | tuple[str, bytes | str]
-# An object with writable memory, or an address and a length in bytes.
-_Buffer: TypeAlias = Buffer | _Tensor | tuple[int, int]
+# An object with writable memory, or an address and a length in bytes. Before Python 3.12, NumPy's stubs do not say that
+# its arrays are buffers.
+_Buffer: TypeAlias = Buffer | _Array | _Tensor | tuple[int, int]
 
 @final
 class Agent:

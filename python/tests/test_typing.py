@@ -30,6 +30,20 @@ def test_the_package_passes_strict_type_checking() -> None:
     assert run("-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), cwd=ROOT) == ""
 
 
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.14"])
+def test_type_checkers_know_arrays_of_numpy_as_memory(version: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import kvferry\n"
+        "import numpy as np\n"
+        "with kvferry.Agent() as agent:\n"
+        "    kv = np.zeros((4, 8), np.float16)\n"
+        "    agent.register(kv, 'r')\n"
+        "    agent.register_batch([kv, np.empty(8, np.uint8), bytearray(8), memoryview(bytearray(8))])\n"
+    )
+    assert run("-m", "mypy", "--strict", "--python-version", version, str(program), cwd=tmp_path) == ""
+
+
 def test_type_checkers_refuse_wrong_arguments(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     lines = (
