@@ -698,7 +698,8 @@ class Space:
         """As `put`, in the background. The memory belongs to the store until the operation has ended.
 
         Four puts are carried out at a time, the others wait for their turn, in the order of the calls. Where none has begun
-        for `hang_after` of the store, one more is carried out, up to eight in all. `wait`: seconds for which this one may wait
+        for `hang_after` of the store, one more is carried out, up to eight in all. A further thread ends once five
+        have nothing to do at the same time, so that four are left. `wait`: seconds for which this one may wait
         for its turn; if it has not begun by then, it ends, and all its blocks are refused (`Put.refused_waiting`). Beyond 2 GiB
         or 65 536 blocks of puts that wait, it is refused at once. With 0 it is refused at once beyond 256 MiB, and otherwise
         waits for its turn however long that takes. A put of any size may wait alone. `put_wait` of the store counts from its

@@ -577,13 +577,14 @@ def test_a_stderr_that_is_full_stops_no_thread() -> None:
     assert run_python(UNREAD).stdout == "goes on\n"
 
 
-def test_a_time_to_fetch_is_refused_or_bounded(pair: Pair) -> None:
+def test_a_time_to_fetch_may_be_beyond_the_clock_and_not_negative(pair: Pair) -> None:
     pair.prefill()
     exchange = handoff(pair.decode())._exchange
     for refused in (-1.0, math.nan, -math.inf):
         with pytest.raises(ValueError, match="can't be negative or not a number"):
             exchange.fetch((bytes(32), bytes(16), 1), 0, refused)
     for long in (1e9, 1e19, math.inf):
+        # Nothing is on offer, so this shows only that the time is taken.
         assert exchange.fetch((bytes(32), bytes(16), 1), 0, long) == (None, [])
 
 

@@ -117,7 +117,8 @@ impl Space {
     /// As [`Space::put`], in the background. The memory belongs to the store until the operation has ended.
     ///
     /// Four puts are carried out at a time, the others wait for their turn, in the order of the calls. Where none has begun
-    /// for [`StoreOptions::hang_after`](crate::StoreOptions::hang_after), one more is carried out, up to eight in all.
+    /// for [`StoreOptions::hang_after`](crate::StoreOptions::hang_after), one more is carried out, up to eight in all. A
+    /// further thread ends once five have nothing to do at the same time, so that four are left.
     /// `wait` is for how long this one may wait for its turn: if it has not begun by then, it ends, and all its blocks are
     /// refused ([`Put::refused_waiting`]). Beyond 2 GiB or 65 536 blocks of puts that wait, it is refused at once. With a
     /// `wait` of zero it is refused at once beyond 256 MiB, and otherwise waits for its turn however long that takes. A put

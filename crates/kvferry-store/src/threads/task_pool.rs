@@ -53,8 +53,8 @@ impl Load {
 ///
 /// A device that hangs holds the threads whose operations it does not answer. One more thread, the watcher, carries out
 /// none: it gives up tasks whose time has passed, and starts further threads where no task has begun for some time. There
-/// are twice as many then at most, as nothing more is given to such a device. A thread that has nothing to do ends while so
-/// many others have nothing to do as there usually are.
+/// are twice as many then at most, as nothing more is given to such a device. A thread that has nothing to do ends if so
+/// many others have nothing to do at the same time as there usually are; under load, all go on.
 pub(crate) struct TaskPool(Arc<Shared>);
 
 /// A thread of a pool.
@@ -372,7 +372,7 @@ impl std::fmt::Debug for TaskPool {
 mod tests {
     use super::*;
     use crate::pending::Pending;
-    use kvferry_testkit::PATIENCE;
+    use kvferry_testkit::{PATIENCE, eventually};
     use std::sync::mpsc::{Receiver, Sender, channel};
 
     const HOUR: Duration = Duration::from_secs(3600);
@@ -433,6 +433,17 @@ mod tests {
         pool.close_unless(|| true);
         assert!(pool.submit(|| ()).is_err());
         drop(release);
+    }
+
+    #[test]
+    fn further_threads_end_once_there_is_nothing_to_do() {
+        let pool = TaskPool::new(2, Duration::from_millis(1));
+        let at_work = || pool.0.servers.lock().iter().filter(|it| !it.is_finished()).count();
+        let release = hold(&pool, 4);
+        assert_eq!(at_work(), 4);
+        drop(release);
+        eventually("two are left", || at_work() == 2);
+        pool.close_unless(|| false);
     }
 
     #[test]
