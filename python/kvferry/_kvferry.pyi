@@ -982,6 +982,11 @@ class SchedulerHalf:
     def waits_for_blocks(self, id: str) -> bool:
         """Whether `allocated` of this request would change anything."""
 
+    def is_known(self, id: str) -> bool:
+        """Whether a request has arrived here, or was refused, and has not ended: `finished` needs neither its parameters nor
+        its prompt.
+        """
+
     def produces(self, id: str) -> bool:
         """Whether `step` must get the steps of this request."""
 

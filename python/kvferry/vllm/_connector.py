@@ -218,7 +218,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._side.close()
 
 
-_Refusal: TypeAlias = Literal["internal", "resumable", "prompt_logprobs", "changed_weights"]
 _Reason: TypeAlias = Literal["length", "stop", "abort", "error"]
 
 
@@ -277,8 +276,6 @@ class _Scheduler:
         )
         self._live: dict[str, _Live] = {}
         self._produced: set[str] = set()
-        # Live requests that the half was told to refuse: it needs nothing more of them.
-        self._refused: set[str] = set()
         self._siblings = Siblings()
         self._adapters = Adapters()
         self._core = core_of_callers()
@@ -350,11 +347,11 @@ class _Scheduler:
         request_id, tokens = request.request_id, request.num_prompt_tokens
         if getattr(request, "resumable", False):
             # Its prompt grows after it was computed, and a handoff is of all of a prompt.
-            self._refuse(request_id, "resumable")
+            self.half.refuse(request_id, "resumable")
             return
         if produces and self._cuts and getattr(request, "skip_reading_prefix_cache", False):
             # Its answer has a logprob for each token of the prompt, and decode computes all of such a prompt itself.
-            self._refuse(request_id, "prompt_logprobs")
+            self.half.refuse(request_id, "prompt_logprobs")
             return
         if self._was_reset:
             logger.warning_once(
@@ -363,7 +360,7 @@ class _Scheduler:
                 "/update_weight_version, or with /finish_weight_update), the last one again if they are the same, or "
                 "is restarted"
             )
-            self._refuse(request_id, "changed_weights")
+            self.half.refuse(request_id, "changed_weights")
             return
         identity = self._identity(request)
         weights = identity.adapter[1] if identity is not None and identity.adapter is not None else None
@@ -424,11 +421,7 @@ class _Scheduler:
         """The request is computed as if it had no parameters."""
         self._live.pop(request.request_id, None)
         self._produced.discard(request.request_id)
-        self._refuse(request.request_id, "internal")
-
-    def _refuse(self, request_id: str, reason: _Refusal) -> None:
-        self._refused.add(request_id)
-        self.half.refuse(request_id, reason)
+        self.half.refuse(request.request_id, "internal")
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         self._follow_weights()
@@ -532,9 +525,7 @@ class _Scheduler:
         """Never raises: vLLM frees the blocks of a request that is not held, whatever the half still offers."""
         live = self._live.pop(request.request_id, None)
         self._produced.discard(request.request_id)
-        is_refused = request.request_id in self._refused
-        self._refused.discard(request.request_id)
-        ended = tried(self._ended, request, live, blocks, is_refused)
+        ended = tried(self._ended, request, live, blocks)
         if ended is None:
             tokens = live.prompt_tokens if live else request.num_prompt_tokens
             ended = tried(self.half.finished, request.request_id, tokens, None, None, "error", None)
@@ -544,14 +535,14 @@ class _Scheduler:
         return held, tried(self._siblings.ended, request.request_id, answer)
 
     def _ended(
-        self, request: Any, live: _Live | None, blocks: tuple[list[int], ...], is_refused: bool
+        self, request: Any, live: _Live | None, blocks: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         request_id, params = request.request_id, request.kv_transfer_params
         if live is None and (not params or not self._siblings.owns(request_id)):
             return False, None
         tokens = live.prompt_tokens if live else request.num_prompt_tokens
         reason: _Reason = _REASONS.get(request.status, "error")
-        prompt = None if live or is_refused else _prompt(request, self._identity(request))
+        prompt = None if self.half.is_known(request_id) else _prompt(request, self._identity(request))
         if live and live.produces and live.weights is not None and not self._adapters.still(live.lora, live.weights):
             reason = "error"
         # A consumer's blocks say nothing.

@@ -309,6 +309,14 @@ impl Scheduler {
         }
     }
 
+    /// Whether a request has arrived here, or was refused, and has not ended: later calls need neither its parameters nor
+    /// its prompt.
+    pub fn is_known(&self, request: &str) -> bool {
+        self.produced.contains(request)
+            || self.consumed.contains(request)
+            || self.refused.contains(request)
+    }
+
     /// Whether [`Scheduler::allocated`] of this request would change anything.
     pub fn waits_for_blocks(&self, request: &str) -> bool {
         self.consumed.is_open(request)
@@ -471,12 +479,6 @@ impl Scheduler {
             producers.check(from.address.as_str())?;
         }
         Ok(role)
-    }
-
-    fn is_known(&self, request: &str) -> bool {
-        self.produced.contains(request)
-            || self.consumed.contains(request)
-            || self.refused.contains(request)
     }
 
     /// Returns the number of tokens at the end of a prompt that the consumer computes again.

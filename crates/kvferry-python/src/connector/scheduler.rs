@@ -155,6 +155,10 @@ impl SchedulerHalf {
         self.half.lock().waits_for_blocks(id)
     }
 
+    fn is_known(&self, id: &str) -> bool {
+        self.half.lock().is_known(id)
+    }
+
     fn produces(&self, id: &str) -> bool {
         self.half.lock().produces(id)
     }
