@@ -12,9 +12,8 @@
 use crate::callback::contain;
 use crate::memory::cursor::Direction;
 use crate::memory::gate::Gate;
-use crate::memory::region::RegionInner;
+use crate::memory::held::Held;
 use crate::memory::stages::{Stage, StagePool};
-use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex};
 use kvferry_sys::span::HostSpan;
 use smallvec::SmallVec;
@@ -184,7 +183,7 @@ impl fmt::Debug for Wait {
 pub type Wake = Arc<dyn Fn() + Send + Sync>;
 
 /// Regions of a batch: of a model with a region for each layer, a batch touches many.
-pub(crate) type Regions = SmallVec<[Arc<RegionInner>; 2]>;
+pub(crate) type Regions = SmallVec<[Held; 2]>;
 
 /// What became of a batch: its stage, if that has bytes of the device.
 type Outcome = io::Result<Option<Stage>>;
@@ -196,7 +195,6 @@ pub(crate) struct Copy {
     pub(crate) pieces: Vec<DevicePiece>,
     /// Bytes of all pieces.
     pub(crate) len: usize,
-    pub(crate) regions: Regions,
     pub(crate) gate: Arc<Gate>,
     pub(crate) wake: Wake,
     /// `None` until the device has completed or dropped the batch, and once the cursor has taken it.
@@ -204,13 +202,10 @@ pub(crate) struct Copy {
 }
 
 impl Copy {
-    /// Gives the batch and its stage to the device. The caller is inside the gate and has seen the regions alive.
-    pub(crate) fn start(self: &Arc<Self>, stage: Stage) {
-        for region in &self.regions {
-            region.copies.fetch_add(1, Ordering::SeqCst);
-        }
+    /// Gives the batch, with its stage and its regions, to the device. The caller is inside the gate.
+    pub(crate) fn start(self: &Arc<Self>, stage: Stage, regions: Regions) {
         self.gate.copy_started();
-        let copy = DeviceCopy { owned: Some((Arc::clone(self), stage)) };
+        let copy = DeviceCopy { owned: Some((Arc::clone(self), stage, regions)) };
         let device = &self.memory.device;
         // If the call panics, the copy fails once the device drops or completes the batch.
         contain("a device's copy", || match self.direction {
@@ -228,7 +223,7 @@ impl Copy {
         self.outcome.lock().take()
     }
 
-    fn end(&self, stage: Stage, result: io::Result<()>) {
+    fn end(&self, stage: Stage, regions: Regions, result: io::Result<()>) {
         let outcome = match self.direction {
             Direction::Out => result.map(|()| Some(stage)),
             Direction::In => {
@@ -237,9 +232,7 @@ impl Copy {
             }
         };
         *self.outcome.lock() = Some(outcome);
-        for region in &self.regions {
-            region.copies.fetch_sub(1, Ordering::SeqCst);
-        }
+        drop(regions);
         self.gate.copy_ended();
         (self.wake)();
     }
@@ -269,7 +262,7 @@ impl Copy {
 #[derive(Debug)]
 pub struct DeviceCopy {
     /// `None` only while it is dropped.
-    owned: Option<(Arc<Copy>, Stage)>,
+    owned: Option<(Arc<Copy>, Stage, Regions)>,
 }
 
 impl DeviceCopy {
@@ -278,7 +271,7 @@ impl DeviceCopy {
     }
 
     fn span(&self, at: usize, len: usize) -> HostSpan {
-        let (copy, stage) = self.owned.as_ref().expect("there until it is dropped");
+        let (copy, stage, _) = self.owned.as_ref().expect("there until it is dropped");
         let is_inside = at.checked_add(len).is_some_and(|end| end <= copy.len);
         assert!(is_inside, "the range is outside the batch");
         stage.span(at, len)
@@ -327,8 +320,8 @@ impl DeviceCopy {
     }
 
     fn end(&mut self, result: io::Result<()>) {
-        if let Some((copy, stage)) = self.owned.take() {
-            copy.end(stage, result);
+        if let Some((copy, stage, regions)) = self.owned.take() {
+            copy.end(stage, regions, result);
         }
     }
 }
@@ -344,7 +337,6 @@ impl Drop for DeviceCopy {
 
 impl fmt::Debug for Copy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let pieces = self.pieces.len();
-        write!(f, "Copy[{pieces} pieces of {:?}]", self.regions)
+        write!(f, "Copy[{} pieces of {:?}]", self.pieces.len(), self.memory)
     }
 }

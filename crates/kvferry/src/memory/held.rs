@@ -1,5 +1,5 @@
-//! Host memory that the kernel or another thread touches beyond one call: of a read or write of a
-//! file that is under way.
+//! Memory that is touched beyond one call: by the kernel, of a read or write of a file that is under way, by
+//! another thread, or by a device.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::cursor::{Piece, Pieces, Position};
@@ -42,7 +42,7 @@ impl Held {
     }
 
     /// Begins a use of the region; `None` if it was unregistered.
-    fn begin(region: &Arc<RegionInner>) -> Option<Self> {
+    pub(crate) fn begin(region: &Arc<RegionInner>) -> Option<Self> {
         // Counted before the look: a thread that unregisters the region marks it first and looks at the
         // count after that, so one of the two sees the other. That holds for a region of another agent,
         // too, which does not know this gate.

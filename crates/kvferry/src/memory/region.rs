@@ -80,7 +80,7 @@ pub(crate) struct RegionInner {
     pub(crate) backing: Backing,
     name: OnceLock<String>,
     alive: AtomicBool,
-    /// Device copies in progress.
+    /// Copies in progress of devices, files and other threads ([`Held`](crate::memory::held::Held)).
     pub(crate) copies: AtomicUsize,
     quarantine: Mutex<Quarantine>,
 }
@@ -418,8 +418,9 @@ impl Tables {
                 refused(ErrorKind::InvalidArgument, what)
             })?;
             self.lift();
+            let mut in_quarantine = self.quarantined.iter().filter(|region| !region.is_device());
             let touches = |r: &&Arc<RegionInner>| r.base < end && base < r.base + r.len;
-            if let Some(other) = self.quarantined.iter().find(touches) {
+            if let Some(other) = in_quarantine.find(touches) {
                 let what = "an unresponsive process may still write to the range";
                 return Err(refused(ErrorKind::Quarantined, what).with("region", other.id));
             }

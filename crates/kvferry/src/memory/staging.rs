@@ -5,8 +5,9 @@
 //! stage and the device allows.
 
 use crate::memory::cursor::{Direction, Fault, MemoryFault, Pieces, Position, index_of};
-use crate::memory::device::{Copy, DeviceMemory, DevicePiece, Wake};
+use crate::memory::device::{Copy, DeviceMemory, DevicePiece, Regions, Wake};
 use crate::memory::gate::Gate;
+use crate::memory::held::Held;
 use crate::memory::stages::{Stage, StageUser};
 use crate::sync::{Arc, Mutex};
 use kvferry_proto::WireCode;
@@ -170,23 +171,22 @@ impl Staging {
         packed: Packed,
     ) -> Result<(), Fault> {
         let _inside = gate.enter().map_err(|_| Fault::Shut)?;
-        let dead = |(region, _): &&(u32, usize)| !pieces.regions[*region as usize].is_alive();
-        if let Some((_, piece)) = packed.regions.iter().find(dead) {
-            return Err(Fault::Memory(MemoryFault::revoked(*piece)));
-        }
-        let regions = packed.regions.iter().map(|(i, _)| Arc::clone(&pieces.regions[*i as usize]));
+        let held = packed.regions.iter().map(|&(region, piece)| {
+            let held = Held::begin(&pieces.regions[region as usize]);
+            held.ok_or_else(|| Fault::Memory(MemoryFault::revoked(piece)))
+        });
+        let held = held.collect::<Result<Regions, Fault>>()?;
         let copy = Arc::new(Copy {
             direction: self.direction,
             memory: packed.memory,
             pieces: packed.pieces,
             len: packed.len,
-            regions: regions.collect(),
             gate: Arc::clone(gate),
             wake: Arc::clone(&self.wake),
             outcome: Mutex::new(None),
         });
         self.batches.push_back(Batch::Copying { copy: Arc::clone(&copy), piece: packed.first });
-        copy.start(stage);
+        copy.start(stage, held);
         Ok(())
     }
 
@@ -624,6 +624,34 @@ mod tests {
         table.remove(&region).expect("registered");
         assert!(region.is_quarantined());
         assert_eq!(device.stages.free(), 1);
+    }
+
+    #[test]
+    fn device_memory_in_quarantine_keeps_no_host_memory_from_being_registered() {
+        let (table, device) = (RegionTable::default(), Manual::new(STAGE, 1));
+        let region = device.region(&table, 0, STAGE);
+        let _copied = Held::begin(&region.0).expect("registered");
+        table.remove(&region).expect("registered");
+        table.quarantine([&region], &[], &[]);
+        assert!(region.is_quarantined());
+        // At an address that is inside of the device's memory, counted from zero.
+        let host = table.insert(Incarnation(7), STAGE / 2, 64, Access::NONE, Backing::Borrowed);
+        host.expect("the device's addresses are others");
+    }
+
+    #[test]
+    fn a_copy_of_an_unregistered_region_is_refused_and_leaves_nothing_counted() {
+        let (table, device) = (RegionTable::default(), Manual::new(4 * STAGE, 2));
+        let regions = [0, STAGE].map(|at| device.region(&table, at, STAGE));
+        let mut pieces = Pieces::default();
+        regions.iter().for_each(|region| pieces.push(&region.0, 0, 512));
+        table.remove(&regions[1]).expect("registered");
+        let mut cursor = cursor(Direction::Out, &Arc::new(pieces), &counted().0);
+        let fault = cursor.lend(STAGE, &mut |_| Ok(0)).expect_err("one of two is gone");
+        assert!(matches!(fault, Fault::Memory(MemoryFault { index: 1, .. })), "{fault:?}");
+        drop(cursor);
+        let counts = regions.map(|region| region.0.copies.load(Ordering::SeqCst));
+        assert_eq!((counts, device.stages.free()), ([0, 0], 2));
     }
 
     #[test]
