@@ -11,7 +11,7 @@ use crate::memory::staging::Staging;
 use kvferry_proto::WireCode;
 use kvferry_sys::socket::SPANS_MAX;
 use kvferry_sys::span::HostSpan;
-use std::cell::RefCell;
+use std::cell::Cell;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use std::sync::Arc;
 const LOOK_BACK: usize = 128;
 
 thread_local! {
-    static SPANS: RefCell<Vec<HostSpan>> = const { RefCell::new(Vec::new()) };
+    static SPANS: Cell<Vec<HostSpan>> = const { Cell::new(Vec::new()) };
 }
 
 /// A contiguous piece of a batch.
@@ -256,7 +256,7 @@ impl Cursor {
         self.remaining
     }
 
-    /// Lends at most `limit` bytes that are ready to `use_spans`.
+    /// Lends at most `limit` bytes that are ready to `use_spans`, which may lend those of another cursor meanwhile.
     ///
     /// # Errors
     /// The memory can't be used any more, the copier was stopped, or `use_spans` failed with an
@@ -285,15 +285,15 @@ impl Cursor {
     fn walk_host(&mut self, limit: usize, use_spans: &mut UseSpans<'_>) -> Result<Lent, Fault> {
         let gate = Arc::clone(&self.gate);
         let _inside = gate.enter_to(self.pieces.touches()).map_err(|_| Fault::Shut)?;
-        SPANS.with_borrow_mut(|spans| {
-            spans.clear();
-            self.gather(limit, spans)?;
-            let lent = lent(use_spans(spans))?;
-            if let Lent::Moved(moved) = lent {
-                self.advance(moved);
-            }
-            Ok(lent)
-        })
+        // Taken, not borrowed: `use_spans` may lend from another cursor.
+        let mut spans = SPANS.take();
+        spans.clear();
+        let result = self.gather(limit, &mut spans).and_then(|()| lent(use_spans(&spans)));
+        SPANS.set(spans);
+        if let Ok(Lent::Moved(moved)) = result {
+            self.advance(moved);
+        }
+        result
     }
 
     /// Collects host spans from the current position on; stops before device memory.

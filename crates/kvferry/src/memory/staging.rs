@@ -655,6 +655,34 @@ mod tests {
     }
 
     #[test]
+    fn a_cursor_can_lend_while_another_one_lends() {
+        let table = RegionTable::default();
+        let [from, to] = [7, 0].map(|byte| {
+            let map = Mapping::anonymous(STAGE).expect("memory");
+            map.span(0, STAGE).copy_from(&[byte; STAGE]);
+            let (base, backing) = (map.as_ptr() as usize, Backing::Owned(map));
+            table.insert(Incarnation(7), base, STAGE, Access::NONE, backing).expect("a region")
+        });
+        let [mut out, mut into] = [(&from, Direction::Out), (&to, Direction::In)]
+            .map(|(region, way)| cursor(way, &Arc::new(scattered(region, 2, 1000)), &counted().0));
+        let copied = out.lend(STAGE, &mut |sources| {
+            let lent = into.lend(STAGE, &mut |targets| {
+                let both = targets.iter().zip(sources);
+                both.clone().for_each(|(target, source)| target.copy_from_span(source));
+                Ok(both.map(|(target, _)| target.len()).sum())
+            });
+            match lent {
+                Ok(Lent::Moved(moved)) => Ok(moved),
+                other => panic!("{other:?}"),
+            }
+        });
+        assert_eq!(copied.expect("no fault"), Lent::Moved(2000));
+        let mut bytes = vec![0; STAGE];
+        to.read_at(0, &mut bytes).expect("inside");
+        assert!(bytes[..1000] == [7; 1000] && bytes[2000..3000] == [7; 1000] && bytes[1000] == 0);
+    }
+
+    #[test]
     fn a_cursor_that_sends_host_memory_holds_no_stage() {
         let (table, device) = (RegionTable::default(), Manual::new(4 * STAGE, 8));
         let region = device.region(&table, 0, 4 * STAGE);
