@@ -326,7 +326,18 @@ impl SlowMemory {
     /// Device memory made of `len` bytes of `mapping` from `base` on. The same `seed` gives the
     /// same delays and orders.
     pub fn new(mapping: Arc<Mapping>, base: usize, len: usize, seed: u64) -> Self {
-        Self::with_fault(mapping, base, len, seed, None)
+        Self::with(mapping, base, len, seed, STAGES, None)
+    }
+
+    /// The same, with so many stages.
+    pub fn with_stages(
+        mapping: Arc<Mapping>,
+        base: usize,
+        len: usize,
+        seed: u64,
+        stages: usize,
+    ) -> Self {
+        Self::with(mapping, base, len, seed, stages, None)
     }
 
     /// The same, with an error.
@@ -337,11 +348,22 @@ impl SlowMemory {
         seed: u64,
         fault: Option<DeviceFault>,
     ) -> Self {
+        Self::with(mapping, base, len, seed, STAGES, fault)
+    }
+
+    fn with(
+        mapping: Arc<Mapping>,
+        base: usize,
+        len: usize,
+        seed: u64,
+        stages: usize,
+        fault: Option<DeviceFault>,
+    ) -> Self {
         let shared = Arc::new(Shared {
             mapping,
             base,
             len,
-            stages: StagePool::new(STAGE_BYTES, STAGES).expect("the machine has memory"),
+            stages: StagePool::new(STAGE_BYTES, stages).expect("the machine has memory"),
             fault,
             state: Mutex::new(State {
                 copies: Vec::new(),

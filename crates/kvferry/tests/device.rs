@@ -10,13 +10,16 @@ use kvferry_testkit::slow::SlowMemory;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::net::TcpListener;
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 const PIECE: usize = 64;
 
+/// A loaded machine delays heartbeats: an agent whose silence no test is about waits for long.
 fn agent(kind: TransportKind) -> Agent {
     let transports = Transports::only(TransportKind::TCP).with(kind);
-    Agent::builder().transports(transports).start().expect("an agent starts")
+    let builder = Agent::builder().transports(transports).silence(PATIENCE / 5);
+    builder.start().expect("an agent starts")
 }
 
 /// A device, and its memory as the test sees it.
@@ -27,9 +30,17 @@ struct TestDevice {
 
 impl TestDevice {
     fn new(len: usize, seed: u64) -> Self {
+        Self::made(len, seed, |mapping| SlowMemory::new(mapping, 0, len, seed))
+    }
+
+    fn with_stages(len: usize, seed: u64, stages: usize) -> Self {
+        Self::made(len, seed, |mapping| SlowMemory::with_stages(mapping, 0, len, seed, stages))
+    }
+
+    fn made(len: usize, seed: u64, slow: impl FnOnce(Arc<Mapping>) -> SlowMemory) -> Self {
         let mapping = Arc::new(Mapping::anonymous(len).expect("memory"));
         mapping.span(0, len).copy_from(&Pattern::new(seed).bytes(len));
-        Self { slow: SlowMemory::new(Arc::clone(&mapping), 0, len, seed), mapping }
+        Self { slow: slow(Arc::clone(&mapping)), mapping }
     }
 
     fn register(&self, agent: &Agent) -> Region {
@@ -424,6 +435,49 @@ fn a_peer_that_does_not_read_holds_no_stage_that_another_transfer_waits_for() {
     held.slow.release();
     waiting.iter().for_each(|transfer| ended(transfer).expect("written"));
     assert!(ours.bytes(0, 4 * part) == held.bytes(0, 4 * part));
+    [&ours, &held].into_iter().for_each(TestDevice::comes_to_rest);
+}
+
+#[test]
+fn the_device_of_a_blocking_write_whose_peer_does_not_read_copies_nothing_again_and_again() {
+    let _bound = Watchdog::new(PATIENCE);
+    // Fewer than the lanes of a peer: the other transfer needs one.
+    const LANES: usize = 3;
+    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+    let peer = peer_of(&near, &far);
+    let len = 128 << 20;
+    let (ours, held) = (TestDevice::with_stages(len, 1, 2), TestDevice::new(len, 2));
+    let (from, to) = (ours.register(&near), held.register(&far));
+    let striped = Options { streams: Some(LANES), ..options() };
+    let small = [&near, &far].map(|agent| agent.allocate(PIECE, Access::WRITE).expect("memory"));
+    let small = scattered(&small[0], &small[1], 1);
+    eventually("there are lanes", || {
+        peer.write(&small, &striped).expect("written").streams == LANES
+    });
+    let mut batch = Batch::new();
+    batch.push(&from, 0, &to.remote(), 0, len as u64).expect("inside");
+    held.slow.hold();
+    thread::scope(|scope| {
+        let write = scope.spawn(|| peer.write(&batch, &striped).expect("written"));
+        eventually("the device of the peer has its batches", || held.slow.pending_in() > 0);
+        // A device whose copies are thrown away is never at rest.
+        let comes_to_rest = || {
+            eventually("the device rests", || {
+                let before = ours.slow.started();
+                thread::sleep(Duration::from_millis(200));
+                ours.slow.pending() == 0 && ours.slow.started() == before
+            });
+        };
+        comes_to_rest();
+        // It waits for no stage.
+        let healthy = far.allocate(PIECE, Access::WRITE).expect("memory");
+        ended(&peer.write_async(&scattered(&from, &healthy, 1), &options())).expect("written");
+        comes_to_rest();
+        assert!(!write.is_finished(), "its peer reads nothing");
+        held.slow.release();
+        assert_eq!(write.join().expect("no panic").streams, LANES);
+    });
+    assert!(ours.bytes(0, len) == held.bytes(0, len));
     [&ours, &held].into_iter().for_each(TestDevice::comes_to_rest);
 }
 

@@ -284,13 +284,15 @@ impl Staging {
 
     /// The peer is not ready. While another cursor waits for a stage, this one gives back what it has: out,
     /// the bytes are copied again later; in, those that have arrived are copied. It does so only if the peer is still
-    /// not ready when the other handlers of the thread have been called, because most peers soon are.
+    /// not ready at the next call, because most peers soon are. On an I/O thread, that call comes after those of the
+    /// thread's other handlers; a caller's thread has none, and calls at once.
     pub(super) fn blocked(&mut self, pieces: &Pieces, gate: &Arc<Gate>) -> Result<(), Fault> {
         if self.filling.as_ref().is_some_and(|filling| filling.filled == 0) {
             self.filling = None;
         }
         // A copy in progress ends on its own, and then wakes this cursor. Once none is left, nothing but the peer
-        // does: a cursor that has given its stages back does not ask for others before the peer is ready.
+        // does: a cursor that has given its stages back does not ask for others before the peer is ready, because its
+        // share is called for its own events only (`Drive::progress`).
         let has_ready = match self.direction {
             Direction::Out => !self.batches.iter().any(Batch::is_copying),
             Direction::In => self.filling.is_some(),

@@ -60,7 +60,10 @@ pub trait Drive: Send {
         None
     }
 
-    /// Does the work that needs no waiting, in bounded time.
+    /// Does the work that needs no waiting, in bounded time. Called when the share begins, when what the last call waits
+    /// for has happened, when its waker was called, at [`Drive::check_at`], and from time to time once its job is
+    /// stopped. Not for events of other shares: each of them would ask again for memory that this one has given
+    /// back because its peer is not ready.
     fn progress(&mut self, now: Timestamp) -> Progress;
 
     /// Time of the next call of `progress` if no event comes.
@@ -172,10 +175,9 @@ impl<T: OnLanes> Route for LaneRoute<T> {
         let lanes = lanes_for(job, link, first);
         link.begin();
         job.start_shares(lanes.len(), self.kind(), Frames::Messages);
-        let yielded = drive(job, link, &lanes, interrupt, |wake| {
-            let share = |lane| self.0.share(link, Arc::clone(lane), job, Arc::clone(wake));
-            lanes.iter().map(share).collect()
-        });
+        let shares =
+            lanes.iter().map(|lane| move |wake| self.0.share(link, Arc::clone(lane), job, wake));
+        let yielded = drive(job, link, &lanes, interrupt, shares);
         if yielded {
             submit_to_lanes(&self.0, job, link);
         }
@@ -210,25 +212,11 @@ pub(crate) fn drive<S: Drive>(
     link: &Arc<Link>,
     lanes: &[Arc<Lane>],
     interrupt: Interrupt<'_>,
-    shares: impl FnOnce(&Wake) -> SmallVec<[S; 1]>,
+    shares: impl IntoIterator<Item = impl FnOnce(Wake) -> S>,
 ) -> bool {
     let may_be_woken = !job.batch.local.all_host() || (lanes.is_empty() && job.notify.is_some());
-    let wakeup = may_be_woken.then(EventFd::new).transpose();
-    let wakeup = match wakeup {
-        Ok(wakeup) => wakeup.map(Arc::new),
-        Err(e) => {
-            job.fail(Error::io("the event descriptor of a transfer can't be made", e));
-            None
-        }
-    };
-    let wake: Wake = match &wakeup {
-        Some(wakeup) => {
-            let wakeup = Arc::clone(wakeup);
-            Arc::new(move || wakeup.signal())
-        }
-        None => no_wake(),
-    };
-    let mut shares: SmallVec<[Share<S>; 1]> = shares(&wake).into_iter().map(Share::new).collect();
+    let mut shares: SmallVec<[Share<S>; 1]> =
+        shares.into_iter().map(|share| Share::new(share, job, may_be_woken)).collect();
     let mut at = now();
     let mut asked = at;
     let mut permit_until = (!lanes.is_empty()).then(|| at + PERMIT_TIME);
@@ -250,20 +238,22 @@ pub(crate) fn drive<S: Drive>(
             }
         }
         shares.retain_mut(|share| {
-            share.last = share.drive.progress(at);
+            share.progress(job, at);
             yielded |= share.last == Progress::Yielded;
             !matches!(share.last, Progress::Done | Progress::Yielded)
         });
         if shares.is_empty() {
             return yielded;
         }
-        if shares.iter().any(|share| share.last == Progress::Again) {
+        if shares.iter().any(|share| share.is_due) {
             lingering = None;
-        } else if let [Share { last: Progress::Wait(Interest::Read), .. }] = &shares[..]
+        } else if let [share] = &mut shares[..]
+            && share.last == Progress::Wait(Interest::Read)
             && at.saturating_since(*lingering.get_or_insert(at)) < LINGER
         {
             // A response is due soon: polling costs less than sleeping and waking up.
             std::thread::yield_now();
+            share.is_due = true;
         } else {
             lingering = None;
             if job.is_stopped() {
@@ -273,27 +263,44 @@ pub(crate) fn drive<S: Drive>(
                 (at.saturating_since(since) / STOPPED_POLLS)
                     .clamp(STOPPED_POLL_MIN, STOPPED_POLL_MAX)
             });
-            wait(
-                job,
-                &mut shares,
-                wakeup.as_deref(),
-                permit_until,
-                poll_after,
-                interrupt.is_some(),
-            );
+            wait(job, &mut shares, permit_until, poll_after, interrupt.is_some());
         }
         at = now();
     }
 }
 
+/// A share on the caller's thread.
 struct Share<S> {
     drive: S,
     last: Progress,
+    /// Signalled by the share's waker.
+    wakeup: Option<Arc<EventFd>>,
+    /// An event that it waits for has come.
+    is_due: bool,
 }
 
-impl<S> Share<S> {
-    fn new(drive: S) -> Self {
-        Self { drive, last: Progress::Memory }
+impl<S: Drive> Share<S> {
+    fn new(share: impl FnOnce(Wake) -> S, job: &Job, may_be_woken: bool) -> Self {
+        let wakeup = may_be_woken.then(EventFd::new).transpose();
+        let wakeup = wakeup.unwrap_or_else(|e| {
+            job.fail(Error::io("the event descriptor of a transfer can't be made", e));
+            None
+        });
+        let wakeup = wakeup.map(Arc::new);
+        let wake: Wake = match wakeup.clone() {
+            Some(wakeup) => Arc::new(move || wakeup.signal()),
+            None => no_wake(),
+        };
+        Self { drive: share(wake), last: Progress::Again, wakeup, is_due: true }
+    }
+
+    fn progress(&mut self, job: &Job, at: Timestamp) {
+        let is_checked = self.drive.check_at().is_some_and(|check| check <= at);
+        if !self.is_due && !is_checked && !job.is_stopped() {
+            return;
+        }
+        self.last = self.drive.progress(at);
+        self.is_due = self.last == Progress::Again;
     }
 }
 
@@ -303,11 +310,10 @@ pub(crate) fn no_wake() -> Wake {
     Arc::clone(NO_WAKE.get_or_init(|| Arc::new(|| {})))
 }
 
-/// Waits until a share can go on.
+/// Waits until a share can go on, and marks those that are due.
 fn wait<S: Drive>(
     job: &Job,
     shares: &mut [Share<S>],
-    wakeup: Option<&EventFd>,
     until: Option<Timestamp>,
     poll_after: Option<Duration>,
     ask: bool,
@@ -327,8 +333,9 @@ fn wait<S: Drive>(
             timeout = timeout.min(check.saturating_since(at));
         }
     }
-    let result = match (&mut *shares, wakeup) {
-        ([share], None) => {
+    let result = match shares {
+        [share] if share.wakeup.is_none() => {
+            share.is_due = true;
             let Progress::Wait(interest) = share.last else { return };
             let waited = share.drive.wait(timeout);
             waited.unwrap_or_else(|| match share.drive.fd() {
@@ -336,26 +343,35 @@ fn wait<S: Drive>(
                 None => Ok(()),
             })
         }
-        (shares, wakeup) => {
-            let mut fds: Vec<(BorrowedFd<'_>, Interest)> = Vec::with_capacity(shares.len() + 1);
-            for share in &*shares {
-                if let (Progress::Wait(interest), Some(fd)) = (share.last, share.drive.fd()) {
-                    fds.push((fd, interest));
-                }
-            }
-            if let Some(wakeup) = wakeup {
-                fds.push((wakeup.as_fd(), Interest::Read));
-            }
-            let result = poll::wait_any(&fds, Some(timeout)).map(drop);
-            if let Some(wakeup) = wakeup {
-                wakeup.clear();
-            }
-            result
-        }
+        shares => wait_any(shares, timeout),
     };
     if let Err(e) = result {
         job.fail(Error::io("waiting for the network failed", e));
     }
+}
+
+fn wait_any<S: Drive>(shares: &mut [Share<S>], timeout: Duration) -> io::Result<()> {
+    let mut fds: Vec<(BorrowedFd<'_>, Interest)> = Vec::with_capacity(2 * shares.len());
+    let mut of: Vec<usize> = Vec::with_capacity(2 * shares.len());
+    for (index, share) in shares.iter().enumerate() {
+        if let (Progress::Wait(interest), Some(fd)) = (share.last, share.drive.fd()) {
+            fds.push((fd, interest));
+            of.push(index);
+        }
+        if let Some(wakeup) = &share.wakeup {
+            fds.push((wakeup.as_fd(), Interest::Read));
+            of.push(index);
+        }
+    }
+    let ready = poll::wait_any(&fds, Some(timeout))?;
+    for (index, _) in of.into_iter().zip(ready).filter(|(_, ready)| ready.any()) {
+        let share = &mut shares[index];
+        share.is_due = true;
+        if let Some(wakeup) = &share.wakeup {
+            wakeup.clear();
+        }
+    }
+    Ok(())
 }
 
 /// Waits for the outcome of a job whose shares have ended. A quiesce may be in progress; the

@@ -9,7 +9,6 @@ use crate::transfer::job::{Frames, Job};
 use crate::transfer::kind::Transport;
 use crate::transfer::link::{Link, Offered, Route};
 use crate::transfer::slot::Interrupt;
-use smallvec::SmallVec;
 
 pub(super) struct FileRoute(pub(super) Arc<Shared>);
 
@@ -36,7 +35,7 @@ impl Route for FileRoute {
         match self.share(link, job, true) {
             Ok(share) => {
                 link.begin();
-                drive(job, link, &[], interrupt, |_| SmallVec::from_iter([share]));
+                drive(job, link, &[], interrupt, [|_| share]);
                 link.finish();
                 Offered::Taken
             }

@@ -15,7 +15,6 @@ use crate::transfer::job::{Frames, Job, Op, TransferStats, count_outcome};
 use crate::transfer::kind::Transport;
 use crate::transfer::link::{Link, Offered, Route};
 use crate::transfer::slot::{Interrupt, Watch};
-use smallvec::SmallVec;
 use std::time::Duration;
 
 /// Bytes below which a caller copies alone: a millisecond's work. Another thread would have to be woken,
@@ -110,10 +109,8 @@ impl Route for LocalRoute {
             Err(offered) => return offered,
         };
         self.start(link, job, &targets, 1);
-        drive(job, link, &[], interrupt, |wake| {
-            let share = LocalShare::new(link, &self.0, job, &targets, Arc::clone(wake));
-            SmallVec::from_buf([share])
-        });
+        let share = |wake| LocalShare::new(link, &self.0, job, &targets, wake);
+        drive(job, link, &[], interrupt, [share]);
         Offered::Taken
     }
 
