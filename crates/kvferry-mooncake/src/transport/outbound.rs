@@ -727,6 +727,13 @@ impl Share {
             self.stall_detector.rest();
             return Progress::Memory;
         }
+        // While the window is full, other transfers can use what was read ahead.
+        if self.out_bytes == 0
+            && let Some(Err(fault)) = self.source.as_mut().map(Cursor::park)
+        {
+            self.fault(fault);
+            return self.finish();
+        }
         if self.stall_detector.is_over(&self.lane.socket, now) {
             self.silent();
             return self.finish();

@@ -2,7 +2,9 @@
 
 use crate::fake::{BASE, Behaviour, Fake};
 use crate::{LONG, PAGE, agent, builder, bytes_of, filled, pattern, scattered, settles, turned};
-use kvferry::{Access, Batch, ErrorKind, Notification, Options, Peer, RegionId};
+use kvferry::{
+    Access, Agent, Batch, Device as _, ErrorKind, Notification, Options, Peer, Region, RegionId,
+};
 use kvferry_sys::map::Mapping;
 use kvferry_testkit::Way;
 use kvferry_testkit::region::moved;
@@ -10,6 +12,7 @@ use kvferry_testkit::slow::SlowMemory;
 use kvferry_testkit::user::as_another_user;
 use proptest::prelude::*;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -17,7 +20,7 @@ fn options() -> Options<'static> {
     Options { timeout: Some(LONG), ..Options::default() }
 }
 
-fn peer(agent: &kvferry::Agent, fake: &Fake) -> Peer {
+fn peer(agent: &Agent, fake: &Fake) -> Peer {
     agent.peer(&fake.address()).expect("an address")
 }
 
@@ -50,6 +53,95 @@ fn every_byte_arrives_in_both_directions_whatever_the_shape() {
         ] {
             round_trip(behaviour, block, blocks, streams);
         }
+    }
+}
+
+/// Memory of a device with so many stages, filled with a pattern.
+struct TestDevice {
+    slow: SlowMemory,
+    mapping: Arc<Mapping>,
+    region: Region,
+}
+
+impl TestDevice {
+    fn new(agent: &Agent, seed: u8, len: usize, stages: usize) -> Self {
+        let mapping = Arc::new(Mapping::anonymous(len).expect("memory"));
+        mapping.span(0, len).copy_from(&pattern(seed, len));
+        let slow = SlowMemory::with_stages(Arc::clone(&mapping), 0, len, 1, stages);
+        let region = agent.register_device(slow.memory(), Access::NONE).expect("a region");
+        Self { slow, mapping, region }
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.slow.len()];
+        self.mapping.span(0, bytes.len()).copy_to(&mut bytes);
+        bytes
+    }
+}
+
+#[test]
+fn every_byte_of_device_memory_arrives_in_both_directions() {
+    for version in [1, 2] {
+        for (block, blocks, streams, stages) in
+            [(1, 700, 1, 6), (3000, 1500, 1, 1), (PAGE, 3000, 4, 2), (20 << 20, 3, 2, 3)]
+        {
+            let len = block * blocks;
+            let what = format!("version {version}, {block}x{blocks}, {stages} stages");
+            let fake = Fake::start(len, Behaviour { version, ..Behaviour::default() });
+            let agent = agent();
+            let [source, sink] = [3, 0].map(|seed| TestDevice::new(&agent, seed, len, stages));
+            let peer = peer(&agent, &fake);
+            let options = Options { streams: Some(streams), ..options() };
+            let written = scattered(&source.region, BASE, block, blocks);
+            peer.write(&written, &options).expect("written");
+            assert!(fake.memory() == turned(&source.bytes(), block), "{what}");
+            let read = scattered(&sink.region, BASE, block, blocks);
+            peer.read_async(&read, &options).wait(LONG).expect("in time").expect("read");
+            assert!(sink.bytes() == source.bytes(), "{what}");
+            for device in [source, sink] {
+                settles("the stages are free", || device.slow.stages().free() == stages);
+                assert_eq!(device.slow.misuse(), Vec::<String>::new(), "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_peer_that_does_not_answer_holds_no_stage_that_another_transfer_waits_for() {
+    // More requests than may be unanswered, and a batch of the device that ends between two of them.
+    const BLOCKS: usize = 700;
+    const WINDOW: usize = 512;
+    const BLOCK: usize = 3000;
+    for blocks in [false, true] {
+        let stopped = Behaviour { answers_after: usize::MAX, ..Behaviour::default() };
+        let stopped = Fake::start(BLOCK * BLOCKS, stopped);
+        let healthy = Fake::start(BLOCK * BLOCKS, Behaviour::default());
+        let agent = builder().silence(2 * LONG).start().expect("an agent");
+        let device = TestDevice::new(&agent, 3, BLOCK * BLOCKS, 1);
+        let batch = scattered(&device.region, BASE, BLOCK, BLOCKS);
+        let [stuck, other] = [&stopped, &healthy].map(|fake| peer(&agent, fake));
+        let is_over = AtomicBool::new(false);
+        let stop = || is_over.load(Ordering::SeqCst);
+        let call = Options { timeout: Some(2 * LONG), interrupt: Some(&stop), ..options() };
+        thread::scope(|scope| {
+            let waits = scope.spawn(|| match blocks {
+                true => stuck.write(&batch, &call).expect_err("interrupted").kind(),
+                false => {
+                    let transfer = stuck.write_async(&batch, &call);
+                    settles("the other one has ended", stop);
+                    transfer.cancel();
+                    transfer.wait(LONG).expect("in time").expect_err("cancelled").kind()
+                }
+            });
+            settles("the window is full", || stopped.requests() == WINDOW);
+            let written = other.write(&batch, &options());
+            is_over.store(true, Ordering::SeqCst);
+            let wanted = if blocks { ErrorKind::Interrupted } else { ErrorKind::Cancelled };
+            assert_eq!(waits.join().expect("no panic"), wanted);
+            written.expect("it needs nothing of the peer that does not answer");
+        });
+        assert!(healthy.memory() == turned(&device.bytes(), BLOCK));
+        settles("the stage is free", || device.slow.stages().free() == 1);
     }
 }
 
@@ -252,8 +344,7 @@ fn a_cancelled_transfer_whose_device_hangs_holds_up_no_other_one() {
     let agent = builder().io_threads(1).start().expect("an agent");
     let peer = peer(&agent, &fake);
     let source = filled(&agent, 1, PAGE);
-    let device = SlowMemory::new(Arc::new(Mapping::anonymous(PAGE).expect("memory")), 0, PAGE, 1);
-    let region = agent.register_device(device.memory(), Access::NONE).expect("a region");
+    let TestDevice { slow: device, region, .. } = TestDevice::new(&agent, 2, PAGE, 1);
     for write in [true, false] {
         device.hold();
         let batch = scattered(&region, BASE, PAGE, 1);

@@ -273,6 +273,16 @@ impl Cursor {
         }
     }
 
+    /// The transport begins to wait for its peer without a call of [`Cursor::lend`] that would block, such as for answers
+    /// before it sends more. Host memory that other transfers of a device need is given back to them, which
+    /// may take a second call: then this one calls the waker. The next `lend` has the bytes copied again.
+    ///
+    /// # Errors
+    /// The memory can't be used any more, or the copier was stopped.
+    pub fn park(&mut self) -> Result<(), Fault> {
+        self.staging.as_mut().map_or(Ok(()), |staging| staging.park(&self.pieces, &self.gate))
+    }
+
     /// Whether all received bytes are in place. Called when no bytes remain.
     ///
     /// # Errors
@@ -357,7 +367,7 @@ impl Cursor {
         let span = span.truncated(span.len().min(limit));
         let lent = lent(use_spans(&[span]))?;
         let Lent::Moved(moved) = lent else {
-            staging.blocked(&self.pieces, &self.gate)?;
+            staging.park(&self.pieces, &self.gate)?;
             return Ok(lent);
         };
         // The bytes have left the socket, whether their copy succeeds or not, so they count as

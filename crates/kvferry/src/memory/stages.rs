@@ -9,7 +9,7 @@
 //!
 //! Progress: a stage in a device's copy comes back when the copy ends. A stage that waits for a peer instead is
 //! *parked*: a user that begins to wait wakes the users that have parked stages, and they give them back
-//! (`Staging::blocked`). So a slow peer delays the transfers of other peers by no more than that. As a user that
+//! (`Staging::park`). So a slow peer delays the transfers of other peers by no more than that. As a user that
 //! waits has no stage, of any device, transfers can't wait for each other.
 //!
 //! Wake-up: a user that was refused is woken when it has been granted a stage; the grant is made under the lock

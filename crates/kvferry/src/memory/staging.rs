@@ -286,7 +286,7 @@ impl Staging {
     /// the bytes are copied again later; in, those that have arrived are copied. It does so only if the peer is still
     /// not ready at the next call, because most peers soon are. On an I/O thread, that call comes after those of the
     /// thread's other handlers; a caller's thread has none, and calls at once.
-    pub(super) fn blocked(&mut self, pieces: &Pieces, gate: &Arc<Gate>) -> Result<(), Fault> {
+    pub(super) fn park(&mut self, pieces: &Pieces, gate: &Arc<Gate>) -> Result<(), Fault> {
         if self.filling.as_ref().is_some_and(|filling| filling.filled == 0) {
             self.filling = None;
         }
@@ -294,7 +294,9 @@ impl Staging {
         // does: a cursor that has given its stages back does not ask for others before the peer is ready, because its
         // share is called for its own events only (`Drive::progress`).
         let has_ready = match self.direction {
-            Direction::Out => !self.batches.iter().any(Batch::is_copying),
+            Direction::Out => {
+                !self.batches.is_empty() && !self.batches.iter().any(Batch::is_copying)
+            }
             Direction::In => self.filling.is_some(),
         };
         let is_contended = self.users.iter().fold(false, |before, user| user.park() | before);
@@ -654,6 +656,40 @@ mod tests {
         drop(cursor);
         let counts = regions.map(|region| region.0.copies.load(Ordering::SeqCst));
         assert_eq!((counts, device.stages.free()), ([0, 0], 2));
+    }
+
+    #[test]
+    fn a_cursor_whose_transport_waits_without_a_call_gives_its_stages_to_one_that_needs_them() {
+        let (table, device) = (RegionTable::default(), Manual::new(4 * STAGE, 2));
+        let region = device.region(&table, 0, 4 * STAGE);
+        let pieces = Arc::new(scattered(&region, 2, STAGE));
+        let ((slow_wake, slow_woken), (wake, woken)) = (counted(), counted());
+        let mut slow = cursor(Direction::Out, &pieces, &slow_wake);
+        slow.park().expect("there is nothing to give back");
+        let (mut sent, mut other) = (Vec::new(), Vec::new());
+        assert_eq!(take(&mut slow, 100, &mut sent), Lent::NotReady);
+        device.run();
+        assert_eq!(take(&mut slow, 100, &mut sent), Lent::Moved(100));
+        slow.park().expect("no fault");
+        let mut waits = cursor(Direction::Out, &pieces, &wake);
+        let before = slow_woken.load(Ordering::SeqCst);
+        assert_eq!(take(&mut waits, STAGE, &mut other), Lent::NotReady);
+        assert_eq!(slow_woken.load(Ordering::SeqCst), before + 1, "it is asked for its stages");
+        slow.park().expect("no fault");
+        slow.park().expect("no fault");
+        assert_eq!(woken.load(Ordering::SeqCst), 1, "it has been granted a stage");
+        let before = slow_woken.load(Ordering::SeqCst);
+        slow.park().expect("no fault");
+        assert_eq!(slow_woken.load(Ordering::SeqCst), before, "it has nothing to give back");
+        while waits.remaining() > 0 {
+            take(&mut waits, STAGE, &mut other);
+            device.run();
+        }
+        while slow.remaining() > 0 {
+            take(&mut slow, 1000, &mut sent);
+            device.run();
+        }
+        assert!(sent == wanted(&device, &pieces) && other == sent);
     }
 
     #[test]

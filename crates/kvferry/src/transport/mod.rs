@@ -43,6 +43,8 @@
 //!   trust with an `unsafe` block.
 //! * A share ends with exactly one of [`Job::share_ended`] and [`Job::share_yielded`], and names its lane as dirty
 //!   while the peer may still apply a request of it.
+//! * A share that begins to wait for its peer without a call of [`Cursor::lend`] that would block calls
+//!   [`Cursor::park`], so that memory which was read ahead delays no other transfer.
 //! * Bytes of a peer are applied only while [`Core::is_awake`], and while the link has not ended.
 //! * What peers make the agent hold is bounded and counted ([`Core::account`], [`Core::connections_max`]), and every
 //!   gauge returns to zero.
