@@ -96,6 +96,7 @@ struct State {
     rng: Rng,
     held: bool,
     failing: usize,
+    losing: usize,
     freed: bool,
     ended: bool,
     misuse: Vec<String>,
@@ -373,6 +374,7 @@ impl SlowMemory {
                 rng: Rng::with_seed(seed),
                 held: false,
                 failing: 0,
+                losing: 0,
                 freed: false,
                 ended: false,
                 misuse: Vec::new(),
@@ -477,6 +479,14 @@ impl SlowMemory {
     }
 
     fn start_batch(&self, direction: Direction, copy: DeviceCopy) {
+        let mut state = self.shared.state();
+        if state.losing > 0 {
+            state.losing -= 1;
+            drop(state);
+            std::mem::forget(copy);
+            return;
+        }
+        drop(state);
         // SAFETY: the worker calls `done`, which owns the batch, when it has stopped to use the span.
         let host = unsafe { HostSpan::new(copy.as_ptr(), copy.len()) };
         let pieces = copy.pieces().to_vec();
@@ -528,6 +538,16 @@ impl SlowMemory {
     /// Makes the next `copies` copies that are started fail when half of their parts are copied.
     pub fn fail_next(&self, copies: usize) {
         self.shared.state().failing = copies;
+    }
+
+    /// Makes the device lose the next `batches` batches: they never end.
+    pub fn lose_next(&self, batches: usize) {
+        self.shared.state().losing = batches;
+    }
+
+    /// Batches that the device will lose.
+    pub fn losing(&self) -> usize {
+        self.shared.state().losing
     }
 
     /// Transfers that wait for edges.

@@ -17,9 +17,12 @@ const PIECE: usize = 64;
 
 /// A loaded machine delays heartbeats: an agent whose silence no test is about waits for long.
 fn agent(kind: TransportKind) -> Agent {
+    impatient(kind, PATIENCE / 5)
+}
+
+fn impatient(kind: TransportKind, silence: Duration) -> Agent {
     let transports = Transports::only(TransportKind::TCP).with(kind);
-    let builder = Agent::builder().transports(transports).silence(PATIENCE / 5);
-    builder.start().expect("an agent starts")
+    Agent::builder().transports(transports).silence(silence).start().expect("an agent starts")
 }
 
 /// A device, and its memory as the test sees it.
@@ -479,6 +482,97 @@ fn the_device_of_a_blocking_write_whose_peer_does_not_read_copies_nothing_again_
     });
     assert!(ours.bytes(0, len) == held.bytes(0, len));
     [&ours, &held].into_iter().for_each(TestDevice::comes_to_rest);
+}
+
+/// Runs until the device has lost a batch of a transfer: a loaded machine may end the session of agents that wait
+/// briefly for each other.
+fn lost(device: &TestDevice, run: impl Fn() -> Result<(), Error>) -> Error {
+    device.slow.lose_next(1);
+    loop {
+        let outcome = run();
+        if device.slow.losing() == 0 {
+            return outcome.expect_err("a batch never ends");
+        }
+    }
+}
+
+#[test]
+fn a_transfer_whose_device_loses_a_batch_ends_and_leaves_the_memory_in_quarantine() {
+    let _bound = Watchdog::new(PATIENCE);
+    let brief = Options { timeout: Some(Duration::from_millis(100)), ..Options::default() };
+    for kind in [TransportKind::TCP, TransportKind::LOCAL] {
+        let [near, far] = [(); 2].map(|()| impatient(kind, Duration::from_millis(500)));
+        let peer = peer_of(&near, &far);
+        let to = far.allocate(4096, Access::READ_WRITE).expect("memory");
+        for (write, blocks) in [(true, true), (true, false), (false, true), (false, false)] {
+            let what = format!("{kind}, write: {write}, blocks: {blocks}");
+            let ours = TestDevice::new(4096, 1);
+            let [lost_region, region] = [(); 2].map(|()| ours.register(&near));
+            let run = |region: &Region, options: &Options<'_>| {
+                let batch = scattered(region, &to, 8);
+                match (write, blocks) {
+                    (true, true) => peer.write(&batch, options).map(drop),
+                    (true, false) => ended(&peer.write_async(&batch, options)),
+                    (false, true) => peer.read(&batch, options).map(drop),
+                    (false, false) => ended(&peer.read_async(&batch, options)),
+                }
+            };
+            let error = lost(&ours, || run(&lost_region, &brief));
+            assert_eq!(error.quiesced(), Some(false), "{what}: {error}");
+            let stages = ours.slow.stages();
+            assert_eq!(stages.free(), stages.stages() - 1, "{what}");
+            let refused = near.unregister(&lost_region).expect_err("the device may copy");
+            assert_eq!(refused.kind(), ErrorKind::Quarantined, "{what}");
+            assert!(lost_region.is_quarantined(), "{what}");
+            eventually("another transfer of the device", || run(&region, &options()).is_ok());
+            near.unregister(&region).expect("nothing copies");
+        }
+        assert_eq!(near.stats().transfers_in_flight, 0);
+    }
+}
+
+#[test]
+fn a_write_whose_peer_s_device_loses_a_batch_ends() {
+    let _bound = Watchdog::new(PATIENCE);
+    let brief = Options { timeout: Some(Duration::from_millis(100)), ..Options::default() };
+    let [near, far] = [(); 2].map(|()| impatient(TransportKind::TCP, Duration::from_millis(500)));
+    let from = near.allocate(4096, Access::NONE).expect("memory");
+    let theirs = TestDevice::new(4096, 1);
+    let region = theirs.register(&far);
+    let peer = peer_of(&near, &far);
+    let error = lost(&theirs, || peer.write(&scattered(&from, &region, 8), &brief).map(drop));
+    assert_eq!(error.quiesced(), Some(false), "{error}");
+    let refused = far.unregister(&region).expect_err("the device may copy");
+    assert_eq!(refused.kind(), ErrorKind::Quarantined);
+    near.unregister(&from).expect("nothing reads it");
+}
+
+#[test]
+fn i9_a_call_whose_device_has_lost_a_batch_ends_after_its_agent() {
+    let _bound = Watchdog::new(PATIENCE);
+    for kind in [TransportKind::TCP, TransportKind::LOCAL] {
+        for write in [true, false] {
+            let [near, far] = [(); 2].map(|()| impatient(kind, Duration::from_millis(500)));
+            let peer = peer_of(&near, &far);
+            let ours = TestDevice::new(4096, 1);
+            let to = far.allocate(4096, Access::READ_WRITE).expect("memory");
+            let batch = scattered(&ours.register(&near), &to, 8);
+            let run = || match write {
+                true => peer.write(&batch, &options()).map(drop),
+                false => peer.read(&batch, &options()).map(drop),
+            };
+            thread::scope(|scope| {
+                let call = scope.spawn(|| lost(&ours, run));
+                let stages = ours.slow.stages();
+                eventually("the device loses the batch", || {
+                    stages.free() < stages.stages() && ours.slow.losing() == 0
+                });
+                near.shutdown();
+                let error = call.join().expect("no panic");
+                assert_eq!(error.quiesced(), Some(false), "{kind}, write: {write}: {error}");
+            });
+        }
+    }
 }
 
 /// Writes `count` parts of `part` bytes by as many transfers, all of them under way together.

@@ -6,10 +6,10 @@ use kvferry::{
     Access, Agent, Batch, Device as _, ErrorKind, Notification, Options, Peer, Region, RegionId,
 };
 use kvferry_sys::map::Mapping;
-use kvferry_testkit::Way;
 use kvferry_testkit::region::moved;
 use kvferry_testkit::slow::SlowMemory;
 use kvferry_testkit::user::as_another_user;
+use kvferry_testkit::{PATIENCE, Watchdog, Way};
 use proptest::prelude::*;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -142,6 +142,41 @@ fn a_peer_that_does_not_answer_holds_no_stage_that_another_transfer_waits_for() 
         });
         assert!(healthy.memory() == turned(&device.bytes(), BLOCK));
         settles("the stage is free", || device.slow.stages().free() == 1);
+    }
+}
+
+#[test]
+fn a_transfer_whose_device_loses_a_batch_ends() {
+    let _bound = Watchdog::new(PATIENCE);
+    let brief = Options { timeout: Some(Duration::from_millis(100)), ..Options::default() };
+    let fake = Fake::start(PAGE, Behaviour::default());
+    let agent = builder().silence(Duration::from_millis(500)).start().expect("a port");
+    let peer = peer(&agent, &fake);
+    for way in Way::ALL {
+        for blocks in [true, false] {
+            let device = TestDevice::new(&agent, 3, PAGE, 2);
+            let batch = scattered(&device.region, BASE, PAGE, 1);
+            device.slow.lose_next(1);
+            let error = loop {
+                let outcome = match (blocks, way) {
+                    (true, _) => moved(way, &peer, &batch, &brief),
+                    (_, Way::Write) => peer.write_async(&batch, &brief).wait(LONG).expect("ends"),
+                    (_, Way::Read) => peer.read_async(&batch, &brief).wait(LONG).expect("ends"),
+                };
+                // A loaded machine may need longer to connect.
+                if device.slow.losing() == 0 {
+                    break outcome.expect_err("a batch never ends");
+                }
+            };
+            assert_eq!(error.quiesced(), Some(false), "{way}, blocks: {blocks}: {error}");
+            let refused = agent.unregister(&device.region).expect_err("the device may copy");
+            assert_eq!(refused.kind(), ErrorKind::Quarantined);
+            settles("another transfer", || {
+                let region = agent.register_device(device.slow.memory(), Access::NONE);
+                let batch = scattered(&region.expect("a region"), BASE, PAGE, 1);
+                moved(way, &peer, &batch, &options()).is_ok()
+            });
+        }
     }
 }
 
@@ -341,7 +376,8 @@ fn what_is_no_status_is_a_protocol_error() {
 #[test]
 fn a_cancelled_transfer_whose_device_hangs_holds_up_no_other_one() {
     let fake = Fake::start(2 * PAGE, Behaviour::default());
-    let agent = builder().io_threads(1).start().expect("an agent");
+    // A device is waited for as long as a silent peer.
+    let agent = builder().io_threads(1).silence(LONG).start().expect("an agent");
     let peer = peer(&agent, &fake);
     let source = filled(&agent, 1, PAGE);
     let TestDevice { slow: device, region, .. } = TestDevice::new(&agent, 2, PAGE, 1);

@@ -248,8 +248,11 @@ impl Copy {
 /// them any more. Dropping it without [`DeviceCopy::complete`] fails the copy.
 ///
 /// A copy by [`DeviceCopy::as_ptr`], such as a GPU's, must have ended before the batch is completed or dropped:
-/// a device that loses track of it must leak the batch (`std::mem::forget`), which leaves its stage in use and its
-/// regions in quarantine.
+/// a device that loses track of it must leak the batch (`std::mem::forget`). The pool never gets its stage back: once
+/// all stages are lost, every transfer of the device's memory waits for one until its deadline. Its regions can be used,
+/// but stay in quarantine once they are unregistered. Its transfer ends when the agent's limit of silence has passed
+/// since the transfer was stopped, by its deadline, say: it has failed, and
+/// [`Error::quiesced`](crate::Error::quiesced) is `Some(false)`.
 ///
 /// The bytes can't outlive the batch:
 /// ```compile_fail

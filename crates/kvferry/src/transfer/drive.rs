@@ -206,7 +206,8 @@ const STOPPED_POLLS: u32 = 16;
 const STOPPED_POLL_MIN: Duration = Duration::from_millis(1);
 const STOPPED_POLL_MAX: Duration = Duration::from_millis(100);
 
-/// Drives the shares of a job until they have ended; true if the last of them yielded.
+/// Drives the shares of a job until they have ended; true if the last of them yielded. Each one on a lane has that of
+/// its index.
 pub(crate) fn drive<S: Drive>(
     job: &Arc<Job>,
     link: &Arc<Link>,
@@ -215,8 +216,13 @@ pub(crate) fn drive<S: Drive>(
     shares: impl IntoIterator<Item = impl FnOnce(Wake) -> S>,
 ) -> bool {
     let may_be_woken = !job.batch.local.all_host() || (lanes.is_empty() && job.notify.is_some());
-    let mut shares: SmallVec<[Share<S>; 1]> =
-        shares.into_iter().map(|share| Share::new(share, job, may_be_woken)).collect();
+    let mut shares: SmallVec<[Share<'_, S>; 1]> = shares
+        .into_iter()
+        .enumerate()
+        .map(|(index, share)| Share::new(share, job, lanes.get(index), may_be_woken))
+        .collect();
+    // No event tells that the agent is shut down to what waits for its memory, or has no lane.
+    let asks = interrupt.is_some() || may_be_woken || lanes.is_empty();
     let mut at = now();
     let mut asked = at;
     let mut permit_until = (!lanes.is_empty()).then(|| at + PERMIT_TIME);
@@ -231,14 +237,17 @@ pub(crate) fn drive<S: Drive>(
             permit_until = None;
             lanes.iter().for_each(|lane| link.pass_permit(lane));
         }
-        if interrupt.is_some() && at.saturating_since(asked) >= INTERRUPT_EVERY {
+        if asks && at.saturating_since(asked) >= INTERRUPT_EVERY {
             asked = at;
+            if job.core.is_closed() {
+                job.stop(Error::shutdown());
+            }
             if interrupt.is_some_and(says_stop) {
                 job.stop(interrupted());
             }
         }
         shares.retain_mut(|share| {
-            share.progress(job, at);
+            share.progress(job, link, at);
             yielded |= share.last == Progress::Yielded;
             !matches!(share.last, Progress::Done | Progress::Yielded)
         });
@@ -263,24 +272,31 @@ pub(crate) fn drive<S: Drive>(
                 (at.saturating_since(since) / STOPPED_POLLS)
                     .clamp(STOPPED_POLL_MIN, STOPPED_POLL_MAX)
             });
-            wait(job, &mut shares, permit_until, poll_after, interrupt.is_some());
+            wait(job, &mut shares, permit_until, poll_after, asks);
         }
         at = now();
     }
 }
 
 /// A share on the caller's thread.
-struct Share<S> {
+struct Share<'a, S> {
     drive: S,
     last: Progress,
+    lane: Option<&'a Arc<Lane>>,
     /// Signalled by the share's waker.
     wakeup: Option<Arc<EventFd>>,
     /// An event that it waits for has come.
     is_due: bool,
+    device: DeviceWait,
 }
 
-impl<S: Drive> Share<S> {
-    fn new(share: impl FnOnce(Wake) -> S, job: &Job, may_be_woken: bool) -> Self {
+impl<'a, S: Drive> Share<'a, S> {
+    fn new(
+        share: impl FnOnce(Wake) -> S,
+        job: &Job,
+        lane: Option<&'a Arc<Lane>>,
+        may_be_woken: bool,
+    ) -> Self {
         let wakeup = may_be_woken.then(EventFd::new).transpose();
         let wakeup = wakeup.unwrap_or_else(|e| {
             job.fail(Error::io("the event descriptor of a transfer can't be made", e));
@@ -291,17 +307,50 @@ impl<S: Drive> Share<S> {
             Some(wakeup) => Arc::new(move || wakeup.signal()),
             None => no_wake(),
         };
-        Self { drive: share(wake), last: Progress::Again, wakeup, is_due: true }
+        let (last, device) = (Progress::Again, DeviceWait::default());
+        Self { drive: share(wake), last, lane, wakeup, is_due: true, device }
     }
 
-    fn progress(&mut self, job: &Job, at: Timestamp) {
+    fn progress(&mut self, job: &Arc<Job>, link: &Arc<Link>, at: Timestamp) {
         let is_checked = self.drive.check_at().is_some_and(|check| check <= at);
         if !self.is_due && !is_checked && !job.is_stopped() {
             return;
         }
         self.last = self.drive.progress(at);
+        if self.device.is_over(job, self.last, at) {
+            abandon(job, link, self.lane);
+            self.last = Progress::Done;
+        }
         self.is_due = self.last == Progress::Again;
     }
+}
+
+/// How long a share of a stopped job has waited for its device.
+#[derive(Default)]
+struct DeviceWait(Option<Timestamp>);
+
+impl DeviceWait {
+    /// Whether the device has been silent for as long as a peer may be. `last` is the result of the share's call at
+    /// `at`: the share of a stopped job waits for no other memory than a device's copies.
+    fn is_over(&mut self, job: &Job, last: Progress, at: Timestamp) -> bool {
+        if last != Progress::Memory || !job.is_stopped() {
+            self.0 = None;
+            return false;
+        }
+        at.saturating_since(*self.0.get_or_insert(at)) >= job.core.settings.silence
+    }
+}
+
+/// Ends a share of a stopped job whose device does not end a copy. The copy keeps its stage and its regions.
+fn abandon(job: &Arc<Job>, link: &Arc<Link>, lane: Option<&Arc<Lane>>) {
+    warn_limited!(
+        transfer = %job.id, peer = %link.address,
+        "a device does not end a copy of a stopped transfer; its stage and its regions stay in use"
+    );
+    if let Some(lane) = lane {
+        link.kill(lane);
+    }
+    job.share_abandoned(link, lane.map(|lane| lane.id));
 }
 
 /// A waker for shares that never wait for memory.
@@ -313,10 +362,10 @@ pub(crate) fn no_wake() -> Wake {
 /// Waits until a share can go on, and marks those that are due.
 fn wait<S: Drive>(
     job: &Job,
-    shares: &mut [Share<S>],
+    shares: &mut [Share<'_, S>],
     until: Option<Timestamp>,
     poll_after: Option<Duration>,
-    ask: bool,
+    asks: bool,
 ) {
     let at = now();
     let until = until.map_or(job.deadline, |until| until.min(job.deadline));
@@ -325,7 +374,7 @@ fn wait<S: Drive>(
         // A stopped share that could not end at once is polled. Its deadline may have passed.
         timeout = poll_after;
     }
-    if ask {
+    if asks {
         timeout = timeout.min(INTERRUPT_EVERY);
     }
     for share in &*shares {
@@ -350,7 +399,7 @@ fn wait<S: Drive>(
     }
 }
 
-fn wait_any<S: Drive>(shares: &mut [Share<S>], timeout: Duration) -> io::Result<()> {
+fn wait_any<S: Drive>(shares: &mut [Share<'_, S>], timeout: Duration) -> io::Result<()> {
     let mut fds: Vec<(BorrowedFd<'_>, Interest)> = Vec::with_capacity(2 * shares.len());
     let mut of: Vec<usize> = Vec::with_capacity(2 * shares.len());
     for (index, share) in shares.iter().enumerate() {
@@ -442,6 +491,7 @@ pub(crate) fn background<S: Drive + 'static>(
         again,
         job: Arc::clone(job),
         link: Arc::clone(link),
+        device: DeviceWait::default(),
         done: false,
     };
     remote.add(token, Box::new(background));
@@ -455,6 +505,7 @@ struct Background<S, A> {
     permit_until: Option<Timestamp>,
     job: Arc<Job>,
     link: Arc<Link>,
+    device: DeviceWait,
     done: bool,
 }
 
@@ -481,7 +532,13 @@ impl<S: Drive, A: Fn(&Arc<Job>, &Arc<Link>) + Send> Handler for Background<S, A>
             };
             drive.check_at().map_or(at, |check| check.min(at))
         };
-        match self.drive.progress(cx.now) {
+        let last = self.drive.progress(cx.now);
+        if self.device.is_over(&self.job, last, cx.now) {
+            abandon(&self.job, &self.link, self.lane.as_ref());
+            self.done = true;
+            return Next::Close;
+        }
+        match last {
             Progress::Wait(interest) => {
                 Next::Wait { interest, deadline: Some(deadline(&self.drive, &self.job)) }
             }

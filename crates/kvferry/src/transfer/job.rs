@@ -147,6 +147,8 @@ struct State {
     acknowledged: u64,
     /// Streams on which the peer may still have frames in progress.
     dirty: Vec<StreamId>,
+    /// A share has ended although its bytes may still move: a device does not end its copies.
+    is_abandoned: bool,
     error: Option<Error>,
     notified: bool,
     /// The peer has not confirmed the notification that follows the data.
@@ -361,13 +363,24 @@ impl Job {
     /// A share has ended. `dirty` is its lane if the peer may still have requests of it in
     /// progress; the share has closed it.
     pub fn share_ended(self: &Arc<Self>, link: &Link, dirty: Option<StreamId>) {
+        self.end_share(link, dirty, false);
+    }
+
+    /// A share of a stopped job has ended although its bytes may still move: a device does not answer.
+    pub(crate) fn share_abandoned(self: &Arc<Self>, link: &Link, dirty: Option<StreamId>) {
+        self.end_share(link, dirty, true);
+    }
+
+    fn end_share(self: &Arc<Self>, link: &Link, dirty: Option<StreamId>, is_abandoned: bool) {
         let mut state = self.state.lock();
         state.shares -= 1;
+        state.is_abandoned |= is_abandoned;
         state.dirty.extend(dirty);
         if state.shares > 0 || state.outcome.is_some() {
             return;
         }
-        let done = state.acknowledged == self.batch.bytes() && !state.owes_note;
+        let is_quiet = !state.is_abandoned;
+        let done = state.acknowledged == self.batch.bytes() && !state.owes_note && is_quiet;
         match (done && state.dirty.is_empty(), state.error.take()) {
             // A stop after everything was acknowledged comes too late.
             (true, error) if error.as_ref().is_none_or(|e| is_stop(e.kind())) => {
@@ -390,16 +403,16 @@ impl Job {
                 if state.dirty.is_empty() || self.op == Op::Read {
                     // The peer has no request of this job in progress, or the bytes of such a
                     // request can only reach a socket that is closed.
-                    self.set_outcome(state, Err(error.with_quiesced(true)));
+                    self.set_outcome(state, Err(error.with_quiesced(is_quiet)));
                     return;
                 }
                 let dirty = std::mem::take(&mut state.dirty);
                 drop(state);
                 let job = Arc::clone(self);
-                link.revoke(
-                    dirty,
-                    Box::new(move |confirmed| job.finish(Err(error.with_quiesced(confirmed)))),
-                );
+                let revoked = move |confirmed| {
+                    job.finish(Err(error.with_quiesced(confirmed && is_quiet)));
+                };
+                link.revoke(dirty, Box::new(revoked));
             }
         }
     }
@@ -526,17 +539,6 @@ impl Job {
         {
             self.set_outcome(state, Err(error.with_quiesced(true)));
         }
-    }
-
-    /// A share has ended although its bytes may still move: a device does not answer. Ends the job with
-    /// the error that stopped it.
-    pub(crate) fn abandon(&self) {
-        let mut state = self.state.lock();
-        state.shares -= 1;
-        let error = state.error.take().unwrap_or_else(|| {
-            Error::new(ErrorKind::Internal, "a transfer was abandoned without a reason")
-        });
-        self.set_outcome(state, Err(error.with_quiesced(false)));
     }
 
     /// Records the job's request for a lane. Withdraws it if the job was stopped meanwhile.

@@ -42,7 +42,8 @@
 //!   for something else. No cursor of a job is used once its share has ended. So link only transports that you would
 //!   trust with an `unsafe` block.
 //! * A share ends with exactly one of [`Job::share_ended`] and [`Job::share_yielded`], and names its lane as dirty
-//!   while the peer may still apply a request of it.
+//!   while the peer may still apply a request of it. That of a stopped job may wait for its device's copies before
+//!   ([`Progress::Memory`]); if they take as long as a peer may be silent, its driver ends it in its place.
 //! * A share that begins to wait for its peer without a call of [`Cursor::lend`] that would block calls
 //!   [`Cursor::park`], so that memory which was read ahead delays no other transfer.
 //! * Bytes of a peer are applied only while [`Core::is_awake`], and while the link has not ended.

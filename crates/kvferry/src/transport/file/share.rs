@@ -32,9 +32,6 @@ const IN_FLIGHT_BYTES_MAX: usize = 32 << 20;
 const SORTED_PAIRS: usize = 4096;
 /// Longest wait of a stopped transfer, whose deadline has passed, for the device.
 const DEVICE_GRACE: Duration = Duration::from_millis(20);
-/// Interval at which a caller's thread that waits for the device checks whether the agent was shut down: nothing wakes
-/// it then.
-const CLOSED_CHECK: Duration = Duration::from_millis(100);
 /// Time after which operations that the kernel did not take are submitted again.
 const RESUBMIT_AFTER: Duration = Duration::from_millis(10);
 
@@ -304,7 +301,7 @@ impl FileShare {
         if now.saturating_since(stopped_at) >= grace && !is_without_end {
             // The operations keep their memory until the device answers.
             self.has_ended = true;
-            self.job.abandon();
+            self.job.share_abandoned(&self.link, None);
             return Progress::Done;
         }
         self.waits()
@@ -362,10 +359,7 @@ impl Drive for FileShare {
     }
 
     fn check_at(&self) -> Option<Timestamp> {
-        let queue = self.queue.as_ref()?;
-        if self.is_callers {
-            return Some(crate::reactor::now() + CLOSED_CHECK);
-        }
+        let queue = self.queue.as_ref().filter(|_| !self.is_callers)?;
         // The kernel took no more; perhaps nothing that is under way will wake the share.
         (!queue.is_submitted()).then(|| crate::reactor::now() + RESUBMIT_AFTER)
     }

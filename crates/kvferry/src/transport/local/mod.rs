@@ -234,8 +234,11 @@ impl LocalPeer {
         self.gates.lock().pop().unwrap_or_else(|| core.memory.gates.gate())
     }
 
+    /// Keeps the gate for the next share, unless copies of a device that does not answer are still counted by it.
     fn put_gate(&self, gate: Arc<Gate>) {
-        self.gates.lock().push(gate);
+        if !gate.has_copies() {
+            self.gates.lock().push(gate);
+        }
     }
 
     /// The memory of a shared region, if it is mapped; otherwise requests it from the peer, once.
