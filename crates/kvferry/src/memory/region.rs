@@ -197,7 +197,7 @@ impl Region {
         self.0.id
     }
 
-    /// The start address in this process. Device memory has its own addresses, which start at zero.
+    /// The start address in this process; zero for device memory, whose addresses mean something to its device only.
     pub fn addr(&self) -> usize {
         self.0.base
     }

@@ -423,8 +423,8 @@ fn wait_any<S: Drive>(shares: &mut [Share<'_, S>], timeout: Duration) -> io::Res
     Ok(())
 }
 
-/// Waits for the outcome of a job whose shares have ended. A quiesce may be in progress; the
-/// session bounds its duration.
+/// Waits for the outcome of a job whose shares, if it has any, have ended or are on other threads: they keep its
+/// deadline. A quiesce may be in progress; the session bounds its duration.
 pub(crate) fn outcome(job: &Job, interrupt: Interrupt<'_>) -> Result<TransferStats> {
     loop {
         if let Some(outcome) = job.wait(INTERRUPT_EVERY) {

@@ -375,7 +375,7 @@ fn look_up(
         Op::Read => Access::READ,
         Op::Notify => Access::NONE,
     };
-    // Allocated again only while a device's copies still hold the last one.
+    // Allocated again only while a cursor of an earlier request still has the last one.
     if Arc::get_mut(pieces).is_none() {
         *pieces = Arc::default();
     }
