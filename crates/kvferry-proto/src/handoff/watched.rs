@@ -15,6 +15,11 @@ impl Watched {
         *count == 1
     }
 
+    /// Whether there is one.
+    pub(crate) fn contains(&self, peer: PeerId) -> bool {
+        self.0.contains_key(&peer)
+    }
+
     /// Removes one. Returns whether it was the last.
     pub(crate) fn remove(&mut self, peer: PeerId) -> bool {
         let count = self.0.get_mut(&peer).expect("it was added");

@@ -8,7 +8,7 @@
 //!
 //! * **What happened** goes in: [`Tasks::send`], [`Tasks::recv`], [`Tasks::cancel_send`],
 //!   [`Tasks::cancel_recv`], [`Tasks::steal`], [`Tasks::forget`], [`Tasks::opened`],
-//!   [`Tasks::receive`], [`Tasks::lost`], [`Tasks::read_ended`].
+//!   [`Tasks::receive`], [`Tasks::lost`], [`Tasks::read_ended`], [`Tasks::unsent`].
 //! * **What to do** comes out of [`Tasks::poll`], one action at a time, to be carried out in order.
 //! * **Time**: [`Tasks::expire`] is due at [`Tasks::next_timeout`].
 //! * **Queries**: [`Tasks::gauges`].
@@ -59,6 +59,7 @@ use crate::handoff::{PeerId, Watched};
 use crate::origin::Origin;
 use crate::pack;
 use crate::shares::Shares;
+use crate::text::sanitized;
 use crate::time::Timestamp;
 use serde_bytes::ByteBuf;
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -74,6 +75,8 @@ const PARKED_MIN: usize = PARKED_BYTES_MAX / COUNT_MAX;
 const PARKED_TIME_MAX: Duration = Duration::from_secs(3600);
 /// Bytes of a key, at most.
 const KEY_MAX: usize = 1024;
+/// Bytes of a peer's text that are kept.
+const TEXT_MAX: usize = 512;
 
 /// A send, by a number that is never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -249,7 +252,10 @@ impl Tasks {
         bytes: &[u8],
         now: Timestamp,
     ) -> Result<(), String> {
-        let message = pack::decode(bytes).map_err(|error| format!("malformed message: {error}"))?;
+        let message = pack::decode(bytes).map_err(|error| {
+            // It may quote the peer.
+            sanitized(&format!("malformed message: {error}"), TEXT_MAX)
+        })?;
         match message {
             Message::Offer { id, key, budget_ms, regions, blocks } => {
                 if key.len() > KEY_MAX {
@@ -262,12 +268,12 @@ impl Tasks {
                 self.offered(key, origin, offer, now);
             }
             Message::Withdraw { id, code, text } => {
-                self.withdrawn(from, id, Outcome::new(Code::from_wire(code), text));
+                self.withdrawn(from, id, reported(code, &text));
             }
             Message::Confirmed { id, valid } => self.confirmed(from, id, valid, now),
             Message::Confirm { id } => self.confirm(from, SendId(id)),
             Message::Refuse { id, code, text } => {
-                self.refused(from, SendId(id), Outcome::new(Code::from_wire(code), text));
+                self.refused(from, SendId(id), reported(code, &text));
             }
         }
         Ok(())
@@ -305,6 +311,11 @@ impl Tasks {
             self.actions.push_back(Action::Watch { peer, on });
         }
     }
+}
+
+/// What a peer says of an end. Its text reaches logs, programs and other peers.
+fn reported(code: u16, text: &str) -> Outcome {
+    Outcome::new(Code::from_wire(code), sanitized(text, TEXT_MAX))
 }
 
 fn check_key(key: &str) -> Result<(), Outcome> {

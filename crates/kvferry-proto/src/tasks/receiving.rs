@@ -36,8 +36,19 @@ pub(super) fn memory_of(key: &str, regions: &[ByteBuf], blocks: &[Offered]) -> u
     let regions: usize = regions.iter().map(|region| size_of::<ByteBuf>() + region.len()).sum();
     let blocks: usize =
         blocks.iter().map(|block| size_of::<Offered>() + size_of_val(&*block.1)).sum();
-    // The key is in three maps and a timer.
-    regions + blocks + 4 * key.len() + size_of::<Parked>()
+    // The key is in four maps and a timer.
+    regions + blocks + 5 * key.len() + size_of::<Parked>()
+}
+
+/// What stops a task. Where several do while its read stops, the last of these says how it ends, the first of its kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Stop {
+    /// The sender, or the end of the connection to it.
+    Sender,
+    /// The receiver cancelled it.
+    Receiver,
+    /// Its time has passed.
+    Time,
 }
 
 #[derive(Debug)]
@@ -47,7 +58,7 @@ enum State {
     Reading {
         from: PeerId,
         id: u64,
-        stop: Option<Outcome>,
+        stop: Option<(Stop, Outcome)>,
     },
     /// The read has ended well. The sender is asked whether its offer was valid until then.
     Confirming {
@@ -63,6 +74,8 @@ pub(super) struct Recv {
     until: Timestamp,
     wanted: Vec<Wanted>,
     state: State,
+    /// It ended because the receiver cancelled it.
+    is_given_up: bool,
 }
 
 impl Recv {
@@ -104,7 +117,8 @@ impl Tasks {
         }
         let id = RecvId(self.number());
         let until = now + budget;
-        let task = Recv { key: key.to_owned(), until, wanted, state: State::Pending };
+        let state = State::Pending;
+        let task = Recv { key: key.to_owned(), until, wanted, state, is_given_up: false };
         self.recvs.insert(id, task);
         self.by_key.insert(key.to_owned(), id);
         self.timers.insert((until, Timer::Recv(id)));
@@ -198,7 +212,10 @@ impl Tasks {
         let (from, id, stop) = (*from, *id, stop.take());
         let outcome = match (stop, result) {
             _ if recv.until <= now => timeout(recv),
-            (Some(outcome), _) => outcome,
+            (Some((stop, outcome)), _) => {
+                recv.is_given_up = stop == Stop::Receiver;
+                outcome
+            }
             (None, Err(text)) => Outcome::new(Code::ReadFailed, text),
             (None, Ok(())) => {
                 recv.state = State::Confirming { from, id };
@@ -230,13 +247,17 @@ impl Tasks {
             Some(OfferPlace::Read(task)) => {
                 let code = if outcome.code == Code::Done { Code::Cancelled } else { outcome.code };
                 let text = format!("the sender gave up: {}", outcome.text);
-                self.stop(task, Outcome::new(code, text));
+                self.stop(task, Stop::Sender, Outcome::new(code, text));
             }
             None => {}
         }
     }
 
     pub(super) fn recvs_lost(&mut self, peer: PeerId, why: &str) {
+        if !self.watched.contains(peer) {
+            // None of its offers waits or is read.
+            return;
+        }
         let of = |offer: &Parked| offer.from == peer;
         let keys: Vec<_> =
             self.parked.iter().filter(|(_, offer)| of(offer)).map(|(key, _)| key.clone()).collect();
@@ -247,20 +268,21 @@ impl Tasks {
         let tasks: Vec<_> =
             self.recvs.iter().filter(|(_, recv)| by(recv)).map(|(id, _)| *id).collect();
         for task in tasks {
-            self.stop(task, Outcome::new(Code::PeerLost, why));
+            self.stop(task, Stop::Sender, Outcome::new(Code::PeerLost, why));
         }
     }
 
     /// Cancels a task: at once while no sender has come or when the read has ended, else when the read
     /// has stopped. Without effect on a task that has ended.
     pub fn cancel_recv(&mut self, id: RecvId) {
-        self.stop(id, Outcome::new(Code::Cancelled, "the receiver cancelled the task"));
+        let outcome = Outcome::new(Code::Cancelled, "the receiver cancelled the task");
+        self.stop(id, Stop::Receiver, outcome);
     }
 
     pub(super) fn recv_expired(&mut self, id: RecvId) {
         if let Some(recv) = self.recvs.get(&id) {
             let outcome = timeout(recv);
-            self.stop(id, outcome);
+            self.stop(id, Stop::Time, outcome);
         }
     }
 
@@ -297,29 +319,26 @@ impl Tasks {
             && self.by_key.get(&recv.key) == Some(&id)
         {
             self.by_key.remove(&recv.key);
-            if matches!(recv.state, State::Ended(Outcome { code: Code::Cancelled, .. })) {
+            if recv.is_given_up {
                 self.give_up(&recv.key, recv.until);
             }
         }
         true
     }
 
-    /// Ends a task, or says how it ends once its read has stopped: a timeout before a cancellation
-    /// before anything else.
-    fn stop(&mut self, task: RecvId, outcome: Outcome) {
+    /// Ends a task, or says how it ends once its read has stopped.
+    fn stop(&mut self, task: RecvId, why: Stop, outcome: Outcome) {
         let Some(recv) = self.recvs.get_mut(&task) else { return };
         match &mut recv.state {
             State::Ended(_) => {}
-            State::Pending | State::Confirming { .. } => self.end_recv(task, outcome),
+            State::Pending | State::Confirming { .. } => {
+                recv.is_given_up = why == Stop::Receiver;
+                self.end_recv(task, outcome);
+            }
             State::Reading { stop, .. } => {
-                let rank = |code| match code {
-                    Code::Timeout => 2,
-                    Code::Cancelled => 1,
-                    _ => 0,
-                };
                 let stops = stop.is_none();
-                if stop.as_ref().is_none_or(|known| rank(known.code) < rank(outcome.code)) {
-                    *stop = Some(outcome);
+                if stop.as_ref().is_none_or(|(known, _)| *known < why) {
+                    *stop = Some((why, outcome));
                 }
                 if stops {
                     self.actions.push_back(Action::StopRead { task });

@@ -123,6 +123,9 @@ impl Tasks {
     }
 
     pub(super) fn sends_lost(&mut self, peer: PeerId, why: &str) {
+        if !self.watched.contains(peer) {
+            return;
+        }
         let of = |send: &Send| send.peer == Some(peer);
         let lost: Vec<_> =
             self.sends.iter().filter(|(_, send)| of(send)).map(|(id, _)| *id).collect();

@@ -476,6 +476,57 @@ fn an_offer_waits_for_an_hour_at_most_whatever_its_sender_says() {
 }
 
 // V17
+/// The sender withdraws the only send of the pair.
+fn withdraw(pair: &mut Pair, send: SendId, code: Code, text: &str) {
+    let message = Message::Withdraw { id: send.0, code: code.to_wire(), text: text.to_owned() };
+    let bytes = pack::encode(&message);
+    pair.receiver.receive(PEER, here(), &bytes, pair.now).expect("well formed");
+    pair.settle();
+}
+
+#[test]
+fn a_task_that_its_sender_gave_up_leaves_its_key_to_another_sender() {
+    for code in [Code::Cancelled, Code::Done, Code::Timeout] {
+        let (mut pair, send, recv) = reading();
+        withdraw(&mut pair, send, code, "");
+        pair.read_ends(recv, Err("stopped".to_owned()));
+        assert!(pair.receiver.forget(recv));
+        let other = pair.send("k", BLOCK);
+        pair.settle();
+        assert_eq!((pair.sent(other), pair.receiver.gauges().parked), (None, 1), "{code:?}");
+    }
+}
+
+#[test]
+fn a_sender_that_gives_up_does_not_change_that_the_receiver_cancelled() {
+    let (mut pair, send, recv) = reading();
+    pair.receiver.cancel_recv(recv);
+    withdraw(&mut pair, send, Code::Timeout, "");
+    pair.read_ends(recv, Ok(()));
+    assert_eq!(pair.got(recv), Some(Code::Cancelled));
+    assert!(pair.receiver.forget(recv));
+    assert_eq!(pair.receiver.gauges().taken, 1, "the receiver gave the key up");
+}
+
+#[test]
+fn a_peers_text_is_cut_before_it_reaches_programs_logs_and_other_peers() {
+    let text = "\x1b[2J".repeat(1 << 18);
+    let (mut pair, send, recv) = reading();
+    withdraw(&mut pair, send, Code::Other(300), &text);
+    pair.read_ends(recv, Ok(()));
+    let kept = &pair.received[&recv].text;
+    assert!(kept.len() < 1024 && !kept.contains('\x1b'), "{kept}");
+    let other = offer(99, "k", 1000, vec![]);
+    pair.receiver.receive(PeerId(8), at("10.0.0.8"), &other, pair.now).expect("well formed");
+    let Some(Action::Message { to: PeerId(8), bytes }) = pair.receiver.poll() else {
+        panic!("the other sender is refused")
+    };
+    assert!(bytes.len() < 1024, "{} bytes", bytes.len());
+    let unknown = pack::encode(&HashMap::from([(text, 0)]));
+    let error = pair.receiver.receive(PEER, here(), &unknown, pair.now).expect_err("malformed");
+    assert!(error.len() < 1024 && !error.contains('\x1b'), "{error}");
+}
+
 #[test]
 fn every_code_survives_the_wire_also_one_of_a_later_version() {
     for number in 0..300 {
