@@ -1,6 +1,6 @@
 //! Bounds the log lines that peers can cause, also peers that have proved nothing.
 //!
-//! A line costs the thread that writes it a system call, and a log that is a full pipe stops that thread. So
+//! A line costs the thread that writes it a system call, and a log that is a full pipe may stop that thread. So
 //! each kind of line has a budget of its own: a flood of one does not hide the others.
 
 use kvferry_proto::Timestamp;
