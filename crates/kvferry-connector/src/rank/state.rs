@@ -219,8 +219,9 @@ impl State {
         from.iter().zip(places).map(rank).collect()
     }
 
-    /// Producer ranks to be told of an end, each with the incarnation that is meant. Where another one is there, the one
-    /// that was meant keeps nothing.
+    /// Producer ranks to be told of an end, each with the incarnation that is meant. Where the address has another
+    /// one, none is told: the one that is meant is gone and keeps nothing, or was not met yet and keeps its blocks as long
+    /// as an offer that none asks for.
     ///
     /// # Errors
     /// [`Refusal::Addresses`].

@@ -4,8 +4,7 @@ use super::types::WorkerObserver;
 use crate::rank::ReadPart;
 use kvferry_proto::WireCode;
 use kvferry_sys::sync::Mutex;
-use rustc_hash::FxHashMap;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 /// Ends that are kept; the oldest is dropped first.
@@ -31,8 +30,8 @@ pub struct Loads(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// Time of the first read of a fetch, and the bytes read so far.
-    running: FxHashMap<String, (Instant, u64)>,
+    /// Time of the first read of a fetch, and the bytes read so far. Clients choose the keys.
+    running: HashMap<String, (Instant, u64)>,
     ended: VecDeque<Load>,
 }
 

@@ -255,7 +255,11 @@ impl Consumer {
         self.expire(now);
         let claimed_from = self.forget_claim(id);
         self.check_new(id)?;
-        let peers: BTreeMap<_, _> = from.iter().copied().chain(claimed_from).collect();
+        let mut peers: BTreeMap<_, _> = claimed_from.into_iter().collect();
+        for &(peer, meant) in from {
+            let claimed = peers.entry(peer).or_default();
+            *claimed = meant.or(*claimed);
+        }
         for (peer, meant) in peers {
             self.bid_farewell(id, (peer, meant), &Outcome::here(code, detail), now);
         }
