@@ -3,13 +3,12 @@
 mod entry;
 mod messages;
 
+use super::farewells::Farewells;
 use super::message::{Ask, Confirm, GROUPS_MAX, Stop};
 use super::schedule::Schedule;
 use super::tombstones::Tombstones;
 use super::watched::Watched;
-use super::{
-    BlockTable, HandoffId, HandoffMessage, Limits, Outcome, PeerId, Progress, Refusal, cut,
-};
+use super::{BlockTable, HandoffId, HandoffMessage, Limits, Outcome, PeerId, Progress, Refusal};
 use crate::code::WireCode;
 use crate::id::Incarnation;
 use crate::shares::Shares;
@@ -69,21 +68,10 @@ pub struct Consumer {
     /// The handoff and the producer of each read.
     reads: HashMap<ReadId, (HandoffId, PeerId)>,
     reads_begun: u64,
-    /// Producers that do not know yet that a handoff has ended.
-    farewells: BTreeMap<(PeerId, HandoffId), Farewell>,
-    farewells_by_age: VecDeque<(Timestamp, (PeerId, HandoffId))>,
+    farewells: Farewells,
     /// Bytes of memory of the announcements of each handoff, and of which producer they are.
     announced: Shares<(HandoffId, PeerId)>,
     actions: VecDeque<ConsumerAction>,
-}
-
-#[derive(Debug)]
-struct Farewell {
-    /// The incarnation that knows the handoff; `None` for the next that is met. Another one would end a handoff of the
-    /// same name that it has with another consumer.
-    meant: Option<Incarnation>,
-    code: WireCode,
-    detail: String,
 }
 
 /// A producer rank that a handoff reads from.
@@ -133,8 +121,7 @@ impl Consumer {
             watched: Watched::default(),
             reads: HashMap::new(),
             reads_begun: 0,
-            farewells: BTreeMap::new(),
-            farewells_by_age: VecDeque::new(),
+            farewells: Farewells::default(),
             actions: VecDeque::new(),
         }
     }
@@ -388,15 +375,13 @@ impl Consumer {
         if gone && code != WireCode::Silent {
             // A restarted peer keeps nothing. A silent peer may only have been stopped, and still
             // keeps its offers.
-            self.farewells.retain(|(other, _), _| *other != peer);
+            self.farewells.forget(peer);
         }
     }
 
     /// Peers that do not know yet that a handoff has ended. The driver should connect to them.
     pub fn unheard(&self) -> impl Iterator<Item = PeerId> + '_ {
-        let mut last = None;
-        let peers = self.farewells.keys().map(|(peer, _)| *peer);
-        peers.filter(move |peer| last.replace(*peer) != Some(*peer))
+        self.farewells.peers()
     }
 
     /// A connection to a peer is up: the first, or another one. Handoffs that mean another incarnation of the rank end, and
@@ -428,21 +413,15 @@ impl Consumer {
                 self.go_on(&id, peer, now);
             }
         }
-        // A restarted peer keeps nothing.
-        self.farewells.retain(|(other, _), farewell| {
-            *other != peer || *farewell.meant.get_or_insert(incarnation) == incarnation
-        });
-        let of_peer = |(other, _): &&(PeerId, HandoffId)| *other == peer;
-        let farewells: Vec<_> = self.farewells.keys().filter(of_peer).cloned().collect();
-        for (peer, id) in farewells {
-            self.send_farewell(peer, &id);
-        }
+        let farewells = self.farewells.met(peer, incarnation);
+        self.actions
+            .extend(farewells.map(|stop| ConsumerAction::Send { to: peer, message: stop.into() }));
     }
 
     /// When [`Consumer::expire`] is due.
     pub fn next_timeout(&self) -> Option<Timestamp> {
-        let farewell = self.farewells_by_age.front().map(|(until, _)| *until);
-        [self.schedule.next(), self.tombstones.next(), farewell].into_iter().flatten().min()
+        let due = [self.schedule.next(), self.tombstones.next(), self.farewells.next()];
+        due.into_iter().flatten().min()
     }
 
     /// Ends the handoffs whose deadlines have passed.
@@ -456,10 +435,7 @@ impl Consumer {
                 None => self.look_again(&id),
             }
         }
-        while self.farewells_by_age.front().is_some_and(|(until, _)| *until <= now) {
-            let (_, key) = self.farewells_by_age.pop_front().expect("there is one");
-            self.farewells.remove(&key);
-        }
+        self.farewells.expire(now);
         self.tombstones.expire(now);
     }
 
@@ -676,24 +652,9 @@ impl Consumer {
         outcome: &Outcome,
         now: Timestamp,
     ) {
-        let key = (to, id.clone());
-        let farewell = Farewell { meant, code: outcome.code, detail: cut(&outcome.detail) };
-        if self.farewells.insert(key.clone(), farewell).is_none() {
-            self.farewells_by_age.push_back((now + self.limits.offer_ttl, key));
-            // Producers beyond the limit free their blocks by timer.
-            if self.farewells_by_age.len() > self.limits.tombstones {
-                let (_, oldest) = self.farewells_by_age.pop_front().expect("more than none");
-                self.farewells.remove(&oldest);
-            }
+        if let Some(stop) = self.farewells.bid(id, (to, meant), outcome, now, &self.limits) {
+            self.actions.push_back(ConsumerAction::Send { to, message: stop.into() });
         }
-        self.send_farewell(to, id);
-    }
-
-    fn send_farewell(&mut self, to: PeerId, id: &HandoffId) {
-        let Some(farewell) = self.farewells.get(&(to, id.clone())) else { return };
-        let (code, detail) = (farewell.code, farewell.detail.clone());
-        let stop = Stop { id: id.clone(), by_consumer: true, code, detail };
-        self.actions.push_back(ConsumerAction::Send { to, message: stop.into() });
     }
 
     fn look_again(&mut self, id: &HandoffId) {

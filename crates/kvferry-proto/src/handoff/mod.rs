@@ -89,6 +89,7 @@
 mod blocks;
 mod consumer;
 mod declined;
+mod farewells;
 mod message;
 mod producer;
 mod progress;

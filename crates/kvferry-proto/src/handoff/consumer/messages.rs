@@ -190,7 +190,7 @@ impl Consumer {
     }
 
     fn stopped(&mut self, from: PeerId, stop: Stop, now: Timestamp) {
-        if self.farewells.remove(&(from, stop.id.clone())).is_some() {
+        if self.farewells.answered(from, &stop.id) {
             return;
         }
         let Some(entry) = self.handoffs.get_mut(&stop.id) else { return };
@@ -200,6 +200,6 @@ impl Consumer {
         }
         let code = if stop.code.is_ok() { WireCode::Malformed } else { stop.code };
         self.fail(&stop.id, Outcome::of(from, code, stop.detail), now);
-        self.farewells.remove(&(from, stop.id));
+        self.farewells.answered(from, &stop.id);
     }
 }
