@@ -6,8 +6,9 @@ use crate::guard;
 use crate::handles::{self, OwnedRegion, SharedBatch};
 use crate::region::{kvferry_region, kvferry_remote};
 use kvferry::Batch;
+use kvferry_sys::sync::Mutex;
 use std::ffi::{c_int, c_void};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Pairs of ranges. A handle, not an address. A batch may be used in many transfers.
 #[derive(Debug)]
@@ -29,10 +30,6 @@ pub struct kvferry_addresses {
     pub local: *mut c_void,
     pub remote: u64,
     pub len: u64,
-}
-
-pub(crate) fn lock(batch: &Mutex<Batch>) -> MutexGuard<'_, Batch> {
-    batch.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Makes an empty batch with room for `capacity` pairs.
@@ -84,7 +81,7 @@ pub unsafe extern "C" fn kvferry_batch_push(
         let batch = handles::look_up::<SharedBatch, _>(batch)?;
         let local = handles::look_up::<OwnedRegion, _>(local)?;
         let remote = remote[0].to_remote();
-        let mut batch = lock(&batch);
+        let mut batch = batch.lock();
         let pairs = ranges.iter().map(|range| (range.local_offset, range.remote_offset, range.len));
         batch.extend(&local.1, &remote, pairs)?;
         Ok(0)
@@ -112,7 +109,7 @@ pub unsafe extern "C" fn kvferry_batch_push_addresses(
         let batch = handles::look_up::<SharedBatch, _>(batch)?;
         let pairs = pairs.iter().map(|pair| Ok((pair.local.cast(), pair.remote, pair.len)));
         // SAFETY: the caller promises the local memory.
-        unsafe { lock(&batch).extend_raw::<Failure>(pairs) }?;
+        unsafe { batch.lock().extend_raw::<Failure>(pairs) }?;
         Ok(0)
     })
 }
@@ -134,7 +131,7 @@ pub unsafe extern "C" fn kvferry_batch_size(
     guard::run(error, || {
         let batch = handles::look_up::<SharedBatch, _>(batch)?;
         let (len, sum) = {
-            let batch = lock(&batch);
+            let batch = batch.lock();
             (batch.len(), batch.bytes())
         };
         // SAFETY: the caller's promise.
@@ -162,7 +159,7 @@ pub unsafe extern "C" fn kvferry_batch_clear(
     error: *mut kvferry_error,
 ) -> c_int {
     guard::run(error, || {
-        lock(&*handles::look_up::<SharedBatch, _>(batch)?).clear();
+        handles::look_up::<SharedBatch, _>(batch)?.lock().clear();
         Ok(0)
     })
 }

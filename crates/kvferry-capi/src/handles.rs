@@ -14,9 +14,10 @@ use kvferry::{Agent, Batch, FileRegion, Peer, Region, Transfer};
 use kvferry_mooncake::MooncakeEngine;
 use kvferry_proto::tasks::{RecvId, SendId};
 use kvferry_sys::fd;
+use kvferry_sys::sync::{Mutex, RwLock};
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 /// Low bits of a handle that hold its kind.
 const KIND_BITS: u32 = 4;
@@ -43,7 +44,7 @@ macro_rules! objects {
 
         impl Table {
             fn len(&self) -> usize {
-                0 $(+ self.$field.read().unwrap_or_else(PoisonError::into_inner).len())*
+                0 $(+ self.$field.read().len())*
             }
         }
 
@@ -128,7 +129,7 @@ pub(crate) fn add<T: Object>(object: T) -> u64 {
     let table = table();
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let handle = number << KIND_BITS | T::KIND.0;
-    T::map(table).write().unwrap_or_else(PoisonError::into_inner).insert(handle, object);
+    T::map(table).write().insert(handle, object);
     handle
 }
 
@@ -136,7 +137,7 @@ pub(crate) fn add<T: Object>(object: T) -> u64 {
 pub(crate) fn look_up<T: Object, H>(handle: *const H) -> Result<T, Failure> {
     let table = table();
     let handle = handle.addr() as u64;
-    let found = T::map(table).read().unwrap_or_else(PoisonError::into_inner).get(&handle).cloned();
+    let found = T::map(table).read().get(&handle).cloned();
     found.ok_or_else(|| unknown::<T>(table, handle))
 }
 
@@ -144,7 +145,7 @@ pub(crate) fn look_up<T: Object, H>(handle: *const H) -> Result<T, Failure> {
 pub(crate) fn take<T: Object, H>(handle: *const H) -> Result<T, Failure> {
     let table = table();
     let handle = handle.addr() as u64;
-    let found = T::map(table).write().unwrap_or_else(PoisonError::into_inner).remove(&handle);
+    let found = T::map(table).write().remove(&handle);
     found.ok_or_else(|| unknown::<T>(table, handle))
 }
 

@@ -3,8 +3,9 @@
 
 use crate::guard::contain;
 use kvferry_sys::stderr::Stderr;
+use kvferry_sys::sync::Mutex;
 use std::ffi::{CString, c_char, c_void};
-use std::sync::{Mutex, Once, PoisonError};
+use std::sync::Once;
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -53,14 +54,14 @@ static RECEIVER: Mutex<Receiver> =
 /// `user` is what `warning` expects.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvferry_on_warning(warning: kvferry_warning, user: *mut c_void) {
-    *RECEIVER.lock().unwrap_or_else(PoisonError::into_inner) = Receiver { warning, user };
+    *RECEIVER.lock() = Receiver { warning, user };
 }
 
 /// Passes a warning on.
 pub(crate) fn warn(text: Option<String>) {
     let Some(text) = text else { return };
     let (warning, user) = {
-        let receiver = RECEIVER.lock().unwrap_or_else(PoisonError::into_inner);
+        let receiver = RECEIVER.lock();
         (receiver.warning, receiver.user)
     };
     match (warning, CString::new(text)) {

@@ -1,7 +1,7 @@
 //! Transfers with peers and with files, and their ends.
 
 use crate::agent::kvferry_agent;
-use crate::batch::{self, kvferry_batch};
+use crate::batch::kvferry_batch;
 use crate::error::{self, kvferry_error};
 use crate::failure::{Failure, KVFERRY_PENDING};
 use crate::guard::{self, Outcome};
@@ -182,7 +182,7 @@ impl Route {
 
 /// The batch as it is now: the caller may change it while the transfer runs.
 fn snapshot(batch: *const kvferry_batch) -> Result<Batch, Failure> {
-    Ok(batch::lock(&*handles::look_up::<SharedBatch, _>(batch)?).clone())
+    Ok(handles::look_up::<SharedBatch, _>(batch)?.lock().clone())
 }
 
 /// # Safety

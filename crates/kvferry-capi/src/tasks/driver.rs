@@ -5,14 +5,15 @@
 //! the inbox, and a thread of the endpoint takes it from there. That thread alone calls the program's
 //! callbacks, without the lock.
 
-use super::end::{Done, End, Ending, lock};
+use super::end::{Done, End, Ending};
 use super::inbox::{Event, Inbox};
 use super::state::{Places, Receiving, State, now};
 use crate::failure::{Failure, KVFERRY_IO};
 use kvferry::{Agent, Channel, ErrorKind, Options, Peer};
 use kvferry_proto::handoff::PeerId;
 use kvferry_proto::tasks::{Action, Code, Gauges, Offered, Outcome, RecvId, SendId, Wanted};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use kvferry_sys::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, OnceLock};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
@@ -56,7 +57,7 @@ impl Endpoint {
             Failure::new(KVFERRY_IO, format!("the thread of tasks can't start: {error}"))
         })?;
         let _ = endpoint.thread_id.set(thread.thread().id());
-        *lock(&endpoint.thread) = Some(thread);
+        *endpoint.thread.lock() = Some(thread);
         Ok(endpoint)
     }
 
@@ -101,19 +102,19 @@ impl Endpoint {
     }
 
     pub(crate) fn cancel_send(&self, id: SendId) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.tasks.cancel_send(id);
         self.act(&mut state);
     }
 
     pub(crate) fn cancel_recv(&self, id: RecvId) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.tasks.cancel_recv(id);
         self.act(&mut state);
     }
 
     pub(crate) fn steal(&self, key: &str) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.tasks.steal(key);
         self.act(&mut state);
     }
@@ -137,7 +138,7 @@ impl Endpoint {
     }
 
     fn forget(&self, id: RecvId) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if let Some(receiving) = state.recvs.get_mut(&id) {
             receiving.freed = true;
         }
@@ -149,7 +150,7 @@ impl Endpoint {
     }
 
     pub(crate) fn gauges(&self) -> Gauges {
-        lock(&self.state).tasks.gauges()
+        self.state.lock().tasks.gauges()
     }
 
     pub(crate) fn is_own_thread(&self, thread: ThreadId) -> bool {
@@ -158,7 +159,7 @@ impl Endpoint {
 
     /// Cancels everything, waits until no memory is written, and ends the thread.
     pub(crate) fn close(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.closed = true;
         let sends: Vec<_> = state.sends.keys().copied().collect();
         sends.iter().for_each(|id| state.tasks.cancel_send(*id));
@@ -172,14 +173,14 @@ impl Endpoint {
             end.wait(None);
         }
         self.inbox.stop();
-        let thread = lock(&self.thread).take();
+        let thread = self.thread.lock().take();
         if let Some(thread) = thread {
             let _ = thread.join();
         }
     }
 
     fn open(&self) -> Result<MutexGuard<'_, State>, Outcome> {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         if state.closed {
             let what = "the tasks of this agent were freed";
             return Err(Outcome::new(Code::Invalid, what));
@@ -199,11 +200,11 @@ impl Endpoint {
     /// Waits for events and handles them. Returns the callbacks that are due; `None` when the thread has to
     /// stop.
     fn turn(&self) -> Option<Vec<(Done, Outcome)>> {
-        let due = lock(&self.state).tasks.next_timeout();
+        let due = self.state.lock().tasks.next_timeout();
         let left = due.map(|due| due.saturating_since(now()));
         let events = self.inbox.take(left)?;
         let (mut ended, mut receipts) = (Vec::new(), Vec::new());
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         for event in events {
             match event {
                 Event::Ended(done, outcome) => ended.push((done, outcome)),

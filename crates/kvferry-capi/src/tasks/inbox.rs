@@ -1,10 +1,11 @@
 //! What peers and transfers report, until the endpoint's thread takes it.
 
-use super::end::{Done, lock, wait_while};
+use super::end::Done;
 use kvferry::{Channel, Message, MessageHandler, Receipt};
 use kvferry_proto::tasks::{Outcome, RecvId, SendId};
+use kvferry_sys::sync::{Condvar, Mutex};
 use std::collections::{HashSet, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 /// Bytes that ended sessions leave for the endpoint's thread, at most. Those of live sessions are bounded by the
@@ -68,14 +69,14 @@ impl Inbox {
     }
 
     fn change(&self, change: impl FnOnce(&mut Events)) {
-        change(&mut lock(&self.events));
+        change(&mut self.events.lock());
         self.changed.notify_one();
     }
 
     /// Waits for events, `left` at most, and takes all. `None` when the thread has to stop.
     pub(super) fn take(&self, left: Option<Duration>) -> Option<VecDeque<Event>> {
         let is_idle = |inbox: &mut Events| inbox.events.is_empty() && !inbox.poked && !inbox.stops;
-        let mut inbox = wait_while(&self.changed, lock(&self.events), left, is_idle);
+        let mut inbox = self.changed.wait_while(self.events.lock(), left, is_idle);
         inbox.poked = false;
         let events = inbox.take();
         (!events.is_empty() || !inbox.stops).then_some(events)
@@ -88,7 +89,7 @@ impl Inbox {
             Event::Message(_, bytes, _) => bytes.len(),
             _ => 0,
         };
-        lock(&self.events).events.iter().map(bytes).sum()
+        self.events.lock().events.iter().map(bytes).sum()
     }
 }
 

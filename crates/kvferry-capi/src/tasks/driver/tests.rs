@@ -82,7 +82,7 @@ fn sends_to_a_receiver_that_takes_no_message_end_as_busy_and_its_session_goes_on
     let (sends, receives) = (agent(), agent());
     let (sender, receiver) = (endpoint(&sends), endpoint(&receives));
     let memory = sends.allocate(4096, Access::READ).expect("memory");
-    let held = lock(&receiver.state);
+    let held = receiver.state.lock();
     let ends: Vec<_> =
         (0..OFFERS).map(|number| send(&sender, &receives, &number.to_string(), &memory)).collect();
     eventually("some are refused", || sender.gauges().sends < OFFERS);
