@@ -551,7 +551,8 @@ mod tests {
         assert!(began.elapsed() >= Duration::from_millis(190), "{:?}", began.elapsed());
         assert!(!rig.memory.is_quarantined(), "it is registered");
         while rig.queue.end_one(|operation| Ok(operation.span.len())) {}
-        rig.agent.unregister(&rig.memory).expect("registered");
+        // An I/O thread that runs late takes the answers only after the limit of silence.
+        eventually("the memory goes back", || rig.agent.unregister(&rig.memory).is_ok());
         rig.agent.shutdown();
     }
 
