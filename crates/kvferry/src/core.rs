@@ -4,9 +4,10 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::host::is_on_this_host;
-use crate::memory::cursor::{Cursor, Direction};
-use crate::memory::device::Wake;
+use crate::memory::cursor::Cursor;
+use crate::memory::device::Direction;
 use crate::memory::gate::Gate;
+use crate::memory::stages::Wake;
 use crate::memory::{Memory, Region};
 use crate::notify::{Inbox, Notification};
 use crate::peer_memory::{self, Account, PeerMemory};

@@ -4,8 +4,8 @@
 use super::{bare, explore};
 use crate::core::Core;
 use crate::error::Result;
-use crate::memory::device::Wake;
 use crate::memory::region::RemoteRegion;
+use crate::memory::stages::Wake;
 use crate::reactor::now;
 use crate::sync::Mutant;
 use crate::transfer::drive::{Drive, OnLanes, Progress};

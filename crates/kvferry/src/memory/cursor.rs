@@ -4,11 +4,11 @@
 //! after its region was seen alive, for the duration of one call. So a transport can't hold a span
 //! for longer than a revoker waits (see [`gate`](super::gate)).
 
-use crate::memory::device::{After, DeviceMemory, Wait, Wake};
-use crate::memory::gate::{Gate, Touches};
-use crate::memory::region::{Backing, RegionInner};
+use crate::memory::device::Direction;
+use crate::memory::gate::Gate;
+use crate::memory::pieces::{Fault, MemoryFault, Piece, Pieces, Position};
+use crate::memory::stages::Wake;
 use crate::memory::staging::Staging;
-use kvferry_proto::WireCode;
 use kvferry_sys::socket::SPANS_MAX;
 use kvferry_sys::span::HostSpan;
 use std::cell::Cell;
@@ -16,147 +16,8 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-/// Number of a batch's last regions that are compared with a new piece's: about as many as a model
-/// has layers.
-const LOOK_BACK: usize = 128;
-
 thread_local! {
     static SPANS: Cell<Vec<HostSpan>> = const { Cell::new(Vec::new()) };
-}
-
-/// A contiguous piece of a batch.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Piece {
-    /// Index into [`Pieces::regions`], or [`Piece::RAW`].
-    pub(crate) region: u32,
-    /// Offset in the region; for unregistered memory an address of this process.
-    pub(crate) offset: u64,
-    pub(crate) len: u64,
-}
-
-impl Piece {
-    /// Memory that the caller promised but did not register.
-    pub(crate) const RAW: u32 = u32::MAX;
-}
-
-/// The local memory of a batch, in order.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Pieces {
-    pub(crate) regions: Vec<Arc<RegionInner>>,
-    pub(crate) pieces: Vec<Piece>,
-    pub(crate) bytes: u64,
-    /// What has to happen before a device reads or writes the memory.
-    pub(crate) after: After,
-}
-
-impl Pieces {
-    /// Appends a piece of a region.
-    pub(crate) fn push(&mut self, region: &Arc<RegionInner>, offset: u64, len: u64) {
-        // Searching further back would cost more than a second entry does.
-        let known = self.regions.iter().enumerate().rev().take(LOOK_BACK);
-        let known = known.into_iter().find(|(_, r)| Arc::ptr_eq(r, region)).map(|(i, _)| i);
-        let index = known.unwrap_or_else(|| {
-            self.regions.push(Arc::clone(region));
-            self.regions.len() - 1
-        });
-        let region = u32::try_from(index).expect("fewer regions than descriptors");
-        self.push_piece(Piece { region, offset, len });
-    }
-
-    /// Appends unregistered memory.
-    ///
-    /// # Safety
-    /// The range stays valid for as long as a cursor over these pieces is used: until their
-    /// transfer has its outcome.
-    pub(crate) unsafe fn push_raw(&mut self, addr: *mut u8, len: u64) {
-        self.push_piece(Piece { region: Piece::RAW, offset: addr as u64, len });
-    }
-
-    fn push_piece(&mut self, piece: Piece) {
-        self.bytes += piece.len;
-        self.pieces.push(piece);
-    }
-
-    /// Removes all pieces; keeps the allocation.
-    pub(crate) fn clear(&mut self) {
-        self.pieces.clear();
-        self.regions.clear();
-        self.bytes = 0;
-        self.after = After::default();
-    }
-
-    /// Regions that a copier of these pieces touches.
-    pub(crate) fn touches(&self) -> Touches {
-        Touches::of(self.regions.iter().map(|region| region.id))
-    }
-
-    fn is_host(&self, piece: &Piece) -> bool {
-        piece.region == Piece::RAW || !self.regions[piece.region as usize].is_device()
-    }
-
-    /// The device memory of a piece, by its index; `None` for host memory.
-    pub(super) fn device(&self, piece: usize) -> Option<&DeviceMemory> {
-        match &self.regions.get(self.pieces[piece].region as usize)?.backing {
-            Backing::Device(memory) => Some(memory),
-            _ => None,
-        }
-    }
-
-    /// Whether a device has to wait before the memory is touched.
-    pub(crate) fn has_edges(&self) -> bool {
-        !self.after.edges().is_empty() && !self.all_host()
-    }
-
-    /// Asks each device to wait for the edges, and to call `wake` once they have happened.
-    pub(crate) fn wait_for_edges(&self, wake: &Wake) -> Vec<Arc<Wait>> {
-        let mut asked: Vec<&DeviceMemory> = Vec::new();
-        for region in &self.regions {
-            if let Backing::Device(memory) = &region.backing
-                && !asked.iter().any(|other| other.is_beside(memory))
-            {
-                asked.push(memory);
-            }
-        }
-        asked.into_iter().map(|memory| Wait::start(&*memory.device, &self.after, wake)).collect()
-    }
-
-    pub(crate) fn all_host(&self) -> bool {
-        !self.regions.iter().any(|region| region.is_device())
-    }
-}
-
-/// The position of a byte in the pieces.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Position {
-    pub(crate) piece: usize,
-    pub(crate) within: u64,
-}
-
-impl Position {
-    /// Moves on to the next piece with bytes if the current one has ended.
-    pub(crate) fn leave_ended(&mut self, pieces: &Pieces) {
-        while pieces.pieces[self.piece].len == self.within {
-            *self = Self { piece: self.piece + 1, within: 0 };
-        }
-    }
-
-    /// Moves on by `bytes`.
-    pub(crate) fn advance(&mut self, pieces: &Pieces, mut bytes: u64) {
-        while bytes > 0 {
-            let piece = &pieces.pieces[self.piece];
-            let part = bytes.min(piece.len - self.within);
-            self.advance_within(piece, part);
-            bytes -= part;
-        }
-    }
-
-    /// Moves on by `bytes` of the current piece, which is `piece` and has as many left.
-    pub(crate) fn advance_within(&mut self, piece: &Piece, bytes: u64) {
-        self.within += bytes;
-        if self.within == piece.len {
-            *self = Self { piece: self.piece + 1, within: 0 };
-        }
-    }
 }
 
 /// The result of asking for spans.
@@ -168,44 +29,6 @@ pub enum Lent {
     WouldBlock,
     /// The memory is not ready; it calls the waker once it may be.
     NotReady,
-}
-
-/// The reason why memory can't be used any more.
-#[derive(Debug)]
-pub enum Fault {
-    /// The memory of a descriptor can't be used any more.
-    Memory(MemoryFault),
-    /// The copier was stopped.
-    Shut,
-    /// The recipient of the spans failed.
-    Io(io::Error),
-}
-
-/// The reason why memory of a descriptor can't be used any more.
-#[derive(Debug)]
-pub struct MemoryFault {
-    /// `Revoked` or `Internal`.
-    pub code: WireCode,
-    /// The index of the descriptor in the batch.
-    pub(crate) index: u32,
-    /// The error of the device that failed to copy it.
-    pub(crate) device: Option<io::Error>,
-}
-
-impl MemoryFault {
-    /// The region of a piece was unregistered.
-    pub(super) fn revoked(piece: usize) -> Self {
-        Self { code: WireCode::Revoked, index: index_of(piece), device: None }
-    }
-}
-
-/// Whether a cursor's memory is read or written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
-    /// The memory is read: its bytes are sent.
-    Out,
-    /// The memory is written: it receives bytes.
-    In,
 }
 
 /// Uses lent spans; returns how many of their bytes it moved.
@@ -376,8 +199,4 @@ impl Cursor {
         self.advance(moved);
         staged.map(|()| lent)
     }
-}
-
-pub(super) fn index_of(piece: usize) -> u32 {
-    u32::try_from(piece).unwrap_or(u32::MAX)
 }

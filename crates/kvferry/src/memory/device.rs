@@ -10,10 +10,9 @@
 //! The waker writes to a descriptor: the reactor's, or that of the caller who drives the transfer.
 
 use crate::callback::contain;
-use crate::memory::cursor::Direction;
 use crate::memory::gate::Gate;
-use crate::memory::held::Held;
-use crate::memory::stages::{Stage, StagePool};
+use crate::memory::region::Held;
+use crate::memory::stages::{Stage, StagePool, Wake};
 use crate::sync::{Arc, Mutex};
 use kvferry_sys::span::HostSpan;
 use smallvec::SmallVec;
@@ -179,8 +178,14 @@ impl fmt::Debug for Wait {
     }
 }
 
-/// Called when memory that was not ready may be ready.
-pub type Wake = Arc<dyn Fn() + Send + Sync>;
+/// Whether a cursor's memory is read or written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// The memory is read: its bytes are sent.
+    Out,
+    /// The memory is written: it receives bytes.
+    In,
+}
 
 /// Regions of a batch: of a model with a region for each layer, a batch touches many.
 pub(crate) type Regions = SmallVec<[Held; 2]>;

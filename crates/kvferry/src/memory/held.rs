@@ -1,12 +1,10 @@
-//! Memory that is touched beyond one call: by the kernel, of a read or write of a file that is under way, by
-//! another thread, or by a device.
+//! Host memory that the kernel or another thread touches beyond one call: of a read or write of a
+//! file that is under way.
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::cursor::{Piece, Pieces, Position};
 use crate::memory::gate::Gate;
-use crate::memory::region::{Region, RegionInner};
-use crate::sync::Arc;
-use crate::sync::atomic::Ordering;
+use crate::memory::pieces::{Piece, Pieces, Position};
+use crate::memory::region::{Held, Region};
 use kvferry_sys::span::HostSpan;
 
 /// The reason why memory can't be held.
@@ -17,10 +15,6 @@ pub(crate) enum NotHeld {
     /// The memory is a device's, or was never registered.
     Unsupported,
 }
-
-/// A use of a region's memory. `unregister` returns only after it has been dropped.
-#[derive(Debug)]
-pub(crate) struct Held(Arc<RegionInner>);
 
 impl Held {
     /// The memory of `pieces` at `at`, which belongs to one piece. The span is valid until the value
@@ -40,27 +34,6 @@ impl Held {
         let held = Self::begin(region).ok_or(NotHeld::Unregistered)?;
         Ok((held, region.span(piece.offset + at.within, len)))
     }
-
-    /// Begins a use of the region; `None` if it was unregistered.
-    pub(crate) fn begin(region: &Arc<RegionInner>) -> Option<Self> {
-        // Counted before the look: a thread that unregisters the region marks it first and looks at the
-        // count after that, so one of the two sees the other. That holds for a region of another agent,
-        // too, which does not know this gate.
-        region.copies.fetch_add(1, Ordering::SeqCst);
-        let held = Self(Arc::clone(region));
-        region.is_alive().then_some(held)
-    }
-
-    /// The region, whose memory and keys can be used until the value is dropped.
-    pub(crate) fn region(&self) -> &RegionInner {
-        &self.0
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        self.0.copies.fetch_sub(1, Ordering::SeqCst);
-    }
 }
 
 impl Region {
@@ -72,7 +45,7 @@ impl Region {
     /// `OutOfBounds`, `NotRegistered`; `Unsupported` for device memory.
     pub fn crc64(&self, offset: u64, len: u64, before: u64) -> Result<u64> {
         let (held, len) = self.hold(offset, len)?;
-        Ok(held.0.span(offset, len).crc64(before))
+        Ok(held.region().span(offset, len).crc64(before))
     }
 
     /// Copies as [`Region::copy_from`] does; returns the CRC, as [`Region::crc64`], of the bytes that were copied. If
@@ -90,8 +63,8 @@ impl Region {
     ) -> Result<u64> {
         let (source, _) = from.hold(from_offset, len)?;
         let (into, len) = self.hold(offset, len)?;
-        let source = source.0.span(from_offset, len);
-        Ok(into.0.span(offset, len).copy_from_span_with_crc64(&source, before))
+        let source = source.region().span(from_offset, len);
+        Ok(into.region().span(offset, len).copy_from_span_with_crc64(&source, before))
     }
 
     /// Copies a range of another region to this one; both are host memory, of any agents of this process. A
@@ -103,7 +76,7 @@ impl Region {
     pub fn copy_from(&self, offset: u64, from: &Self, from_offset: u64, len: u64) -> Result<()> {
         let (source, _) = from.hold(from_offset, len)?;
         let (into, len) = self.hold(offset, len)?;
-        into.0.span(offset, len).copy_from_span(&source.0.span(from_offset, len));
+        into.region().span(offset, len).copy_from_span(&source.region().span(from_offset, len));
         Ok(())
     }
 

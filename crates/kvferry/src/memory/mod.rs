@@ -18,9 +18,10 @@ pub(crate) mod device;
 pub(crate) mod fuzzing;
 pub(crate) mod gate;
 pub(crate) mod held;
+pub(crate) mod pieces;
 pub(crate) mod region;
 pub(crate) mod remote;
-mod stages;
+pub(crate) mod stages;
 mod staging;
 pub(crate) mod user;
 
@@ -29,8 +30,10 @@ pub use region::{Access, Region, RemoteRegion};
 pub use stages::StagePool;
 
 use crate::sync::Arc;
-use cursor::{Cursor, Direction, Pieces, Position};
+use cursor::Cursor;
+use device::Direction;
 use kvferry_proto::{RegionId, Timestamp, WireCode};
+use pieces::{Pieces, Position};
 use smallvec::SmallVec;
 
 /// Copiers that may still touch memory that was unregistered.
@@ -60,7 +63,7 @@ impl Memory {
         addr: u64,
         len: u64,
         gate: &Arc<gate::Gate>,
-        wake: &device::Wake,
+        wake: &stages::Wake,
     ) -> Result<Cursor, WireCode> {
         let need = match direction {
             Direction::In => Access::WRITE,

@@ -80,8 +80,8 @@ pub(crate) struct RegionInner {
     pub(crate) backing: Backing,
     name: OnceLock<String>,
     alive: AtomicBool,
-    /// Copies in progress of devices, files and other threads ([`Held`](crate::memory::held::Held)).
-    pub(crate) copies: AtomicUsize,
+    /// Copies in progress of devices, files and other threads ([`Held`]).
+    pub(super) copies: AtomicUsize,
     quarantine: Mutex<Quarantine>,
 }
 
@@ -175,6 +175,33 @@ impl fmt::Debug for RegionInner {
             self.access,
             if self.is_alive() { "" } else { " unregistered" }
         )
+    }
+}
+
+/// A use of a region's memory. `unregister` returns only after it has been dropped.
+#[derive(Debug)]
+pub(crate) struct Held(Arc<RegionInner>);
+
+impl Held {
+    /// Begins a use of the region; `None` if it was unregistered.
+    pub(crate) fn begin(region: &Arc<RegionInner>) -> Option<Self> {
+        // Counted before the look: a thread that unregisters the region marks it first and looks at the
+        // count after that, so one of the two sees the other. That holds for a region of another agent,
+        // too, which does not know this gate.
+        region.copies.fetch_add(1, Ordering::SeqCst);
+        let held = Self(Arc::clone(region));
+        region.is_alive().then_some(held)
+    }
+
+    /// The region, whose memory and keys can be used until the value is dropped.
+    pub(crate) fn region(&self) -> &RegionInner {
+        &self.0
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.0.copies.fetch_sub(1, Ordering::SeqCst);
     }
 }
 

@@ -15,7 +15,6 @@
 //! Wake-up: a user that was refused is woken when it has been granted a stage; the grant is made under the lock
 //! that the refusal was made under.
 
-use crate::memory::device::Wake;
 use crate::sync::{Arc, Mutex, MutexGuard};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::span::HostSpan;
@@ -28,6 +27,9 @@ const PAGE: usize = 4096;
 
 /// The largest alignment of a device's address that its byte has in the stage, too: a cache line of a GPU.
 const LINE: u64 = 128;
+
+/// Called when memory that was not ready may be ready.
+pub type Wake = Arc<dyn Fn() + Send + Sync>;
 
 /// The host memory of a device's copies: stages of one size, as many as the device allows.
 pub struct StagePool {

@@ -4,11 +4,11 @@
 //! A batch has pieces that follow each other in the cursor and are memory of one device, as many as fit into a
 //! stage and the device allows.
 
-use crate::memory::cursor::{Direction, Fault, MemoryFault, Pieces, Position, index_of};
-use crate::memory::device::{Copy, DeviceMemory, DevicePiece, Regions, Wake};
+use crate::memory::device::{Copy, DeviceMemory, DevicePiece, Direction, Regions};
 use crate::memory::gate::Gate;
-use crate::memory::held::Held;
-use crate::memory::stages::{Stage, StageUser};
+use crate::memory::pieces::{Fault, MemoryFault, Pieces, Position, index_of};
+use crate::memory::region::Held;
+use crate::memory::stages::{Stage, StageUser, Wake};
 use crate::sync::{Arc, Mutex};
 use kvferry_proto::WireCode;
 use kvferry_sys::span::HostSpan;
@@ -472,7 +472,7 @@ mod tests {
 
     fn wanted(device: &Manual, pieces: &Pieces) -> Vec<u8> {
         let bytes = device.bytes.lock();
-        let of = |piece: &crate::memory::cursor::Piece| {
+        let of = |piece: &crate::memory::pieces::Piece| {
             bytes[piece.offset as usize..(piece.offset + piece.len) as usize].to_vec()
         };
         pieces.pieces.iter().flat_map(of).collect()

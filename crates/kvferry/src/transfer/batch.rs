@@ -1,8 +1,8 @@
 //! Batches: pairs of local and remote ranges, and how they are cut into frames.
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::cursor::{Piece, Pieces, Position};
 use crate::memory::device::After;
+use crate::memory::pieces::{Piece, Pieces, Position};
 use crate::memory::region::{Region, RemoteRegion};
 use kvferry_proto::{Incarnation, RegionId, WireDescriptor};
 use std::sync::Arc;

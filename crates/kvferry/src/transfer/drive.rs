@@ -2,7 +2,7 @@
 
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::device::Wake;
+use crate::memory::stages::Wake;
 use crate::reactor::{Cause, Cx, Handler, LINGER, Next, now};
 use crate::sync::Arc;
 use crate::transfer::job::{Frames, Job, STRIPE_BYTES_MIN, TransferStats};

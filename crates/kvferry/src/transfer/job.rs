@@ -11,9 +11,10 @@
 use crate::callback::contain;
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::cursor::{Cursor, Direction};
-use crate::memory::device::Wake;
+use crate::memory::cursor::Cursor;
+use crate::memory::device::Direction;
 use crate::memory::gate::Gate;
+use crate::memory::stages::Wake;
 use crate::notify::Notification;
 use crate::reactor::{Cause, Cx, Handler, Next, Remote, now};
 use crate::stats::Counters;

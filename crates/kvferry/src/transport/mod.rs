@@ -58,9 +58,11 @@ pub(crate) mod settings;
 
 pub use crate::core::Core;
 pub use crate::host::prepare;
-pub use crate::memory::cursor::{Cursor, Direction, Fault, Lent, MemoryFault, lent};
-pub use crate::memory::device::Wake;
+pub use crate::memory::cursor::{Cursor, Lent, lent};
+pub use crate::memory::device::Direction;
 pub use crate::memory::gate::Gate;
+pub use crate::memory::pieces::{Fault, MemoryFault};
+pub use crate::memory::stages::Wake;
 pub use crate::peer_memory::Account;
 pub use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next, Remote, Threads, now};
 pub use crate::stats::{Counter, Counters};

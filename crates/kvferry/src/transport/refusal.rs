@@ -1,7 +1,7 @@
 //! Errors that all transports share.
 
 use crate::error::{Error, ErrorKind};
-use crate::memory::cursor::MemoryFault;
+use crate::memory::pieces::MemoryFault;
 use crate::transfer::batch::Batch;
 use crate::transfer::link::Link;
 use kvferry_proto::WireCode;

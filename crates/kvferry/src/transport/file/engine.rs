@@ -2,7 +2,7 @@
 
 use super::posix::{Pool, PoolQueue};
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::held::Held;
+use crate::memory::region::Held;
 use crate::memory::user::RegionKey;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Mutex, OnceLock};

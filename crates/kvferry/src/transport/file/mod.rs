@@ -7,7 +7,7 @@
 //! Queues come from one of two engines ([`engine`]): io_uring, or threads that call `pread` and
 //! `pwrite`. Both pass the conformance tests in `tests/file.rs`.
 //!
-//! Ownership: an operation holds its memory ([`Held`](crate::memory::held::Held)) and its file until
+//! Ownership: an operation holds its memory ([`Held`](crate::memory::region::Held)) and its file until
 //! the kernel has completed it, even if no caller waits for the transfer. So a transfer can end at its
 //! deadline although the device does not answer; unregistering the memory then waits for the device.
 //!

@@ -3,8 +3,10 @@
 use super::copy::{Broken, Targets};
 use super::{CHUNK, LocalPeer};
 use crate::error::{Error, ErrorKind};
-use crate::memory::cursor::{Cursor, Direction, Fault, Lent, Pieces, Position};
-use crate::memory::device::Wake;
+use crate::memory::cursor::{Cursor, Lent};
+use crate::memory::device::Direction;
+use crate::memory::pieces::{Fault, Pieces, Position};
+use crate::memory::stages::Wake;
 use crate::memory::gate::Gate;
 use crate::sync::Arc;
 use crate::transfer::batch::Batch;

@@ -5,7 +5,7 @@ use super::writers::WriterGate;
 use super::{ENDED, LocalPeer};
 use crate::core::Core;
 use crate::error::{Error, ErrorKind};
-use crate::memory::cursor::{Pieces, Position};
+use crate::memory::pieces::{Pieces, Position};
 use crate::memory::gate::Touches;
 use crate::memory::region::Access;
 use crate::memory::remote;

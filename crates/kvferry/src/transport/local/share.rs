@@ -5,7 +5,7 @@ use super::copier::{Copier, Way};
 use super::copy::Targets;
 use crate::error::Error;
 use crate::memory::cursor::Lent;
-use crate::memory::device::Wake;
+use crate::memory::stages::Wake;
 use crate::memory::gate::Gate;
 use crate::notify::Notification;
 use crate::sync::{Arc, OnceLock};

@@ -5,8 +5,10 @@
 
 use super::{digest_spans, forged, transmit_once};
 use crate::core::Core;
-use crate::memory::cursor::{Cursor, Direction, Fault, Lent, MemoryFault, Piece, Pieces, Position};
-use crate::memory::device::Wake;
+use crate::memory::cursor::{Cursor, Lent};
+use crate::memory::device::Direction;
+use crate::memory::pieces::{Fault, MemoryFault, Piece, Pieces, Position};
+use crate::memory::stages::Wake;
 use crate::memory::gate::Gate;
 use crate::memory::region::Access;
 use crate::notify::Notification;

@@ -17,8 +17,9 @@ mod inbound;
 mod outbound;
 
 use crate::error::{self, Error, ErrorKind};
-use crate::memory::cursor::{Cursor, Fault, Lent, lent};
-use crate::memory::device::Wake;
+use crate::memory::cursor::{Cursor, Lent, lent};
+use crate::memory::pieces::Fault;
+use crate::memory::stages::Wake;
 use crate::transfer::drive::{OnLanes, SEND_CHUNK};
 use crate::transfer::job::Job;
 use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};

@@ -5,8 +5,9 @@
 
 use super::{digest_spans, forged, transmit_once};
 use crate::error::{Error, ErrorKind};
-use crate::memory::cursor::{Cursor, Fault, Lent, lent};
-use crate::memory::device::Wake;
+use crate::memory::cursor::{Cursor, Lent, lent};
+use crate::memory::pieces::Fault;
+use crate::memory::stages::Wake;
 use crate::notify::Notification;
 use crate::transfer::batch::Frame;
 use crate::transfer::drive::{Drive, Progress, RECEIVE_CHUNK, STEP_BYTES, Yielding};
