@@ -334,18 +334,15 @@ impl Job {
 
     /// Records an error and stops the shares. The first error becomes the outcome.
     pub fn fail(&self, error: Error) {
-        let handlers = {
-            let mut state = self.state.lock();
-            if state.outcome.is_some() {
-                return;
-            }
-            state.error.get_or_insert(error);
-            self.stopped.store(true, Ordering::Release);
-            state.handlers.clone()
-        };
-        for (remote, token) in handlers {
-            remote.wake(token);
+        let mut state = self.state.lock();
+        if state.outcome.is_some() {
+            return;
         }
+        state.error.get_or_insert(error);
+        self.stopped.store(true, Ordering::Release);
+        let handlers = state.handlers.clone();
+        drop(state);
+        wake_all(handlers);
     }
 
     /// Whether all frames were taken.
@@ -420,7 +417,8 @@ impl Job {
 
     // ---- the outcome ----
 
-    /// Ends the job before any share began, or after its quiesce.
+    /// Ends the job before any share began, after its quiesce, or when a share is lost. Stops the shares that have not
+    /// ended.
     pub(crate) fn finish(&self, outcome: Result<TransferStats>) {
         self.set_outcome(self.state.lock(), outcome);
     }
@@ -438,13 +436,19 @@ impl Job {
         let callbacks = std::mem::take(&mut state.callbacks);
         let told = (!callbacks.is_empty()).then(|| outcome.clone());
         state.outcome = Some(outcome);
-        state.handlers.clear();
+        // Before anything else can look for the outcome: `fail` does not stop a job that has one.
+        self.stopped.store(true, Ordering::Release);
+        let handlers = std::mem::take(&mut state.handlers);
+        let has_shares = state.shares > 0;
         state.waiting = None;
         if let Some(event) = self.event.get() {
             event.signal();
         }
         let anybody_waits = state.waiting_threads > 0;
         drop(state);
+        if has_shares {
+            wake_all(handlers);
+        }
         if anybody_waits {
             self.changed.notify_all();
         }
@@ -560,6 +564,12 @@ impl Job {
     pub(crate) fn add_handler(&self, remote: &Remote, token: u64) {
         let mut state = self.state.lock();
         state.handlers.push((remote.clone(), token));
+    }
+}
+
+fn wake_all(handlers: Vec<(Remote, u64)>) {
+    for (remote, token) in handlers {
+        remote.wake(token);
     }
 }
 
