@@ -34,8 +34,11 @@ const EVENTS_PER_CALL: usize = 64;
 /// Some events cost a millisecond, such as long announcements. While 100 sessions have such events, the heartbeats of
 /// the others are 0.2 s late, less than the half second between two of them by default.
 const EVENTS_TIME: Duration = Duration::from_millis(2);
-/// Interval at which a revoke whose streams are not quiet yet is checked.
-const REVOKE_CHECK: Duration = Duration::from_millis(1);
+/// Interval at which a revoke whose streams are not quiet yet is checked: a part of the time since it came. A device
+/// that has lost a copy keeps one for the rest of the session.
+const REVOKE_CHECKS: u32 = 16;
+const REVOKE_CHECK_MIN: Duration = Duration::from_millis(1);
+const REVOKE_CHECK_MAX: Duration = Duration::from_secs(1);
 
 /// Called exactly once, when the handshake has ended.
 pub(crate) type Established = Box<dyn FnOnce(&Arc<Link>, Result<(), Error>) + Send>;
@@ -64,6 +67,28 @@ impl Budget {
     }
 }
 
+/// A revoke from the peer that is not confirmed yet: a copier is still inside one of these gates.
+struct Unconfirmed {
+    id: u64,
+    gates: Vec<Arc<Gate>>,
+    came_at: Timestamp,
+    check_at: Timestamp,
+}
+
+impl Unconfirmed {
+    fn new(id: u64, gates: Vec<Arc<Gate>>, at: Timestamp) -> Self {
+        Self { id, gates, came_at: at, check_at: at }
+    }
+
+    /// Whether it can be confirmed. If not, sets the time of the next check.
+    fn is_quiet(&mut self, at: Timestamp) -> bool {
+        let after = (at.saturating_since(self.came_at) / REVOKE_CHECKS)
+            .clamp(REVOKE_CHECK_MIN, REVOKE_CHECK_MAX);
+        self.check_at = at + after;
+        self.gates.iter().all(|gate| gate.is_quiet())
+    }
+}
+
 /// Outcome of [`Control::events`].
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Events {
@@ -85,8 +110,7 @@ pub(crate) struct Control {
     attempt: Option<Attempt>,
     /// The peer has sent something.
     answered: bool,
-    /// Revokes from the peer, not confirmed yet: a copier is still inside one of these gates.
-    unconfirmed: Vec<(u64, Vec<Arc<Gate>>)>,
+    unconfirmed: Vec<Unconfirmed>,
     /// Answers that arrived together with the session's end, delivered after it.
     late_answers: Vec<(Answered, WireCode, Vec<u8>)>,
     /// Whether the heartbeat runs.
@@ -215,7 +239,7 @@ impl Control {
                 Some(SessionEvent::Established(info)) => self.established(info),
                 Some(SessionEvent::RevokeRequested { id, streams }) => {
                     let gates = self.native.shut_inbound(&streams);
-                    self.unconfirmed.push((id, gates));
+                    self.unconfirmed.push(Unconfirmed::new(id, gates, now()));
                 }
                 Some(SessionEvent::Revoked { id }) => {
                     if let Some(done) = self.native.take_revoke(id) {
@@ -403,12 +427,12 @@ impl Control {
     }
 
     /// Confirms the revokes that no copier delays any more.
-    fn confirm_revokes(&mut self) {
-        for (id, gates) in std::mem::take(&mut self.unconfirmed) {
-            if gates.iter().all(|gate| gate.is_quiet()) {
-                self.session().confirm_revoked(id);
+    fn confirm_revokes(&mut self, at: Timestamp) {
+        for mut revoke in std::mem::take(&mut self.unconfirmed) {
+            if revoke.is_quiet(at) {
+                self.session().confirm_revoked(revoke.id);
             } else {
-                self.unconfirmed.push((id, gates));
+                self.unconfirmed.push(revoke);
             }
         }
     }
@@ -433,12 +457,12 @@ impl Control {
     }
 
     /// What the reactor waits for; `full` if the socket takes no more.
-    fn wait(&self, full: bool, now: Timestamp) -> Next {
+    fn wait(&self, full: bool) -> Next {
         let (wants_read, session_timeout) = {
             let session = self.session();
             (session.wants_read(), session.next_timeout())
         };
-        let revokes = (!self.unconfirmed.is_empty()).then(|| now + REVOKE_CHECK);
+        let revokes = self.unconfirmed.iter().map(|revoke| revoke.check_at).min();
         let deadline = [session_timeout, self.link.next_deadline(), self.check_active_at, revokes]
             .into_iter()
             .flatten()
@@ -500,7 +524,7 @@ impl Handler for Control {
             let events = self.events(&mut budget);
             let is_over = events == Events::Over;
             if !is_over {
-                self.confirm_revokes();
+                self.confirm_revokes(cx.now);
                 self.update_heartbeat(cx.now);
                 self.check_memory(cx.now);
             }
@@ -521,7 +545,7 @@ impl Handler for Control {
                 break;
             }
         }
-        self.wait(full, cx.now)
+        self.wait(full)
     }
 }
 
@@ -530,5 +554,26 @@ impl Drop for Control {
         self.native.hang_up();
         // Does nothing if the session has ended before.
         self.end(Error::shutdown());
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn i10_a_revoke_of_a_stream_that_is_never_quiet_is_checked_less_and_less() {
+        let gate = Gate::new();
+        gate.copy_started();
+        let hour = Duration::from_secs(3600);
+        let mut revoke = Unconfirmed::new(1, vec![Arc::clone(&gate)], now());
+        let mut checks = 0;
+        while revoke.check_at < revoke.came_at + hour {
+            assert!(!revoke.is_quiet(revoke.check_at));
+            checks += 1;
+        }
+        assert!(checks < 4000, "{checks}");
+        gate.copy_ended();
+        assert!(revoke.is_quiet(revoke.check_at));
     }
 }
