@@ -14,7 +14,8 @@
 //!
 //! **Silence.** While the peer owes an answer, its kernel has to acknowledge a byte, or the peer
 //! has to send one, within each silence window. The kernel of a stopped process takes what its
-//! buffers hold, and then nothing.
+//! buffers hold, and then nothing. While this side waits for memory of a device, the peer owes the
+//! acknowledgement of what was sent, and answers to reads.
 
 use super::diagnose::{Diagnosis, misfit, refusal};
 use super::exchange::{Failure, ask};
@@ -31,13 +32,14 @@ use kvferry::transport::{
 use kvferry::{Error, ErrorKind, Notification};
 use kvferry_proto::{Limits, Timestamp};
 use kvferry_sys::HostSpan;
-use kvferry_sys::poll::Interest;
+use kvferry_sys::poll::{self, Interest, Ready};
 use kvferry_sys::vectors::{RecvVector, SendVector};
 use std::collections::VecDeque;
 use std::io;
 use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Requests without an answer, at most.
 const WINDOW_REQUESTS: usize = 512;
@@ -85,6 +87,8 @@ pub(super) struct Share {
     payload_left: u64,
     /// All bytes of a frame have arrived, but device copies are in progress.
     flushing: Option<Frame>,
+    /// The socket took nothing at the last attempt to send.
+    is_full: bool,
     /// Sending failed; what the peer sent before is still read.
     unsendable: Option<io::Error>,
     stall_detector: StallDetector,
@@ -158,6 +162,7 @@ impl Share {
             status_at: 0,
             payload_left: 0,
             flushing: None,
+            is_full: false,
             unsendable: None,
             yielding: Yielding::default(),
             dying: None,
@@ -249,6 +254,13 @@ impl Share {
         if self.out.is_empty() || self.unsendable.is_some() {
             return Step::Idle;
         }
+        // A check of the peer comes without room in the socket. Its device would copy in vain.
+        if self.is_full && !self.is_ready(Interest::Write) {
+            return match self.source.as_mut().map(Cursor::park) {
+                Some(Err(fault)) => self.fault(fault),
+                _ => Step::Blocked,
+            };
+        }
         let (socket, out) = (&self.lane.socket, &self.out);
         let mut sent = 0;
         let mut send = |spans: &[HostSpan]| {
@@ -265,6 +277,7 @@ impl Share {
             _ => lent(send(&[])),
         };
         self.sent(sent);
+        self.is_full = matches!(result, Ok(Lent::WouldBlock));
         match result {
             Ok(Lent::Moved(n)) => {
                 *budget = budget.saturating_sub(n.max(Request::LEN));
@@ -279,6 +292,12 @@ impl Share {
             }
             Err(fault) => self.fault(fault),
         }
+    }
+
+    /// Whether the socket is ready now.
+    fn is_ready(&self, interest: Interest) -> bool {
+        let ready = poll::wait_one(self.lane.socket.as_fd(), interest, Some(Duration::ZERO));
+        ready.is_ok_and(Ready::any)
     }
 
     /// Removes `sent` bytes from `out`.
@@ -720,15 +739,26 @@ impl Share {
         !self.awaited.is_empty()
     }
 
+    /// Whether the peer has to go on although this side waits for memory.
+    fn is_owed(&self) -> bool {
+        match self.job.op {
+            Op::Write => self.lane.socket.unacknowledged().is_ok_and(|bytes| bytes > 0),
+            // Bytes that have arrived may be what keeps the peer from reading further requests.
+            Op::Read => !self.awaited.is_empty() && !self.is_ready(Interest::Read),
+        }
+    }
+
     /// The event to wait for.
     fn waits(&mut self, sent: &Step, received: &Step, now: Timestamp) -> Progress {
-        if matches!(sent, Step::Memory) || matches!(received, Step::Memory) {
+        let lacks_memory = matches!(sent, Step::Memory) || matches!(received, Step::Memory);
+        if lacks_memory && !self.is_owed() {
             // The peer waits for this side.
             self.stall_detector.rest();
             return Progress::Memory;
         }
         // While the window is full, other transfers can use what was read ahead.
-        if self.out_bytes == 0
+        if !lacks_memory
+            && self.out_bytes == 0
             && let Some(Err(fault)) = self.source.as_mut().map(Cursor::park)
         {
             self.fault(fault);
@@ -737,6 +767,9 @@ impl Share {
         if self.stall_detector.is_over(&self.lane.socket, now) {
             self.silent();
             return self.finish();
+        }
+        if lacks_memory {
+            return Progress::Memory;
         }
         match (matches!(sent, Step::Blocked), self.awaited.is_empty()) {
             (true, true) => Progress::Wait(Interest::Write),

@@ -292,6 +292,44 @@ fn a_peer_that_stalls_is_silent_after_the_silence_window() {
 }
 
 #[test]
+fn a_stalled_peer_is_silent_although_other_transfers_of_the_device_wait_for_stages() {
+    let _bound = Watchdog::new(PATIENCE);
+    // More than sockets hold.
+    const BLOCK: usize = 8 << 20;
+    const LEN: usize = 8 * BLOCK;
+    let stalls = Behaviour { stalls_after: 0, ..Behaviour::default() };
+    let fakes = [(); 2].map(|()| Fake::start(LEN, stalls));
+    let agent = builder().silence(Duration::from_millis(500)).start().expect("a port");
+    let device = TestDevice::new(&agent, 3, LEN, 1);
+    let batch = scattered(&device.region, BASE, BLOCK, 8);
+    let patient = Options { timeout: Some(PATIENCE), ..Options::default() };
+    let peers = fakes.each_ref().map(|fake| peer(&agent, fake));
+    // Each waits for the stage of the other one.
+    let errors = thread::scope(|scope| {
+        let calls = peers.each_ref().map(|peer| scope.spawn(|| peer.write(&batch, &patient)));
+        calls.map(|call| call.join().expect("no panic").expect_err("its peer takes nothing"))
+    });
+    for e in errors {
+        assert_eq!((e.kind(), e.quiesced()), (ErrorKind::PeerSilent, Some(false)), "{e}");
+    }
+    // As many as all bytes of both, and no more by waiting.
+    let (copies, _) = device.slow.started();
+    assert!(copies <= 2 * LEN / device.slow.stages().stage_bytes(), "{copies} copies");
+
+    // A read whose peer sends nothing waits for the stage of a copy that does not end.
+    let healthy = Fake::start(LEN, Behaviour::default());
+    device.slow.hold();
+    let holds = peer(&agent, &healthy);
+    let holds = holds.write_async(&scattered(&device.region, BASE, PAGE, 1), &patient);
+    settles("the device copies", || device.slow.pending() > 0);
+    let e = peers[0].read(&batch, &patient).expect_err("its peer sends nothing");
+    assert_eq!(e.kind(), ErrorKind::PeerSilent, "{e}");
+    device.slow.release();
+    holds.wait(LONG).expect("in time").expect("written");
+    settles("the stage is free", || device.slow.stages().free() == 1);
+}
+
+#[test]
 fn a_slow_peer_is_not_silent() {
     let behaviour = Behaviour { sends_pieces: true, ..Behaviour::default() };
     let fake = Fake::start(1 << 20, behaviour);
