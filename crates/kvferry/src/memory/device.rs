@@ -259,6 +259,10 @@ impl Copy {
 /// since the transfer was stopped, by its deadline, say: it has failed, and
 /// [`Error::quiesced`](crate::Error::quiesced) is `Some(false)`.
 ///
+/// A lost copy may still read and write its pieces. Their memory must not be used for anything else, nor registered
+/// again, while a region of it is in quarantine ([`Region::is_quarantined`](crate::Region::is_quarantined)): agents
+/// refuse that for host memory, but not for a device's.
+///
 /// The bytes can't outlive the batch:
 /// ```compile_fail
 /// fn keep(copy: kvferry::DeviceCopy) -> impl Fn(&[u8]) {

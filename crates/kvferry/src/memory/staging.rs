@@ -290,9 +290,9 @@ impl Staging {
         if self.filling.as_ref().is_some_and(|filling| filling.filled == 0) {
             self.filling = None;
         }
-        // A copy in progress ends on its own, and then wakes this cursor. Once none is left, nothing but the peer
-        // does: a cursor that has given its stages back does not ask for others before the peer is ready, because its
-        // share is called for its own events only (`Drive::progress`).
+        // A copy in progress ends on its own, and then wakes this cursor. Once none is left, its share is called when
+        // the peer is ready, and seldom before (`Drive::progress`). Each call of `fetch` asks for stages, whether the
+        // peer is ready or not: a share that looks at its peer from time to time does not make it then.
         let has_ready = match self.direction {
             Direction::Out => {
                 !self.batches.is_empty() && !self.batches.iter().any(Batch::is_copying)
