@@ -62,11 +62,13 @@ pub trait Drive: Send {
 
     /// Does the work that needs no waiting, in bounded time. Called when the share begins, when what the last call waits
     /// for has happened, when its waker was called, at [`Drive::check_at`], and from time to time once its job is
-    /// stopped. Not for events of other shares: each of them would ask again for memory that this one has given
-    /// back because its peer is not ready.
+    /// stopped; a few times also without an event: while its thread polls before it sleeps, and when its lane's permit
+    /// ends. Not for events of other shares: each of them would ask again for memory that this one has given
+    /// back because its peer is not ready. At `check_at`, the share itself has to see whether its peer is.
     fn progress(&mut self, now: Timestamp) -> Progress;
 
-    /// Time of the next call of `progress` if no event comes.
+    /// Time of the next call of `progress` if no event comes. On the caller's thread it must not move before that call:
+    /// it is asked for again when the thread has waited.
     fn check_at(&self) -> Option<Timestamp> {
         None
     }
@@ -327,17 +329,26 @@ impl<'a, S: Drive> Share<'a, S> {
 
 /// How long a share of a stopped job has waited for its device.
 #[derive(Default)]
-struct DeviceWait(Option<Timestamp>);
+struct DeviceWait {
+    since: Option<Timestamp>,
+    looked_at: Timestamp,
+}
 
 impl DeviceWait {
     /// Whether the device has been silent for as long as a peer may be. `last` is the result of the share's call at
     /// `at`: the share of a stopped job waits for no other memory than a device's copies.
     fn is_over(&mut self, job: &Job, last: Progress, at: Timestamp) -> bool {
-        if last != Progress::Memory || !job.is_stopped() {
-            self.0 = None;
-            return false;
-        }
-        at.saturating_since(*self.0.get_or_insert(at)) >= job.core.settings.silence
+        let waits = last == Progress::Memory && job.is_stopped();
+        self.is_longer(job.core.settings.silence, waits, at)
+    }
+
+    fn is_longer(&mut self, silence: Duration, waits: bool, at: Timestamp) -> bool {
+        // A look that is late by half the time means that this process was suspended: the device gets the time anew.
+        let is_late = at.saturating_since(self.looked_at) > silence / 2;
+        self.looked_at = at;
+        let since = self.since.take_if(|_| !is_late).unwrap_or(at);
+        self.since = waits.then_some(since);
+        waits && at.saturating_since(since) >= silence
     }
 }
 
@@ -588,6 +599,19 @@ mod tests {
     use crate::{Access, Agent, Batch};
     use kvferry_proto::{Guard, StreamId};
     use kvferry_sys::socket::Socket;
+
+    #[test]
+    fn i6_a_suspended_process_does_not_give_up_its_device() {
+        let silence = Duration::from_secs(8);
+        let second = |n: u64| Timestamp::from_nanos(n * 1_000_000_000);
+        let mut wait = DeviceWait::default();
+        assert!((100..108).all(|n| !wait.is_longer(silence, true, second(n))));
+        assert!(!wait.is_longer(silence, true, second(200)), "a late look");
+        assert!((201..208).all(|n| !wait.is_longer(silence, true, second(n))));
+        assert!(wait.is_longer(silence, true, second(208)));
+        assert!(!wait.is_longer(silence, false, second(209)), "it waits for something else");
+        assert!(!wait.is_longer(silence, true, second(210)));
+    }
 
     #[derive(Clone)]
     struct Panics;
