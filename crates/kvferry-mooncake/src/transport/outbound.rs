@@ -137,9 +137,6 @@ impl Share {
         wake: Wake,
     ) -> Self {
         let notification = job.bare_notification();
-        if notification.is_some() {
-            job.owe_note();
-        }
         Self {
             statuses: peer.acknowledges,
             stall_detector: StallDetector::new(link.core.silence()),

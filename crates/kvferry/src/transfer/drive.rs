@@ -593,11 +593,12 @@ impl<S, A> Drop for Background<S, A> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::transfer::job::Op;
+    use crate::notify::Notification;
+    use crate::transfer::job::{Frames, Op};
     use crate::transfer::kind::{Capabilities, Fence, TransportKind};
     use crate::transfer::link::tests::NoPeer;
     use crate::{Access, Agent, Batch};
-    use kvferry_proto::{Guard, StreamId};
+    use kvferry_proto::{Guard, Limits, StreamId};
     use kvferry_sys::socket::Socket;
 
     #[test]
@@ -664,6 +665,35 @@ mod tests {
         assert_eq!((error.kind(), error.quiesced()), (ErrorKind::Internal, Some(false)));
         assert!(!link.lanes.has_lanes(0), "the lane still takes a place");
         assert_eq!(agent.stats().streams, 0);
+        agent.shutdown();
+    }
+
+    #[test]
+    fn i1_a_transfer_that_is_stopped_before_its_notification_is_confirmed_is_no_success() {
+        let agent = Agent::builder().start().expect("an agent");
+        let (core, at) = (agent.core(), agent.local_addr());
+        let link = Link::new(Arc::clone(core), "peer".into(), at, Arc::new(NoPeer::default()), 1);
+        let region = agent.allocate_private(4096, Access::READ_WRITE).expect("memory");
+        for is_confirmed in [false, true] {
+            let mut batch = Batch::new();
+            batch.push(&region, 0, &region.remote(), 0, 4096).expect("inside");
+            let (note, timeout) = (Notification::new("done", b""), Duration::from_secs(60));
+            let job = Job::new(Arc::clone(core), Op::Read, batch, Some(note), timeout, None);
+            let job = Arc::new(job);
+            job.start_shares(1, Panics.kind(), Frames::Messages);
+            let frame = job.next_frame(&Limits::default()).expect("bytes are left");
+            assert!(job.acknowledged(&frame).is_some(), "a read carries no notification");
+            if is_confirmed {
+                job.noted();
+            }
+            job.stop(Error::new(ErrorKind::Cancelled, "the test cancels"));
+            job.share_ended(&link, None);
+            let outcome = job.outcome().expect("its only share has ended");
+            assert_eq!(
+                outcome.map_err(|e| e.kind()).err(),
+                (!is_confirmed).then_some(ErrorKind::Cancelled)
+            );
+        }
         agent.shutdown();
     }
 }

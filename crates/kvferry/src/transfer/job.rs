@@ -286,22 +286,21 @@ impl Job {
     }
 
     /// A frame is complete. Returns the notification if this was the last frame of a batch whose
-    /// frames did not carry it: the caller must send it now.
+    /// frames did not carry it: the caller must send it now, and call [`Job::noted`] when the peer has confirmed it.
     pub fn acknowledged(&self, frame: &Frame) -> Option<Notification> {
         let mut state = self.state.lock();
         state.acknowledged += frame.bytes;
         let last = state.acknowledged == self.batch.bytes() && state.error.is_none();
         if last && !self.carries_notification(frame) && !state.notified {
             state.notified = true;
-            // For a notification with a frame of its own, the lane reports its arrival.
-            state.owes_note = self.notify.is_some() && self.is_copied();
+            state.owes_note = self.notify.is_some();
             return self.notify.clone();
         }
         None
     }
 
-    /// A notification is to follow the data on a connection of its own: a stop before the peer has confirmed it is in
-    /// time.
+    /// The notification of a frame that would carry it follows on a connection of its own: a stop before the peer has
+    /// confirmed it is in time.
     pub fn owe_note(&self) {
         self.state.lock().owes_note = true;
     }
@@ -321,14 +320,15 @@ impl Job {
         matches!(self.moved_by.get(), Some((_, Frames::Copies { .. })))
     }
 
-    /// The notification of a job without bytes; `None` on every further call.
+    /// The notification of a job without bytes; `None` on every further call. Its arrival is reported as that of
+    /// [`Job::acknowledged`].
     pub fn bare_notification(&self) -> Option<Notification> {
         let mut state = self.state.lock();
         if !self.batch.is_empty() || state.notified {
             return None;
         }
         state.notified = true;
-        state.owes_note = self.notify.is_some() && self.is_copied();
+        state.owes_note = self.notify.is_some();
         self.notify.clone()
     }
 

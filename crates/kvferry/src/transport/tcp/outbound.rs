@@ -236,7 +236,7 @@ impl Share {
                     self.notification = Some(notification);
                 }
             }
-            Outcome::Done(None) => {}
+            Outcome::Done(None) => self.job.noted(),
             Outcome::Refused { request, code, index } => {
                 self.job.fail(self.refusal(code, index, request.as_ref()));
             }
