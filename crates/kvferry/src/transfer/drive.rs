@@ -327,6 +327,9 @@ impl<'a, S: Drive> Share<'a, S> {
     }
 }
 
+/// Time between two looks at a device beyond which this process was suspended.
+const SUSPENDED_MIN: Duration = Duration::from_secs(1);
+
 /// How long a share of a stopped job has waited for its device.
 #[derive(Default)]
 struct DeviceWait {
@@ -344,7 +347,8 @@ impl DeviceWait {
 
     fn is_longer(&mut self, silence: Duration, waits: bool, at: Timestamp) -> bool {
         // A look that is late by half the time means that this process was suspended: the device gets the time anew.
-        let is_late = at.saturating_since(self.looked_at) > silence / 2;
+        // Looks follow each other within a tenth of a second.
+        let is_late = at.saturating_since(self.looked_at) > (silence / 2).max(SUSPENDED_MIN);
         self.looked_at = at;
         let since = self.since.take_if(|_| !is_late).unwrap_or(at);
         self.since = waits.then_some(since);
@@ -612,6 +616,10 @@ mod tests {
         assert!(wait.is_longer(silence, true, second(208)));
         assert!(!wait.is_longer(silence, false, second(209)), "it waits for something else");
         assert!(!wait.is_longer(silence, true, second(210)));
+        let (short, tenth) = (Duration::from_millis(150), Duration::from_millis(100));
+        let mut wait = DeviceWait::default();
+        let looks = (0..3).map(|n| wait.is_longer(short, true, second(300) + tenth * n));
+        assert_eq!(looks.collect::<Vec<_>>(), [false, false, true], "less than two looks apart");
     }
 
     #[derive(Clone)]
