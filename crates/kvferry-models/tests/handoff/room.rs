@@ -23,6 +23,12 @@ fn i8_announcements_take_no_more_memory_than_they_may_however_few_bytes_they_are
     }
 }
 
+/// The only producer of a handoff: a peer that the consumer is connected to, and needs all blocks of.
+fn from(peer: u64) -> [ProducerRank; 1] {
+    let (peer, need) = (PeerId(peer), Need::ALL);
+    [ProducerRank { peer, incarnation: None, readers: 1, connected: true, need }]
+}
+
 /// A consumer's view of an offer of one table with so many blocks.
 fn announcement(id: &HandoffId, blocks: u32) -> Offer {
     let announced = Announced {
@@ -39,15 +45,6 @@ fn i8_announcements_of_one_host_leave_room_for_those_of_another_whatever_incarna
     let now = Timestamp::from_nanos(1);
     let limits = Limits { announced_bytes: 64 * 1024, ..Limits::default() };
     let mut consumer = Consumer::new(limits);
-    let from = |peer| {
-        [ProducerRank {
-            peer: PeerId(peer),
-            incarnation: None,
-            readers: 1,
-            connected: true,
-            need: Need::ALL,
-        }]
-    };
     for n in 0..100 {
         let hostile = HandoffId::new(&format!("hostile-{n}")).expect("short");
         assert_eq!(consumer.claim(&hostile, &from(n), now), Ok(()));
@@ -72,15 +69,6 @@ fn i8_a_handoff_that_gives_its_memory_up_fails_as_busy_when_its_reads_have_stopp
     let now = Timestamp::from_nanos(1);
     let limits = Limits { announced_bytes: 16 * 1024, ..Limits::default() };
     let mut consumer = Consumer::new(limits);
-    let from = |peer| {
-        [ProducerRank {
-            peer: PeerId(peer),
-            incarnation: None,
-            readers: 1,
-            connected: true,
-            need: Need::ALL,
-        }]
-    };
     let first = HandoffId::new("first").expect("short");
     assert_eq!(consumer.want(&first, &from(1), BUDGET, now), Ok(()));
     consumer.receive(PeerId(1), at("10.0.0.1"), announcement(&first, 4096).into(), now);
@@ -107,15 +95,6 @@ fn i8_a_handoff_that_gives_its_memory_up_fails_as_busy_when_its_reads_have_stopp
 #[test]
 fn i8_a_handoff_that_has_been_read_loses_side_data_for_room_and_is_done() {
     let now = Timestamp::from_nanos(1);
-    let from = |peer| {
-        [ProducerRank {
-            peer: PeerId(peer),
-            incarnation: None,
-            readers: 1,
-            connected: true,
-            need: Need::ALL,
-        }]
-    };
     let take = |consumer: &mut Consumer| std::iter::from_fn(|| consumer.poll()).collect::<Vec<_>>();
     let gauge = |consumer: &Consumer| {
         let mut gauges = consumer.gauges().into_iter();
@@ -194,15 +173,6 @@ fn i8_blocks_that_a_consumer_has_no_use_for_are_not_kept() {
 #[test]
 fn i8_generation_zero_is_refused_and_a_restart_of_its_producer_leaves_no_memory_counted() {
     let now = Timestamp::from_nanos(1);
-    let from = |peer| {
-        [ProducerRank {
-            peer: PeerId(peer),
-            incarnation: None,
-            readers: 1,
-            connected: true,
-            need: Need::ALL,
-        }]
-    };
     let limits = Limits { announced_bytes: 32 * 1024, ..Limits::default() };
     let mut consumer = Consumer::new(limits);
     // As often as fits, and once more.
