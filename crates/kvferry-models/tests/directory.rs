@@ -608,7 +608,7 @@ struct Caller {
     now: Timestamp,
     hangs: Vec<bool>,
     requests: usize,
-    /// What fetches that hang have cost.
+    /// The time that hanging fetches have held the executor.
     held: Duration,
     /// Prompts that each publisher has handed over.
     handed: Vec<usize>,

@@ -227,7 +227,7 @@ fn conclude(group: &Group, farewell: &Farewell, outcome: Result<TransferStats, E
     farewell.ended(failed);
 }
 
-/// Whether a transfer with this peer can carry a notification.
+/// True if one of kvferry's own transports reaches the peer: its transfers can carry notifications.
 fn speaks_natively(peer: &Peer) -> bool {
     peer.transport().is_some_and(|transport| transport != KIND)
 }

@@ -1,4 +1,4 @@
-//! What all threads of a driver work with.
+//! The state that all threads of a driver share.
 
 use crate::host::Host;
 use crate::names::Names;
@@ -10,7 +10,7 @@ use kvferry_blocks::{Outcome, Tier, Transfer};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// State that all threads of a driver share.
+/// Pages, host memory, names and counters of one driver.
 #[derive(Debug)]
 pub(crate) struct Carrier {
     pub(crate) agent: Agent,

@@ -219,9 +219,9 @@ impl State {
         from.iter().zip(places).map(rank).collect()
     }
 
-    /// Producer ranks to be told of an end, each with the incarnation that is meant. Where the address has another
-    /// one, none is told: the one that is meant is gone and keeps nothing, or was not met yet and keeps its blocks as long
-    /// as an offer that none asks for.
+    /// Producer ranks that get the message of an end, each with the incarnation that is meant. An address with another
+    /// incarnation gets none: the one that is meant has ended and keeps nothing, or no session has met it yet, and it
+    /// keeps its blocks for the lifetime of an offer.
     ///
     /// # Errors
     /// [`Refusal::Addresses`].

@@ -231,7 +231,7 @@ fn consumer_ended(consumer: &Rank) -> HandoffId {
     }
 }
 
-/// It may have a request of the same name, with another consumer.
+/// The restarted producer may have a request of the same name, with another consumer.
 #[test]
 fn i12_a_restarted_producer_is_not_told_of_the_end_of_what_the_one_before_had() {
     let _bound = kvferry_testkit::Watchdog::new(2 * PATIENCE);

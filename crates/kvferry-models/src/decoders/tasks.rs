@@ -61,7 +61,7 @@ fn received(from: PeerId, bytes: &[u8], message: Option<&Message>) {
     assert!(ends.watched.is_empty(), "nothing waits for a peer");
 }
 
-/// What a driver is told.
+/// The ends, reads and watches that the machine reports to its driver.
 #[derive(Default)]
 struct Ends {
     sends: Vec<Code>,

@@ -21,7 +21,7 @@ pub(super) struct Connections(Mutex<Taken>);
 #[derive(Debug, Default)]
 struct Taken {
     last: u64,
-    /// In the order in which they were opened.
+    /// Open connections, by a number that counts up.
     seats: BTreeMap<u64, Arc<Seat>>,
 }
 

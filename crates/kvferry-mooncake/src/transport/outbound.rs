@@ -291,7 +291,7 @@ impl Share {
         }
     }
 
-    /// Whether the socket is ready now.
+    /// Polls the socket without waiting.
     fn is_ready(&self, interest: Interest) -> bool {
         let ready = poll::wait_one(self.lane.socket.as_fd(), interest, Some(Duration::ZERO));
         ready.is_ok_and(Ready::any)
@@ -736,7 +736,7 @@ impl Share {
         !self.awaited.is_empty()
     }
 
-    /// Whether the peer has to go on although this side waits for memory.
+    /// True if the peer has to go on although this side waits for memory.
     fn is_owed(&self) -> bool {
         match self.job.op {
             Op::Write => self.lane.socket.unacknowledged().is_ok_and(|bytes| bytes > 0),

@@ -32,7 +32,7 @@ pub(crate) struct Behaviour {
     pub(crate) closes_after: usize,
     /// The data host that it announces.
     pub(crate) data_host: &'static str,
-    /// It answers notifications when the test says so.
+    /// The fake peer answers notifications when the test says so.
     pub(crate) holds_notes: bool,
 }
 

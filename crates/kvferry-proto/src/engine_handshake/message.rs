@@ -49,12 +49,12 @@ impl fmt::Debug for EngineId {
 pub struct Model(pub BTreeMap<String, String>);
 
 impl Model {
-    /// Whether nothing is known of it.
+    /// True for a model without properties.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether the bounds are kept.
+    /// True if number and lengths of the properties are within the bounds.
     pub fn is_sound(&self) -> bool {
         self.check().is_ok()
     }

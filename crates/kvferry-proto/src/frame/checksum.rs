@@ -69,7 +69,7 @@ impl PieceDigest {
         self.pieces.len() as u64 * CHECKSUM_PIECE as u64 + self.filled as u64
     }
 
-    /// Whether no byte was fed.
+    /// True before the first byte.
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }

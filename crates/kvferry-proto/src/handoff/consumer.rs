@@ -227,7 +227,7 @@ impl Consumer {
     /// Declines a handoff that this rank has not fetched, so that the producers free its blocks: the
     /// request is in the cache already, or was aborted or rejected before it was scheduled. Ends a
     /// [claim](Consumer::claim). Each producer is given with the incarnation that is meant, as in
-    /// [`ProducerRank::incarnation`]; no other one is told.
+    /// [`ProducerRank::incarnation`]; another incarnation gets no message.
     ///
     /// # Errors
     /// [`Refusal::InUse`]: the handoff is under way, use [`Consumer::cancel`]. [`Refusal::Ended`].
@@ -385,7 +385,7 @@ impl Consumer {
     }
 
     /// A connection to a peer is up: the first, or another one. Handoffs that mean another incarnation of the rank end, and
-    /// this one is told nothing of them.
+    /// this incarnation gets no message of their ends.
     pub fn met(&mut self, peer: PeerId, incarnation: Incarnation, now: Timestamp) {
         let (mut touched, mut stale) = (Vec::new(), Vec::new());
         for (id, entry) in &mut self.handoffs {

@@ -23,7 +23,8 @@ impl Farewell {
     }
 }
 
-/// A producer is told again after each reconnection, until it answers, for a limited time.
+/// Ends of handoffs that producers have not answered yet. The consumer sends them again after each reconnection, for a
+/// limited time.
 #[derive(Debug, Default)]
 pub(super) struct Farewells {
     of: BTreeMap<(PeerId, HandoffId), Farewell>,
