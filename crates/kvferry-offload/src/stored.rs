@@ -33,7 +33,8 @@ impl Stored {
     }
 
     /// Carries out copies of one direction, with one call to the store for each group. All blocks were stored after the
-    /// same number of resets, and each copy has another block.
+    /// same number of resets, and each copy has another block. Blocks that they follow in their prompts may be in the
+    /// engine's memory, so the store keeps each for itself.
     pub(crate) fn carry(
         &mut self,
         carrier: &Carrier,
@@ -46,15 +47,11 @@ impl Stored {
         let mut outcomes = vec![Outcome::Failed; transfers.len()];
         for (group, space) in self.spaces.iter().enumerate() {
             let of_group = |at: &usize| usize::from(transfers[*at].group) == group;
-            let mut chosen: Vec<usize> = (0..transfers.len()).filter(of_group).collect();
+            let chosen: Vec<usize> = (0..transfers.len()).filter(of_group).collect();
             if chosen.is_empty() {
                 continue;
             }
             let is_put = transfers[chosen[0]].to.tier == Tier::Secondary;
-            if is_put {
-                // Blocks leave the engine last block first; the store takes each for the prefix of the next.
-                chosen.reverse();
-            }
             let hashes: Vec<Hash> = chosen.iter().map(|&at| hash(transfers[at])).collect();
             let page = |at: &usize| {
                 let transfer = transfers[*at];
@@ -64,7 +61,7 @@ impl Stored {
             let memory: Vec<BlockMemory> = chosen.iter().map(page).collect();
             let done = match is_put {
                 true => put(carrier, space, &hashes, &memory),
-                false => get(space, &hashes, &memory),
+                false => space.get_each(&hashes, &memory),
             };
             for (at, is_done) in chosen.into_iter().zip(done.map_err(|error| error.to_string())?) {
                 if is_done {
@@ -94,24 +91,10 @@ fn put(
     hashes: &[Hash],
     memory: &[BlockMemory],
 ) -> kvferry_store::Result<Vec<bool>> {
-    let put = space.put(hashes, 0, memory, Retain::default())?;
+    let put = space.put_each(hashes, memory, Retain::default())?;
     carrier.counters.present.fetch_add(put.present as u64, Relaxed);
     if put.stored + put.present == hashes.len() {
         return Ok(vec![true; hashes.len()]);
     }
     hashes.iter().map(|hash| Ok(space.lookup(&[hash])? == 1)).collect()
-}
-
-/// Reads blocks. Returns for each whether it was read.
-fn get(space: &Space, hashes: &[Hash], memory: &[BlockMemory]) -> kvferry_store::Result<Vec<bool>> {
-    let mut done = Vec::with_capacity(hashes.len());
-    while done.len() < hashes.len() {
-        let from = done.len();
-        let read = space.get(&hashes[from..], 0, &memory[from..])?;
-        done.resize(from + read, true);
-        if done.len() < hashes.len() {
-            done.push(false);
-        }
-    }
-    Ok(done)
 }

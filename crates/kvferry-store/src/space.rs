@@ -140,6 +140,14 @@ impl Space {
         }
     }
 
+    /// Tells the keeper of blocks that a put has found, each behind the one before it.
+    pub(crate) fn note_found(&self, parent: Option<SlotId>, slots: &[SlotId]) {
+        let core = &self.store.core;
+        if !slots.is_empty() && core.member.note_found(core.clock.now_ms(), parent, slots) {
+            self.store.wake_keeper();
+        }
+    }
+
     /// Tells the keeper of blocks that came, each behind the one before it.
     pub(crate) fn note_added(&self, parent: Option<SlotId>, slots: &[SlotId]) {
         let core = &self.store.core;

@@ -1,5 +1,6 @@
 //! Reads blocks: from host memory, from the disk, or together with another call.
 
+use crate::calls::put::BlockSet;
 use crate::calls::single_flight::JoinedLoads;
 use crate::error::Result;
 use crate::index::Entry;
@@ -36,6 +37,7 @@ pub(crate) struct WantedBlocks {
     pub(crate) memory: Vec<BlockMemory>,
     /// Blocks of the prompt in all.
     pub(crate) prompt: usize,
+    pub(crate) set: BlockSet,
 }
 
 impl WantedBlocks {
@@ -45,6 +47,12 @@ impl WantedBlocks {
 
     fn key(&self, block: usize) -> Key {
         self.keys[self.first + block]
+    }
+
+    /// The block of the prompt before this one.
+    fn before(&self, block: usize) -> Option<Key> {
+        let before = (self.first + block).checked_sub(1).filter(|_| self.set == BlockSet::OfPrompt);
+        before.map(|at| self.keys[at])
     }
 
     pub(crate) fn names(&self) -> impl Iterator<Item = (Key, u64)> {
@@ -103,6 +111,33 @@ impl Space {
         self.load(&wanted, joined)
     }
 
+    /// Reads blocks that are of any prompts, in any order, into memory, one hash for each memory. Returns for each whether
+    /// it was read. Else as [`Space::get`].
+    ///
+    /// # Errors
+    /// As [`Space::get`].
+    pub fn get_each<H: AsRef<[u8]>>(
+        &self,
+        hashes: &[H],
+        memory: &[BlockMemory],
+    ) -> Result<Vec<bool>> {
+        let _call = self.store.enter()?;
+        check_range(hashes.len(), 0, memory)?;
+        let mut is_read = Vec::with_capacity(memory.len());
+        while is_read.len() < memory.len() {
+            let from = is_read.len();
+            let rest = &hashes[from..memory.len()];
+            let wanted =
+                WantedBlocks { set: BlockSet::Separate, ..self.wanted(rest, 0, &memory[from..])? };
+            let joined = self.store.flights.join(wanted.blocks());
+            is_read.resize(from + self.load(&wanted, joined)?, true);
+            if is_read.len() < memory.len() {
+                is_read.push(false);
+            }
+        }
+        Ok(is_read)
+    }
+
     /// As [`Space::get`], in the background. The memory belongs to the store until the operation has ended.
     ///
     /// # Errors
@@ -142,6 +177,7 @@ impl Space {
             checks: checks.collect(),
             memory: memory.to_vec(),
             prompt: prompt.len(),
+            set: BlockSet::OfPrompt,
         })
     }
 
@@ -149,7 +185,19 @@ impl Space {
     pub(crate) fn load(&self, wanted: &WantedBlocks, mut joined: JoinedLoads) -> Result<usize> {
         let core = &self.store.core;
         let found = self.find(&wanted.keys);
-        self.note_use(&wanted.keys, &found, wanted.prompt - found.len());
+        match wanted.set {
+            BlockSet::OfPrompt => {
+                self.note_use(&wanted.keys, &found, wanted.prompt - found.len());
+            }
+            BlockSet::Separate => {
+                for (key, entry) in wanted.keys.iter().zip(&found) {
+                    self.note_use(std::slice::from_ref(key), std::slice::from_ref(entry), 0);
+                }
+                if found.len() < wanted.prompt {
+                    self.note_use(&[], &[], 1);
+                }
+            }
+        }
         Counters::add(&core.counters.asked, wanted.count());
         let places = found.get(wanted.first..).unwrap_or_default();
         let mut is_there = vec![false; wanted.count()];
@@ -346,7 +394,7 @@ impl Space {
                 }
             };
             for (own, extent) in own.iter().zip(extents).take(right) {
-                add_to_host(host, now, own, extent, &keys[..own.block]);
+                add_to_host(host, now, own, extent, own.block.checked_sub(1).map(|at| keys[at]));
             }
             if right < part.len() {
                 break;
@@ -367,7 +415,7 @@ impl Space {
             // The caller can have changed its memory since it was compared, so it is compared again.
             let sum = extent.fill_and_sum(&own.memory);
             if sum.is_ok_and(|sum| sum ^ own.check == own.entry.sum) {
-                add_to_host(host, now, own, extent, &wanted.keys[..wanted.first + own.block]);
+                add_to_host(host, now, own, extent, wanted.before(own.block));
             }
         }
     }
@@ -434,10 +482,10 @@ impl Space {
     }
 }
 
-/// Adds a block whose bytes are in `extent`. `before`: the blocks of its prompt before it.
-fn add_to_host(host: &HostTier, now_ms: u64, own: &OwnRead, extent: Extent, before: &[Key]) {
+/// Adds a block whose bytes are in `extent`. `before`: the block of its prompt before it.
+fn add_to_host(host: &HostTier, now_ms: u64, own: &OwnRead, extent: Extent, before: Option<Key>) {
     let sum = own.entry.sum ^ own.check;
     let new = host::Block::new(own.entry.key, own.check, sum, own.memory.len(), extent);
     let retention = Retention::from_bits(own.entry.retention);
-    host.add(now_ms, before.last().copied(), &[Arc::new(new)], retention);
+    host.add(now_ms, before, &[Arc::new(new)], retention);
 }

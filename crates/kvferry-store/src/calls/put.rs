@@ -34,6 +34,15 @@ pub(crate) struct AbsentBlock {
     memory: BlockMemory,
 }
 
+/// What the blocks of a call are to each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BlockSet {
+    /// Consecutive blocks of one prompt.
+    OfPrompt,
+    /// Blocks of any prompts.
+    Separate,
+}
+
 /// Place of a block that is put, if the store has it.
 enum BlockPlace {
     OnDisk(Entry),
@@ -87,12 +96,27 @@ impl Space {
         memory: &[BlockMemory],
         retain: Retain,
     ) -> Result<Put> {
-        self.put_since(prompt, first, memory, retain, Instant::now())
+        self.put_since(BlockSet::OfPrompt, prompt, first, memory, retain, Instant::now())
+    }
+
+    /// Stores blocks that are of any prompts, in any order: the store keeps each for itself, and none of them leaves
+    /// because another one has left. Else as [`Space::put`], with one hash for each memory.
+    ///
+    /// # Errors
+    /// As [`Space::put`].
+    pub fn put_each<H: AsRef<[u8]>>(
+        &self,
+        hashes: &[H],
+        memory: &[BlockMemory],
+        retain: Retain,
+    ) -> Result<Put> {
+        self.put_since(BlockSet::Separate, hashes, 0, memory, retain, Instant::now())
     }
 
     /// Like [`Space::put`]; the wait for space counts from `since`.
     fn put_since<H: AsRef<[u8]>>(
         &self,
+        set: BlockSet,
         prompt: &[H],
         first: usize,
         memory: &[BlockMemory],
@@ -111,7 +135,7 @@ impl Space {
             )));
         }
         let retention = retain.retention(core.clock.now_ms());
-        self.store_blocks(prompt, first, memory, retention, since)
+        self.store_blocks(set, prompt, first, memory, retention, since)
     }
 
     /// As [`Space::put`], in the background. The memory belongs to the store until the operation has ended.
@@ -151,7 +175,7 @@ impl Space {
             Turn::Begun => {
                 // The wait for space comes after the wait for the turn, which may have been short.
                 let since = until.map_or(called, |_| Instant::now());
-                space.put_since(&prompt, first, &memory, retain, since)
+                space.put_since(BlockSet::OfPrompt, &prompt, first, &memory, retain, since)
             }
             Turn::GivenUp => {
                 let mut put = Put::default();
@@ -173,8 +197,9 @@ impl Space {
     }
 
     /// `first`: the number of the first block of `memory` in the prompt. `since`: the wait for space counts from then.
-    pub(crate) fn store_blocks<H: AsRef<[u8]>>(
+    fn store_blocks<H: AsRef<[u8]>>(
         &self,
+        set: BlockSet,
         prompt: &[H],
         first: usize,
         memory: &[BlockMemory],
@@ -201,7 +226,8 @@ impl Space {
                 }
                 BlockPlace::No => {}
             }
-            let parent = at.checked_sub(1).map(|before| keys[before]);
+            let before = at.checked_sub(1).filter(|_| set == BlockSet::OfPrompt);
+            let parent = before.map(|before| keys[before]);
             absent.push(AbsentBlock {
                 key: keys[at],
                 parent,
@@ -211,13 +237,14 @@ impl Space {
         }
         self.store.worker.writer.note_present(core, found.iter());
         let patience = self.store.patience(since);
-        let first_absent = absent.first().map(|it| it.key);
+        let is_first = |_: &&AbsentBlock| set == BlockSet::OfPrompt;
+        let first_absent = absent.first().filter(is_first).map(|it| it.key);
         let (waiting, outcome) = match &self.store.host {
             Some(host) => self.put_behind(host, absent, retention, patience, &mut put),
             None => (0, self.put_now(&absent, retention, patience, &mut put)),
         };
         if let Some(first) = first_absent {
-            self.note_found(&keys, &first, &found);
+            self.note_found_behind(&keys, &first, &found);
         }
         // What waits is counted once it is on the disk.
         Counters::add(&core.counters.stored, put.stored - waiting);
@@ -225,9 +252,9 @@ impl Space {
         outcome.map(|()| put)
     }
 
-    /// Tells the keeper of blocks that a put has found behind a missing one, which is there again: they are as good as
-    /// new ones. Without that the keeper, to which they had left with the missing one, would soon free them.
-    fn note_found(&self, keys: &[Key], first_absent: &Key, found: &[Entry]) {
+    /// Tells the keeper of blocks that a put has found behind a missing one, which is there again. Without that the
+    /// keeper, to which they had left with the missing one, would soon free them.
+    fn note_found_behind(&self, keys: &[Key], first_absent: &Key, found: &[Entry]) {
         let Some(first) = keys.iter().position(|it| it == first_absent) else { return };
         let (before, behind) = keys.split_at(first);
         if !found.iter().any(|it| behind.contains(&it.key)) {
@@ -236,7 +263,7 @@ impl Space {
         let member = &self.store.core.member;
         let there = |key: &Key| member.find(key).map(|it| it.slot);
         let slots: Vec<_> = behind.iter().map_while(there).collect();
-        self.note_added(before.last().and_then(there), &slots);
+        self.note_found(before.last().and_then(there), &slots);
     }
 
     fn is_there(&self, key: &Key, check: impl Fn() -> u64) -> BlockPlace {

@@ -8,7 +8,7 @@
 //! |---|---|
 //! | 1 | kind, and words in all |
 //! | 2 | the time (not in `Removed`) |
-//! | 1 | `Used`: missing blocks. `Added`: 1 + parent, or 0 (not in `Removed`) |
+//! | 1 | `Used`: missing blocks. `Added`, `Found`: 1 + parent, or 0 (not in `Removed`) |
 //! | rest | slots |
 //!
 //! Head and tail count words since the ring was made.
@@ -20,7 +20,7 @@ use super::slot::SlotId;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
-/// Words before the slots of `Used` and `Added`.
+/// Words before the slots of all events but `Removed`.
 const HEADER: usize = 4;
 
 /// Event that a member reports to the keeper.
@@ -44,6 +44,15 @@ pub enum Event<'a> {
         /// The new blocks.
         slots: &'a [SlotId],
     },
+    /// A put has found these blocks, in the order of its prompt, behind one that it has inserted.
+    Found {
+        /// Milliseconds.
+        now_ms: u64,
+        /// The block before the first one.
+        parent: Option<SlotId>,
+        /// The blocks that were there.
+        slots: &'a [SlotId],
+    },
     /// The member removed the block of this slot. Rings are not ordered among each other: if
     /// [`Index::entry`] has a block there, the slot was used again since.
     Removed {
@@ -55,7 +64,7 @@ pub enum Event<'a> {
 /// Events that [`Index::drain`] could not deliver, since the previous call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Drained {
-    /// `Used` and `Added` events that did not fit into the ring.
+    /// Events that did not fit into the ring, other than `Removed`.
     pub lost: u64,
     /// A `Removed` event did not fit: the keeper has to look at all slots.
     pub rebuild: bool,
@@ -64,6 +73,7 @@ pub struct Drained {
 #[derive(Clone, Copy, Debug)]
 #[repr(u32)]
 enum Kind {
+    Found = 0,
     Used = 1,
     Added = 2,
     Removed = 3,
@@ -82,6 +92,11 @@ impl Member {
         self.note(Kind::Added, &stamped(now_ms, parent.map_or(0, |parent| parent + 1)), slots)
     }
 
+    /// Writes an [`Event::Found`].
+    pub fn note_found(&self, now_ms: u64, parent: Option<SlotId>, slots: &[SlotId]) -> bool {
+        self.note(Kind::Found, &stamped(now_ms, parent.map_or(0, |parent| parent + 1)), slots)
+    }
+
     /// Writes an [`Event::Removed`].
     pub fn note_removed(&self, slot: SlotId) -> bool {
         self.note(Kind::Removed, &[], &[slot])
@@ -97,7 +112,7 @@ impl Member {
         if used + len > RING_WORDS {
             match kind {
                 Kind::Removed => self.member_word(number, REBUILD).store(1, Release),
-                Kind::Used | Kind::Added => {
+                Kind::Found | Kind::Used | Kind::Added => {
                     self.member_word(number, LOST).fetch_add(1, Relaxed);
                 }
             }
@@ -177,6 +192,7 @@ fn parse(words: &[u32]) -> Option<Event<'_>> {
         .and_then(|(head, slots)| Some((<&[u32; HEADER]>::try_from(head).ok()?, slots)))?;
     let now_ms = u64::from(high) << 32 | u64::from(low);
     match kind {
+        0 => Some(Event::Found { now_ms, parent: third.checked_sub(1), slots }),
         1 => Some(Event::Used { now_ms, missing: third, slots }),
         2 => Some(Event::Added { now_ms, parent: third.checked_sub(1), slots }),
         _ => None,

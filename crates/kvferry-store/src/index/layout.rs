@@ -14,7 +14,7 @@ pub const MAX_SEGMENTS: u32 = 1 << 20;
 pub(super) const PAGE: usize = 4096;
 
 /// `kvfidx` and the version of the layout.
-const MAGIC: u64 = u64::from_le_bytes(*b"kvfidx\x00\x07");
+const MAGIC: u64 = u64::from_le_bytes(*b"kvfidx\x00\x08");
 
 // Words of the header. Those that writers change have a cache line of their own.
 const AT_MAGIC: usize = 0;

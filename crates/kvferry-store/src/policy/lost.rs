@@ -1,7 +1,7 @@
-//! Finds the blocks behind a removed block, by one walk over all blocks, when it matters.
+//! Blocks behind a removed block leave, unless they are found again. Both are one walk over all blocks, when it matters.
 
-use super::Policy;
 use super::blocks::Link;
+use super::{Policy, Slot};
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum RunBefore {
@@ -12,6 +12,40 @@ enum RunBefore {
 }
 
 impl Policy {
+    /// A put has found these blocks in the index, in the order of its prompt, the first behind `parent`: they are the
+    /// blocks that were added, and where their links differ, this one holds from now on. So they, and what is behind
+    /// them, are not due to leave any more for a block that was missing before them. It is no use of them.
+    ///
+    /// Slots that the policy does not know are passed over: see [`Policy::added`].
+    pub fn found(&mut self, now_ms: u64, parent: Option<Slot>, slots: &[Slot]) {
+        self.now = self.now.max(now_ms);
+        let is_slot = |slot: Slot| (slot as usize) < self.blocks.slots();
+        if parent.is_some_and(|parent| !is_slot(parent)) {
+            return;
+        }
+        let slots = &slots[..slots.iter().take_while(|slot| is_slot(**slot)).count()];
+        let (mut before, mut was_due) = (parent, false);
+        for &slot in slots {
+            let link = Link::from(before);
+            before = Some(slot);
+            if !self.blocks.is_known(slot) || self.blocks.link(slot) == link {
+                continue;
+            }
+            if let Link::Behind(parent) = link
+                && self.is_behind(parent, slot)
+            {
+                // It would close a circle.
+                continue;
+            }
+            let run = self.blocks.run(slot).expect("it is known");
+            was_due |= self.runs.get(run).is_due();
+            self.move_behind(slot, link);
+        }
+        if was_due {
+            self.let_found_stay();
+        }
+    }
+
     /// Has what is behind removed blocks leave. Does nothing most of the time.
     pub(super) fn settle(&mut self) {
         if self.holes.is_empty() {
@@ -32,6 +66,25 @@ impl Policy {
 
     /// Makes all runs due that are behind a lost link, however far.
     pub(super) fn make_lost_due(&mut self) {
+        for (id, is_lost) in (0..).zip(self.lost_runs()) {
+            if is_lost {
+                self.runs.make_due(id);
+            }
+        }
+    }
+
+    /// Gives due runs the level of their retention if they are behind no lost link any more.
+    pub(super) fn let_found_stay(&mut self) {
+        self.settle();
+        for (id, is_lost) in (0..).zip(self.lost_runs()) {
+            if !is_lost {
+                self.runs.let_stay(id, self.now);
+            }
+        }
+    }
+
+    /// Says of each entry of the runs whether its run is behind a lost link, however far.
+    fn lost_runs(&self) -> Vec<bool> {
         let mut before = vec![RunBefore::Nothing; self.runs.entries()];
         for slot in self.blocks.all_slots() {
             let Some(id) = self.blocks.run(slot) else { continue };
@@ -55,10 +108,6 @@ impl Policy {
             let end = before[at];
             path.drain(..).for_each(|at| before[at] = end);
         }
-        for (id, before) in (0..).zip(before) {
-            if before == RunBefore::Lost {
-                self.runs.make_due(id);
-            }
-        }
+        before.into_iter().map(|before| before == RunBefore::Lost).collect()
     }
 }

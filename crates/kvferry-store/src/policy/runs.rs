@@ -60,6 +60,11 @@ impl Run {
     pub(super) fn is_candidate(&self) -> bool {
         self.place != NOWHERE
     }
+
+    /// Whether its blocks leave even if there is room.
+    pub(super) fn is_due(&self) -> bool {
+        self.level == DUE
+    }
 }
 
 /// A run is a *candidate* while no block is behind its last one.
@@ -224,6 +229,14 @@ impl Runs {
     /// Has the blocks of a run leave even if there is room.
     pub(super) fn make_due(&mut self, id: u32) {
         self.set_level(id, DUE);
+    }
+
+    /// Has the blocks of a run that was due leave by its retention again.
+    pub(super) fn let_stay(&mut self, id: u32, now_ms: u64) {
+        let run = &self.runs[id as usize];
+        if run.len > 0 && run.is_due() {
+            self.set_level(id, level(run.retention().at(now_ms)));
+        }
     }
 
     fn set_level(&mut self, id: u32, level: u8) {

@@ -135,6 +135,7 @@ fn the_same_requests_have_the_same_outcome() {
 enum Event {
     Used { now: u64, chain: Vec<Slot>, missing: usize },
     Added { now: u64, parent: Option<Slot>, blocks: Vec<(Slot, Key)>, retention: Retention },
+    Found { now: u64, parent: Option<Slot>, slots: Vec<Slot> },
     Removed { slot: Slot },
 }
 
@@ -196,6 +197,14 @@ impl World {
             events.push(Event::Added { now, parent, blocks, retention });
             parent = next;
         }
+        // Blocks that were behind a missing one, and are there.
+        let behind =
+            keys[chain.len()..].iter().skip_while(|key| self.slots.get(key) != parent.as_ref());
+        let slots: Vec<Slot> =
+            behind.skip(1).map_while(|key| self.slots.get(key).copied()).collect();
+        if !slots.is_empty() {
+            events.push(Event::Found { now, parent, slots });
+        }
     }
 
     /// Nothing that any process would send.
@@ -203,8 +212,9 @@ impl World {
         let slot = |rng: &mut Rng| rng.u32(..90);
         let (now, rng) = (self.rng.u64(..1_000_000), &mut self.rng);
         let slots: Vec<Slot> = (0..rng.usize(..12)).map(|_| slot(rng)).collect();
-        match rng.u8(..3) {
+        match rng.u8(..4) {
             0 => Event::Used { now, chain: slots, missing: rng.usize(..5) },
+            2 => Event::Found { now, parent: rng.bool().then(|| slot(rng)), slots },
             1 => {
                 let parent = rng.bool().then(|| slot(rng));
                 let blocks = slots.iter().map(|slot| (*slot, rng.u64(..50))).collect();
@@ -222,6 +232,7 @@ impl Policy {
             Event::Added { now, parent, blocks, retention } => {
                 self.added(now, parent, &blocks, retention);
             }
+            Event::Found { now, parent, slots } => self.found(now, parent, &slots),
             Event::Removed { slot } => self.removed(slot),
         }
     }
@@ -379,6 +390,59 @@ fn what_was_behind_a_removed_block_stays_if_a_request_finds_it_again() {
     policy.check();
     assert_eq!(policy.evict_due(4, Key::from), None);
     assert_eq!(policy.evict_all(4), [3, 2, 1, 0]);
+}
+
+#[test]
+fn what_was_behind_a_removed_block_stays_with_its_branches_if_a_put_finds_it_again() {
+    let mut policy = Policy::new(20);
+    policy.add(1, None, &[0, 1, 2, 3], Retention::DEFAULT);
+    policy.add(2, Some(2), &[4, 5], priority(0));
+    policy.add(3, None, &[9], priority(10));
+    policy.removed(1);
+    assert_eq!(policy.evict_due(4, Key::from), Some(5));
+    // In another slot.
+    policy.add(5, Some(0), &[11], Retention::DEFAULT);
+    policy.found(6, Some(11), &[2]);
+    policy.check();
+    assert_eq!(policy.evict_due(7, Key::from), None);
+    assert_eq!(policy.blocks.before(2), Some(11));
+    assert_eq!(policy.evict_all(7), [4, 9, 3, 2, 11, 0]);
+}
+
+#[test]
+fn a_block_that_a_put_finds_behind_another_one_keeps_what_is_behind_it() {
+    let mut policy = Policy::new(20);
+    policy.add(1, None, &[0, 1], Retention::DEFAULT);
+    policy.add(2, None, &[2, 3, 4], Retention::DEFAULT);
+    policy.found(3, Some(4), &[0]);
+    policy.check();
+    assert_eq!(policy.evict_due(4, Key::from), None);
+    assert_eq!(policy.evict_all(4), [1, 0, 4, 3, 2]);
+}
+
+#[test]
+fn found_blocks_that_would_close_a_circle_stay_where_they_are() {
+    let mut policy = Policy::new(20);
+    policy.add(1, None, &[0, 1, 2], Retention::DEFAULT);
+    policy.found(2, Some(2), &[0, 7]);
+    policy.found(2, Some(1), &[1]);
+    policy.check();
+    assert_eq!(policy.evict_due(3, Key::from), None);
+    assert_eq!(policy.evict_all(3), [2, 1, 0]);
+}
+
+#[test]
+fn what_is_due_by_its_retention_stays_due_if_a_put_finds_it() {
+    let mut policy = Policy::new(20);
+    let ends = Retention { priority: 50, until_s: Some(16), then: OnExpiry::Leave };
+    policy.add(1, None, &[0], Retention::DEFAULT);
+    policy.add(1, Some(0), &[1, 2], ends);
+    policy.removed(0);
+    policy.add(20_000, None, &[5], Retention::DEFAULT);
+    policy.found(20_001, Some(5), &[1, 2]);
+    policy.check();
+    let due: Vec<_> = std::iter::from_fn(|| policy.evict_due(20_002, Key::from)).collect();
+    assert_eq!(due, [2, 1]);
 }
 
 #[test]

@@ -47,6 +47,13 @@ impl Bench {
         (0..blocks).map(at).collect()
     }
 
+    /// Bytes of blocks, from this place on.
+    fn bytes(&self, place: usize, blocks: usize) -> Vec<u8> {
+        let mut bytes = vec![0; blocks * LEN as usize];
+        self.pool.read_at(place * LEN as usize, &mut bytes).expect("inside");
+        bytes
+    }
+
     /// Puts blocks, each with bytes of its own.
     fn put(&self, kv: &Space, place: u64, prompt: &[[u8; 32]]) -> Put {
         for (block, hash) in (place..).zip(prompt) {
@@ -520,4 +527,36 @@ fn each_of_two_calls_that_close_a_store_returns_when_it_is_closed() {
         may_close.store(true, SeqCst);
         drop(call);
     });
+}
+
+#[test]
+fn blocks_of_any_prompts_are_put_and_got_each_for_itself() {
+    for host_bytes in [0, 4 << 20] {
+        let bench = bench("each");
+        let (store, kv) = bench.open(&bench.options().host_bytes(host_bytes));
+        let [one, other] = [prompt(0, 4), prompt(4, 4)];
+        assert_eq!(bench.put(&kv, 0, &one).stored, 4);
+        assert_eq!(bench.put(&kv, 4, &other).stored, 4);
+        let (expected, memory) = (bench.bytes(0, 8), bench.memory(8, 4));
+        // The third one is there, behind another block; the second is not.
+        let mixed = [other[3], [7; 32], one[0], prompt(8, 1)[0]];
+        bench.pool.write_at(11 * LEN as usize, &expected[LEN as usize..2 * LEN as usize]).unwrap();
+        let put = kv.put_each(&mixed[2..], &memory[2..], Retain::default()).expect("a put");
+        assert_eq!((put.stored, put.present), (1, 1));
+        store.sync().expect("written");
+        let keys = kv.keys(&[mixed[3], one[1]]).expect("hashes");
+        let parent = |key| store.inner().core.member.find(key).expect("it was put").parent;
+        assert_eq!(parent(&keys[0]), None);
+        assert!(parent(&keys[1]).is_some());
+        let read = kv.get_each(&mixed, &memory).expect("a get");
+        assert_eq!(read, [true, false, true, true], "{host_bytes}");
+        let got = bench.bytes(8, 4);
+        let (block, len) = (|at: usize| at * LEN as usize, LEN as usize);
+        assert!(got[..len] == expected[block(7)..]);
+        assert!(got[block(2)..block(3)] == expected[..len]);
+        assert!(got[block(3)..] == expected[len..2 * len]);
+        // No prompt has changed.
+        assert_eq!((kv.lookup(&one).unwrap(), kv.lookup(&other).unwrap()), (4, 4));
+        store.close();
+    }
 }

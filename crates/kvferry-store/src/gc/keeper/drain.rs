@@ -2,7 +2,7 @@
 
 use super::Keeper;
 use super::condemned::Condemned;
-use super::policy_feed::{Pins, add, rebuild, recall};
+use super::policy_feed::{Pins, add, found, rebuild, recall};
 use crate::index::Event;
 
 impl Keeper {
@@ -56,6 +56,9 @@ impl Keeper {
                     }
                 }
                 add(core, policy, now_ms, parent, slots);
+            }
+            Event::Found { now_ms, parent, slots } => {
+                found(core, policy, condemned, now_ms, parent, slots);
             }
             Event::Removed { slot } => {
                 if member.entry(slot).is_none() {

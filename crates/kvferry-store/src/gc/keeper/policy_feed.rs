@@ -114,6 +114,28 @@ pub(super) fn recall(
     add(core, policy, now_ms, parent, slots);
 }
 
+/// Tells the policy of blocks that a put has found, in the order of its prompt. Those that it had given up come back.
+pub(super) fn found(
+    core: &Core,
+    policy: &mut Policy,
+    condemned: &mut Condemned,
+    now_ms: u64,
+    parent: Option<SlotId>,
+    slots: &[SlotId],
+) {
+    let (mut before, mut rest) = (parent, slots);
+    while let Some(first) = rest.first() {
+        let is_known = policy.contains(*first);
+        let count = rest.iter().take_while(|slot| policy.contains(**slot) == is_known).count();
+        let (alike, behind) = rest.split_at(count);
+        match is_known {
+            true => policy.found(now_ms, before, alike),
+            false => recall(core, policy, condemned, now_ms, before, alike),
+        }
+        (before, rest) = (alike.last().copied(), behind);
+    }
+}
+
 /// A policy of the blocks that the index has.
 pub(super) fn rebuild(core: &Core) -> Policy {
     let kept = |entry: Entry| Kept {

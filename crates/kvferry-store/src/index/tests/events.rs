@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 enum Owned {
     Used(u64, u32, Vec<u32>),
     Added(u64, Option<u32>, Vec<u32>),
+    Found(u64, Option<u32>, Vec<u32>),
     Removed(u32),
 }
 
@@ -14,6 +15,7 @@ fn owned(event: Event<'_>) -> Owned {
     match event {
         Event::Used { now_ms, missing, slots } => Owned::Used(now_ms, missing, slots.to_vec()),
         Event::Added { now_ms, parent, slots } => Owned::Added(now_ms, parent, slots.to_vec()),
+        Event::Found { now_ms, parent, slots } => Owned::Found(now_ms, parent, slots.to_vec()),
         Event::Removed { slot } => Owned::Removed(slot),
     }
 }
@@ -30,11 +32,15 @@ fn the_keeper_gets_the_events_in_their_order() {
     member.note_used(1 << 40, 3, &[1, 2]);
     member.note_added(5, Some(0), &[7]);
     member.note_added(6, None, &[8, 9]);
+    member.note_found(7, Some(9), &[3]);
+    member.note_found(0, None, &[]);
     member.note_removed(4);
     let expected = vec![
         Owned::Used(1 << 40, 3, vec![1, 2]),
         Owned::Added(5, Some(0), vec![7]),
         Owned::Added(6, None, vec![8, 9]),
+        Owned::Found(7, Some(9), vec![3]),
+        Owned::Found(0, None, vec![]),
         Owned::Removed(4),
     ];
     assert_eq!(drain(&member, &member), (expected, Drained::default()));

@@ -325,3 +325,27 @@ fn segments_of_a_keeper_that_has_panicked_are_sealed_and_collected_by_the_next()
     keeper.stop();
     agent.shutdown();
 }
+
+#[test]
+fn what_is_behind_a_block_that_a_put_finds_behind_another_one_stays() {
+    let (core, agent, _folder) = core("found");
+    let pool = agent.allocate(LEN as usize, Access::NONE).expect("memory");
+    let writer = Writer::default();
+    (1..=6).for_each(|key| _ = put(&core, &writer, &pool, key));
+    let slot = |key| core.member.find(&Key([key, key])).expect("it is there").slot;
+    let now_ms = core.clock.now_ms();
+    let mut keeper = Keeper::new(Arc::clone(&core));
+    core.member.note_added(now_ms, None, &[slot(1), slot(2)]);
+    core.member.note_added(now_ms, None, &[slot(3), slot(4), slot(5)]);
+    // One of the found ones has been given up, and comes back.
+    keeper.hear();
+    while keeper.policy.contains(slot(5)) {
+        keeper.condemn().expect("nothing is pinned");
+    }
+    core.member.note_added(now_ms, None, &[slot(6)]);
+    core.member.note_found(now_ms, Some(slot(6)), &[slot(3), slot(4), slot(5), slot(1)]);
+    keeper.look_at_all();
+    assert!((1..=6).all(|key| is_right(&core, key)));
+    assert!([6, 3, 4, 5, 1].into_iter().all(|key| keeper.policy.contains(slot(key))));
+    assert!(!keeper.condemned.contains(slot(5)));
+}
