@@ -8,6 +8,7 @@
 pub mod alive;
 pub mod clock;
 mod crc64;
+pub mod cuda;
 pub mod fd;
 pub mod file;
 pub mod host;
