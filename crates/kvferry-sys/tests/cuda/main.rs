@@ -1,0 +1,10 @@
+//! `kvferry_sys::cuda` against stubs of the driver's library, without a GPU.
+
+#![cfg(any(debug_assertions, feature = "testing"))]
+
+mod contexts;
+mod copies;
+mod events;
+mod kit;
+mod loading;
+mod memory;
