@@ -64,13 +64,11 @@ impl Context {
 
     /// The context `handle`, whose device the driver tells only of the current context.
     pub(super) fn of_handle(driver: &'static Driver, handle: CUcontext) -> Result<Self> {
-        let entry = push(driver, handle)?;
+        let mode = push(driver, handle)?;
         let mut device = 0;
         // SAFETY: the driver writes one integer.
         let asked = unsafe { call!(driver, ctx_get_device(&raw mut device)) };
-        if let Some(mode) = entry.restore {
-            pop(driver, mode);
-        }
+        pop(driver, mode);
         asked?;
         Self::existing(Device::from_ordinal(driver, device), handle)
     }
@@ -100,22 +98,18 @@ impl Context {
         let driver = self.driver();
         driver.check_process()?;
         let handle = self.0.handle;
-        let entry = ENTERED.with_borrow(|entered| match entered.last() {
-            Some(last) if last.handle == handle => {
-                Some(Entry { handle, restore: None, left: false })
-            }
-            _ => None,
-        });
-        let entry = match entry {
-            // Current already. Small steps are cheap within a guard around them.
-            Some(entry) => entry,
-            None => push(driver, handle)?,
-        };
-        let depth = ENTERED.with_borrow_mut(|entered| {
-            entered.push(entry);
+        let is_current =
+            |entered: &Vec<Entry>| entered.last().is_some_and(|it| it.handle == handle);
+        // Within a guard of the same context there is nothing to do, which makes small steps cheap.
+        let nested = ENTERED.try_with(|entered| is_current(&entered.borrow())).unwrap_or(false);
+        let restore = if nested { None } else { Some(push(driver, handle)?) };
+        let depth = ENTERED.try_with(|entered| {
+            let mut entered = entered.borrow_mut();
+            entered.push(Entry { handle, restore, left: false });
             entered.len()
         });
-        Ok(Entered { driver, depth, _context: PhantomData, _this_thread: PhantomData })
+        let place = depth.map_or(Place::Unlisted { restore }, |depth| Place::Listed { depth });
+        Ok(Entered { driver, place, _context: PhantomData, _this_thread: PhantomData })
     }
 
     /// Waits until all work of the context has run. For tests and for the end of a device's use: it waits for
@@ -174,7 +168,6 @@ impl fmt::Debug for Context {
 }
 
 /// A context that a guard of this thread has made current.
-#[derive(Clone, Copy)]
 struct Entry {
     handle: CUcontext,
     /// The thread's former capture mode; `None` if the context was current already.
@@ -191,51 +184,70 @@ thread_local! {
 #[must_use = "the context is current only until this value is dropped"]
 pub struct Entered<'a> {
     driver: &'static Driver,
-    /// Number of entries of this thread, with this one.
-    depth: usize,
+    place: Place,
     _context: PhantomData<&'a Context>,
     _this_thread: PhantomData<*mut ()>,
 }
 
+/// Where a guard's entry is.
+#[derive(Debug)]
+enum Place {
+    /// In the thread's list, which had `depth` entries with it.
+    Listed { depth: usize },
+    /// Nowhere: the thread is ending, and its list is gone.
+    Unlisted { restore: Option<CUstreamCaptureMode> },
+}
+
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        // The thread may be ending, after its list was dropped. Then nothing uses its context.
-        let _ = ENTERED.try_with(|entered| {
-            let mut entered = entered.borrow_mut();
-            if let Some(entry) = entered.get_mut(self.depth - 1) {
-                entry.left = true;
+        match self.place {
+            Place::Unlisted { restore } => {
+                restore.into_iter().for_each(|mode| pop(self.driver, mode))
             }
-            // Contexts are popped in the order in which they were pushed.
-            while let Some(entry) = entered.pop_if(|last| last.left) {
-                if let Some(mode) = entry.restore {
-                    pop(self.driver, mode);
-                }
+            // If the list is gone meanwhile, so is the thread: nothing uses its context.
+            Place::Listed { depth } => {
+                let _ = ENTERED.try_with(|entered| self.leave(depth, entered));
             }
-        });
+        }
+    }
+}
+
+impl Entered<'_> {
+    /// Contexts are popped in the order in which they were pushed: this one now, or with a later guard.
+    fn leave(&self, depth: usize, entered: &RefCell<Vec<Entry>>) {
+        if let Some(entry) = entered.borrow_mut().get_mut(depth - 1) {
+            entry.left = true;
+        }
+        loop {
+            let last = entered.borrow_mut().pop_if(|last| last.left);
+            let Some(last) = last else { return };
+            if let Some(mode) = last.restore {
+                pop(self.driver, mode);
+            }
+        }
     }
 }
 
 impl fmt::Debug for Entered<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Entered").field("depth", &self.depth).finish_non_exhaustive()
+        f.debug_struct("Entered").field("place", &self.place).finish_non_exhaustive()
     }
 }
 
-fn push(driver: &'static Driver, handle: CUcontext) -> Result<Entry> {
+/// Makes a context current, and the thread's capture mode relaxed. Returns the former mode.
+fn push(driver: &'static Driver, handle: CUcontext) -> Result<CUstreamCaptureMode> {
     // SAFETY: the context is retained, or its owner keeps it, as the maker of the `Context` promised.
     unsafe { call!(driver, ctx_push(handle)) }?;
     let mut mode = CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: the driver exchanges one integer.
     let exchanged = unsafe { call!(driver, exchange_capture_mode(&raw mut mode)) };
-    match exchanged {
-        Ok(()) => Ok(Entry { handle, restore: Some(mode), left: false }),
-        Err(error) => {
-            let mut popped = CUcontext::default();
-            // SAFETY: undoes the push.
-            let _ = unsafe { call!(driver, ctx_pop(&raw mut popped)) };
-            Err(error)
-        }
+    if let Err(error) = exchanged {
+        let mut popped = CUcontext::default();
+        // SAFETY: undoes the push.
+        let _ = unsafe { call!(driver, ctx_pop(&raw mut popped)) };
+        return Err(error);
     }
+    Ok(mode)
 }
 
 /// Undoes a push. Errors of the device do not matter here: both calls change only this thread's state.

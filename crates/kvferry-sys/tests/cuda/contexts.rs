@@ -2,6 +2,7 @@
 
 use crate::kit::{Stub, context, driver, stub, with_stub};
 use kvferry_sys::cuda::{Context, Event, RawStream, Stream};
+use std::cell::RefCell;
 
 #[test]
 fn a_guard_pushes_the_context_and_restores_the_threads_state() {
@@ -103,6 +104,33 @@ fn a_guard_that_fails_half_way_pops_what_it_pushed() {
             assert_eq!(stub.calls(), ["cuCtxPushCurrent 0xc000"], "nothing is popped");
         },
     );
+}
+
+thread_local! {
+    static LAST: RefCell<Option<Stream>> = const { RefCell::new(None) };
+}
+
+#[test]
+fn a_stream_that_a_thread_drops_at_its_end_is_destroyed() {
+    let test = "contexts::a_stream_that_a_thread_drops_at_its_end_is_destroyed";
+    with_stub(test, &Stub::default(), || {
+        let stub = stub();
+        let context = context();
+        let thread = std::thread::spawn(move || {
+            // What a thread has used first is dropped last.
+            LAST.with_borrow_mut(|_| ());
+            let stream = Stream::new(&context).expect("a stream");
+            LAST.set(Some(stream));
+        });
+        thread.join().expect("no panic");
+        let calls = stub.calls();
+        assert_eq!(calls.iter().filter(|it| it.starts_with("cuStreamDestroy")).count(), 1);
+        let pushed = calls.iter().filter(|it| it.starts_with("cuCtxPushCurrent")).count();
+        assert_eq!(pushed, calls.iter().filter(|it| *it == "cuCtxPopCurrent").count());
+        let mode = |to: &str| format!("cuThreadExchangeStreamCaptureMode {to}");
+        let exchanged = |to: &str| calls.iter().filter(|it| **it == mode(to)).count();
+        assert_eq!((pushed, exchanged("2"), exchanged("0")), (2, 2, 2));
+    });
 }
 
 #[test]
