@@ -97,6 +97,7 @@ pub(super) struct CUipcMemHandle {
 pub(super) const CUDA_SUCCESS: CUresult = 0;
 pub(super) const CUDA_ERROR_INVALID_VALUE: CUresult = 1;
 pub(super) const CUDA_ERROR_NOT_INITIALIZED: CUresult = 3;
+pub(super) const CUDA_ERROR_DEINITIALIZED: CUresult = 4;
 pub(super) const CUDA_ERROR_STUB_LIBRARY: CUresult = 34;
 pub(super) const CUDA_ERROR_NO_DEVICE: CUresult = 100;
 pub(super) const CUDA_ERROR_INVALID_CONTEXT: CUresult = 201;

@@ -114,7 +114,8 @@ impl DriverError {
     pub fn is_sticky(&self) -> bool {
         matches!(
             self.code,
-            CUDA_ERROR_ECC_UNCORRECTABLE
+            CUDA_ERROR_DEINITIALIZED
+                | CUDA_ERROR_ECC_UNCORRECTABLE
                 | CUDA_ERROR_NVLINK_UNCORRECTABLE
                 | CUDA_ERROR_CONTAINED
                 | CUDA_ERROR_ILLEGAL_ADDRESS
@@ -150,6 +151,8 @@ pub enum Error {
     NotSupported(&'static str),
     /// The stream is in a graph capture, which recording an event would disturb.
     Capturing(u64),
+    /// The event was recorded in a graph capture, which a stream that waits for it would join.
+    CapturedEvent(u64),
     /// An event's handle is zero.
     NullEvent,
     /// The driver does not know the address, which is not host memory of this process either: freed, or of
@@ -213,6 +216,12 @@ impl fmt::Display for Error {
                 write!(
                     f,
                     "stream {stream:#x} is in a graph capture; use a stream outside the capture"
+                )
+            }
+            Self::CapturedEvent(event) => {
+                write!(
+                    f,
+                    "event {event:#x} was recorded in a graph capture; record one outside of it"
                 )
             }
             Self::NullEvent => write!(f, "the event's handle is zero"),

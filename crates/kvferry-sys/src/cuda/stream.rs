@@ -48,20 +48,25 @@ impl Stream {
     /// # Errors
     /// If the driver refuses, or in a forked child.
     pub fn wait(&self, event: &Event) -> Result<()> {
-        // SAFETY: an event of this process that its owner keeps for the call.
-        unsafe { self.wait_raw(event.raw()) }
+        let _entered = self.context.enter()?;
+        // SAFETY: stream and event are ours.
+        unsafe { call!(self.context.driver(), stream_wait_event(self.handle, event.handle, 0)) }
     }
 
     /// Makes later work of the stream wait for another library's event.
     ///
     /// # Errors
-    /// If the driver refuses, or in a forked child.
+    /// [`Error::CapturedEvent`] if the event was recorded in a graph capture; [`Error::NullEvent`]; an error of
+    /// the event's context; if the driver refuses, or in a forked child.
     ///
     /// # Safety
     /// The event exists and is not destroyed during the call.
     pub unsafe fn wait_raw(&self, event: RawEvent) -> Result<()> {
-        let event = event.handle()?;
         let _entered = self.context.enter()?;
+        // The driver's answer is about captures alone: the event may be reached or not.
+        // SAFETY: the caller promised that the event exists.
+        unsafe { event.query(&self.context) }?;
+        let event = event.handle()?;
         // SAFETY: the stream is ours, and the caller promised that the event exists.
         unsafe { call!(self.context.driver(), stream_wait_event(self.handle, event, 0)) }
     }
@@ -228,11 +233,9 @@ impl RawStream {
         // SAFETY: the driver writes one integer; the caller promised that the stream exists.
         let asked =
             unsafe { call!(context.driver(), stream_is_capturing(self.handle(), &raw mut status)) };
-        const OF_CAPTURE: std::ops::RangeInclusive<CUresult> =
-            CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED..=CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
         match asked {
             Ok(()) => Ok(status != CU_STREAM_CAPTURE_STATUS_NONE),
-            Err(Error::Driver(error)) if OF_CAPTURE.contains(&error.code) => Ok(true),
+            Err(error) if is_of_capture(&error) => Ok(true),
             Err(error) => Err(error),
         }
     }
@@ -277,7 +280,7 @@ impl RawEvent {
     /// Whether the work before the event's last record has run.
     ///
     /// # Errors
-    /// An error of the event's context, if the driver refuses, or in a forked child.
+    /// [`Error::CapturedEvent`] if that was in a graph capture; an error of the event's context, if the driver refuses, or in a forked child.
     ///
     /// # Safety
     /// The event exists and is not destroyed during the call.
@@ -285,7 +288,10 @@ impl RawEvent {
         let event = self.handle()?;
         let _entered = context.enter()?;
         // SAFETY: the caller promised that the event exists.
-        ready(unsafe { call!(context.driver(), event_query(event)) })
+        match ready(unsafe { call!(context.driver(), event_query(event)) }) {
+            Err(error) if is_of_capture(&error) => Err(Error::CapturedEvent(self.0)),
+            answer => answer,
+        }
     }
 
     fn handle(self) -> Result<CUevent> {
@@ -300,4 +306,11 @@ fn ready(asked: Result<()>) -> Result<bool> {
         Err(Error::Driver(error)) if error.code == CUDA_ERROR_NOT_READY => Ok(false),
         Err(error) => Err(error),
     }
+}
+
+/// Whether the driver refused because of a graph capture.
+fn is_of_capture(error: &Error) -> bool {
+    const CODES: std::ops::RangeInclusive<CUresult> =
+        CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED..=CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
+    error.code().is_some_and(|code| CODES.contains(&code))
 }

@@ -102,6 +102,26 @@ fn an_event_is_recorded_on_a_callers_stream_unless_that_is_in_a_capture() {
 }
 
 #[test]
+fn a_stream_of_ours_does_not_join_a_capture_through_a_callers_event() {
+    let test = "events::a_stream_of_ours_does_not_join_a_capture_through_a_callers_event";
+    with_stub(test, &Stub::default(), || {
+        let stub = stub();
+        let stream = Stream::new(&context()).expect("one");
+        // SAFETY: the stub dereferences no handle.
+        let wait = || unsafe { stream.wait_raw(RawEvent(0x77)) };
+        stub.fail("cuEventQuery=600");
+        stub.calls();
+        assert_eq!(wait(), Ok(()), "the event is not reached yet");
+        let s = format!("{:#x}", stream.raw().0);
+        let calls = ["cuEventQuery 0x77".into(), format!("cuStreamWaitEvent {s} 0x77 0")];
+        assert_eq!(stub.work(), calls);
+        stub.fail("cuEventQuery=907");
+        assert_eq!(wait(), Err(Error::CapturedEvent(0x77)));
+        assert_eq!(stub.work(), ["cuEventQuery 0x77"]);
+    });
+}
+
+#[test]
 fn a_host_function_is_called_once_and_its_panic_is_contained() {
     let test = "events::a_host_function_is_called_once_and_its_panic_is_contained";
     with_stub(test, &Stub::default(), || {
