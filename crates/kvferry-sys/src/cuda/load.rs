@@ -40,7 +40,11 @@ impl Driver {
         let this_process = u64::from(fd::forks()) + 1;
         let first = LOADING.compare_exchange(0, this_process, Ordering::Relaxed, Ordering::Relaxed);
         if first.is_err_and(|loading| loading != this_process) {
-            return Err(&FORKED);
+            // A failure is the child's as well.
+            return match DRIVER.get() {
+                Some(Err(why)) => Err(why),
+                _ => Err(&FORKED),
+            };
         }
         DRIVER.get_or_init(|| load(&library_file())).as_ref()
     }

@@ -236,6 +236,15 @@ fn in_child(body: impl FnOnce() -> bool) -> bool {
 }
 
 #[test]
+fn a_forked_child_hears_why_its_parent_has_no_driver() {
+    let file = Path::new("/nonexistent/libcuda.so.1");
+    with_library("loading::a_forked_child_hears_why_its_parent_has_no_driver", file, || {
+        let why = refused().0;
+        assert!(in_child(|| Driver::get().is_err_and(|it| *it == why)));
+    });
+}
+
+#[test]
 fn a_child_that_was_forked_during_the_first_use_is_refused() {
     let test = "loading::a_child_that_was_forked_during_the_first_use_is_refused";
     let stub_of = Stub { environment: &[("STUB_SLOW_INIT", "1")], ..Stub::default() };
