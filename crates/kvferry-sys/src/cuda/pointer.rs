@@ -94,9 +94,10 @@ pub fn classify(driver: &'static Driver, address: u64, len: u64) -> Result<Point
     match found.memory_type as u32 {
         _ if is_true(found.is_managed) => info.kind = MemoryKind::Managed,
         CU_MEMORYTYPE_HOST => info.kind = MemoryKind::PinnedHost,
+        CU_MEMORYTYPE_DEVICE if info.legacy_ipc => {}
         CU_MEMORYTYPE_DEVICE if !is_true(found.mapped) => return Err(Error::NotMapped(address)),
         CU_MEMORYTYPE_DEVICE => {
-            if !info.legacy_ipc && VmmAllocation::is_at(driver, address)? {
+            if VmmAllocation::is_at(driver, address)? {
                 let chunks = chunks(driver, address, len)?;
                 info.base = chunks[0].address;
                 info.len = chunks.iter().map(|chunk| chunk.len).sum();
@@ -106,6 +107,7 @@ pub fn classify(driver: &'static Driver, address: u64, len: u64) -> Result<Point
         _ if is_host_memory(address, len) => {
             (info.kind, info.base, info.len) = (MemoryKind::Pageable, address, len);
         }
+        _ if found.range_len > 0 => return Err(Error::NotMapped(address)),
         _ => return Err(Error::UnknownPointer(address)),
     }
     if info.kind != MemoryKind::PinnedHost && !info.contains(address, len) {
