@@ -7,6 +7,15 @@ use kvferry_sys::cuda::{
 };
 use std::path::Path;
 
+/// Any thread may use and drop what the driver gives.
+const _: () = {
+    const fn shared<T: Send + Sync>() {}
+    shared::<Driver>();
+    shared::<Context>();
+    shared::<Stream>();
+    shared::<Event>();
+};
+
 fn refused() -> (Unavailable, String) {
     let why = Driver::get().expect_err("the driver can't be used");
     assert_eq!(Driver::get().expect_err("nor the second time"), why);
@@ -120,6 +129,18 @@ fn another_failure_of_the_initialisation_names_its_code() {
         assert!(error.is_sticky());
         assert!(text.contains("cuInit failed with CUDA_ERROR_UNKNOWN (999)"), "{text}");
     });
+}
+
+#[test]
+fn a_driver_that_another_library_used_before_a_fork_points_to_spawn() {
+    let test = "loading::a_driver_that_another_library_used_before_a_fork_points_to_spawn";
+    with_init(test, "3", |_, text| assert!(text.contains("`spawn`"), "{text}"));
+}
+
+#[test]
+fn the_stub_of_the_vendors_toolkit_is_recognised() {
+    let test = "loading::the_stub_of_the_vendors_toolkit_is_recognised";
+    with_init(test, "34", |_, text| assert!(text.contains("LD_LIBRARY_PATH"), "{text}"));
 }
 
 #[test]

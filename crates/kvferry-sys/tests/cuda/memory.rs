@@ -16,6 +16,7 @@ const PIECES: u64 = 0x7100_0000_0000;
 const PINNED: u64 = 0x7200_0000_0000;
 const MANAGED: u64 = 0x7300_0000_0000;
 const POOL: u64 = 0x7400_0000_0000;
+const RESERVED: u64 = 0x7500_0000_0000;
 
 fn classified(address: u64, len: u64) -> Result<PointerInfo, Error> {
     classify(driver(), address, len)
@@ -74,6 +75,8 @@ fn memory_that_was_mapped_in_pieces_is_listed_piece_by_piece() {
         assert_eq!(hole, Error::NotMapped(PIECES + 4 * MIB));
         let unmapped = classified(PIECES + 5 * MIB, 1).expect_err("nothing is mapped there");
         assert_eq!(unmapped, Error::NotMapped(PIECES + 5 * MIB));
+        let reserved = classified(RESERVED, 1).expect_err("nothing is mapped there");
+        assert_eq!(reserved, Error::NotMapped(RESERVED));
         let calls = stub().calls();
         let count = |name: &str| calls.iter().filter(|call| call.starts_with(name)).count();
         assert_eq!(count("cuMemRetainAllocationHandle"), count("cuMemRelease"));

@@ -162,6 +162,7 @@ CUresult cuLaunchKernel(Handle f, unsigned bx, unsigned by, unsigned bz, unsigne
 
 // Memory that exists: device memory at 0x70.., two mapped pieces at 0x71.. and a hole, pinned host memory at
 // 0x72.., managed memory at 0x73.., memory of a pool of device 1 at 0x74..; a megabyte each, pieces of 2 MiB.
+// At 0x75.. is a reserved range whose memory has no type.
 #define MIB 0x100000ul
 CUresult cuPointerGetAttributes(unsigned n, unsigned *names, void **places, Address at) {
     unsigned space = at >> 40;
@@ -173,14 +174,14 @@ CUresult cuPointerGetAttributes(unsigned n, unsigned *names, void **places, Addr
         size_t bytes = 8;
         switch (names[i]) {
         case 1: v = space == 0x71 || space == 0x74 ? 0 : 0xc000; break;
-        case 2: v = space == 0x72 ? 1 : 2; bytes = 4; break;
+        case 2: v = space == 0x75 ? 0 : space == 0x72 ? 1 : 2; bytes = 4; break;
         case 7: v = 40 + (space & 0xf); break;
         case 8: v = space == 0x73; bytes = 1; break;
         case 9: v = space == 0x74; bytes = 4; break;
         case 10: v = space == 0x70; bytes = 1; break;
         case 11: v = base; break;
         case 12: v = space == 0x71 ? 64 * MIB : MIB; break;
-        case 13: v = space != 0x71 || piece < 2; bytes = 1; break;
+        case 13: v = space == 0x74 || (space == 0x71 && piece < 2); bytes = 1; break;
         case 15: v = 1; bytes = 1; break;
         case 18: v = 2 * MIB; break;
         case 19: v = base + piece * 2 * MIB; break;
@@ -189,7 +190,7 @@ CUresult cuPointerGetAttributes(unsigned n, unsigned *names, void **places, Addr
         }
         if (names[i] >= 18 && (VERSION < 11080)) return 1;
         if (names[i] >= 18 && piece >= 2) v = 0;
-        if (space < 0x70 || space > 0x74 || (space != 0x71 && offset >= MIB)) v = names[i] == 9 ? (uint64_t)-2 : 0;
+        if (space < 0x70 || space > 0x75 || (space != 0x71 && offset >= MIB)) v = names[i] == 9 ? (uint64_t)-2 : 0;
         memcpy(places[i], &v, bytes);
     }
     return 0;
