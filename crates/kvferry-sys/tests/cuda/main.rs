@@ -4,6 +4,7 @@
 
 mod contexts;
 mod copies;
+mod device;
 mod events;
 mod kit;
 mod loading;
