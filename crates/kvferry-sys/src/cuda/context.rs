@@ -192,9 +192,9 @@ pub struct Entered<'a> {
 /// Where a guard's entry is.
 #[derive(Debug)]
 enum Place {
-    /// In the thread's list, which had `depth` entries with it.
+    /// The entry is in the thread's list, which had `depth` entries with it.
     Listed { depth: usize },
-    /// Nowhere: the thread is ending, and its list is gone.
+    /// There is no entry: the thread is ending, and its list is gone.
     Unlisted { restore: Option<CUstreamCaptureMode> },
 }
 

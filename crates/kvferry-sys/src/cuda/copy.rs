@@ -12,20 +12,20 @@ use std::fmt;
 /// When the driver may read the sources of a batch. Destinations are always written in the stream's order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SourceOrder {
-    /// After the stream's earlier work.
+    /// The driver reads them after the stream's earlier work.
     Stream,
-    /// Before the call returns.
+    /// The driver has read them when the call returns.
     DuringCall,
-    /// At any time until the copy has run, even before the stream's earlier work.
+    /// The driver reads them at any time until the copy has run, even before the stream's earlier work.
     Any,
 }
 
-/// Which form of the batch call the driver has.
+/// Form of the batch call that the driver has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BatchCall {
-    /// That of CUDA 12.8, which reports the first copy that failed.
+    /// The form of CUDA 12.8, which reports the first copy that failed.
     V1,
-    /// That of CUDA 13.0, which does not.
+    /// The form of CUDA 13.0, which does not report it.
     V2,
 }
 
@@ -43,7 +43,7 @@ impl CopyBatch {
         Self { to: Vec::with_capacity(n), from: Vec::with_capacity(n), len: Vec::with_capacity(n) }
     }
 
-    /// Adds a copy of `len` bytes.
+    /// Adds a copy of `len` bytes, at least one.
     pub fn push(&mut self, to: u64, from: u64, len: usize) {
         self.to.push(to);
         self.from.push(from);

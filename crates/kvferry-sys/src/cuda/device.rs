@@ -35,14 +35,14 @@ impl fmt::Debug for DeviceUuid {
     }
 }
 
-/// Where a device makes remote writes visible without a flush.
+/// The devices that see the writes of network devices without a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum WritesOrdering {
-    /// Nowhere: a reader needs `cuFlushGPUDirectRDMAWrites`.
+    /// No reader sees them before `cuFlushGPUDirectRDMAWrites`.
     None,
-    /// On the device that owns the memory.
+    /// The device that owns the memory sees them.
     Owner,
-    /// On every CUDA device.
+    /// Every CUDA device sees them.
     AllDevices,
 }
 
@@ -51,7 +51,7 @@ pub enum WritesOrdering {
 pub struct DeviceInfo {
     /// The device's number in this process.
     pub ordinal: i32,
-    /// The device's UUID; of an instance, where the device is partitioned.
+    /// The device's UUID, or that of its instance where the device is partitioned.
     pub uuid: DeviceUuid,
     /// The device's address on the PCI bus, such as `0000:1b:00.0`.
     pub pci_bus_id: String,
@@ -75,17 +75,17 @@ pub struct DeviceInfo {
     pub dma_buf: bool,
     /// Network devices can read and write device memory.
     pub gpu_direct_rdma: bool,
-    /// They can for memory of the virtual memory functions, too.
+    /// Network devices can also do so with memory of the virtual memory functions.
     pub gpu_direct_rdma_with_vmm: bool,
-    /// Where remote writes are visible without a flush.
+    /// The devices that see those writes without a flush.
     pub rdma_writes_ordering: WritesOrdering,
     /// `cuFlushGPUDirectRDMAWrites` works.
     pub rdma_flush: bool,
     /// The virtual memory functions work.
     pub vmm: bool,
-    /// Their memory can be exported as a file descriptor.
+    /// Memory of the virtual memory functions can be exported as a file descriptor.
     pub vmm_export_fd: bool,
-    /// Their memory can be exported as a fabric handle.
+    /// Memory of the virtual memory functions can be exported as a fabric handle.
     pub vmm_export_fabric: bool,
 }
 
