@@ -1,0 +1,100 @@
+//! The cost model: what a method's calls take.
+
+use serde::{Deserialize, Serialize};
+
+/// A way to copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Method {
+    /// One driver call for each copy (`cuMemcpyAsync`).
+    Copy,
+    /// One driver call for many copies of the copy engine (`cuMemcpyBatchAsync`).
+    Batch,
+    /// The kernel, with one side in mapped host memory.
+    Kernel,
+    /// The kernel, with both sides in memory of the device.
+    Gather,
+}
+
+impl Method {
+    /// Every method.
+    pub const ALL: [Self; 4] = [Self::Copy, Self::Batch, Self::Kernel, Self::Gather];
+}
+
+/// Binary logarithms of a curve's first and last sizes.
+const FIRST: usize = 8;
+const LAST: usize = FIRST + Curve::POINTS - 1;
+
+/// The time of one entry of a call by its bytes, in nanoseconds; it never falls. Given at powers of two from 256 bytes to
+/// 16 MiB, linear between them, constant below and proportional to the bytes above.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Curve([f64; Self::POINTS]);
+
+impl Curve {
+    /// Sizes at which a curve is given.
+    pub const POINTS: usize = 17;
+
+    /// The curve through these times, in nanoseconds, or `None` if they fall, are negative or too large to be times.
+    pub fn new(ns: [f64; Self::POINTS]) -> Option<Self> {
+        let curve = Self(ns);
+        curve.is_valid().then_some(curve)
+    }
+
+    /// The curve of an engine that starts an entry each `entry_ns` and moves `gb_per_s` gigabytes a second: whatever
+    /// takes longer.
+    pub fn of_rate(entry_ns: f64, gb_per_s: f64) -> Option<Self> {
+        Self::new(std::array::from_fn(|at| (Self::bytes(at) as f64 / gb_per_s).max(entry_ns)))
+    }
+
+    /// Bytes of the point at this index.
+    pub fn bytes(at: usize) -> u64 {
+        1 << (FIRST + at)
+    }
+
+    /// Nanoseconds for an entry of so many bytes.
+    pub fn at(&self, bytes: u64) -> f64 {
+        let bytes = bytes.max(1 << FIRST);
+        let octave = bytes.ilog2() as usize;
+        if octave >= LAST {
+            return self.0[Self::POINTS - 1] * (bytes as f64 / (1u64 << LAST) as f64);
+        }
+        let (low, high) = (self.0[octave - FIRST], self.0[octave - FIRST + 1]);
+        let within = bytes - (1 << octave);
+        low + (high - low) * (within as f64 / (1u64 << octave) as f64)
+    }
+
+    /// Nanoseconds that each further byte takes in an entry of many megabytes.
+    pub(crate) fn slope(&self) -> f64 {
+        self.0[Self::POINTS - 1] / (1u64 << LAST) as f64
+    }
+
+    pub(crate) fn is_valid(&self) -> bool {
+        let is_time = |ns: &f64| (0.0..=NS_MAX).contains(ns);
+        self.0.iter().all(is_time) && self.0.is_sorted()
+    }
+}
+
+/// The longest time of a call or an entry, in nanoseconds: one minute.
+pub(crate) const NS_MAX: f64 = 60e9;
+
+/// The time of a method's calls in one direction: a call of `n` entries takes `call_ns` and the times of its entries.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Cost {
+    /// Nanoseconds for each call: for a kernel, with the upload of its jobs and the launch.
+    pub call_ns: f64,
+    /// The time of an entry.
+    pub entry: Curve,
+}
+
+impl Cost {
+    pub(crate) fn is_valid(&self) -> bool {
+        (0.0..=NS_MAX).contains(&self.call_ns) && self.entry.is_valid()
+    }
+
+    /// Nanoseconds for a call of one entry.
+    pub(crate) fn single(&self, bytes: u64) -> f64 {
+        self.call_ns + self.entry.at(bytes)
+    }
+}

@@ -1,0 +1,393 @@
+//! The choice of methods: that of the least modelled time.
+
+use super::gather::{self, Tally};
+use super::select::{Select, Selection};
+use crate::calibration::Calibration;
+use crate::capabilities::{Capabilities, KernelLimits, LINE, Staging};
+use crate::cost::Cost;
+use crate::job::{Direction, Job};
+
+/// Copies that single calls make, at most, where there is a batch call.
+pub(super) const SINGLES_MAX: usize = 4;
+
+/// The methods that a plan may use, with their costs.
+pub(super) struct Model<'a> {
+    pub(super) copy: &'a Cost,
+    pub(super) batch: Option<&'a Cost>,
+    pub(super) batch_entries: usize,
+    pub(super) outstanding_max: usize,
+    kernel: Option<(&'a Cost, KernelLimits)>,
+    gather: Option<Parts<'a>>,
+}
+
+/// What gathering needs.
+#[derive(Clone, Copy)]
+struct Parts<'a> {
+    cost: &'a Cost,
+    limits: KernelLimits,
+    staging: Staging,
+}
+
+impl<'a> Model<'a> {
+    pub(super) fn new(
+        direction: Direction,
+        calibration: &'a Calibration,
+        capabilities: &Capabilities,
+    ) -> Self {
+        let costs = calibration.costs(direction);
+        let limits = capabilities.kernel;
+        let staging = capabilities.staging.filter(|_| direction == Direction::Out);
+        let gather = match (&costs.gather, limits, staging) {
+            (Some(cost), Some(limits), Some(staging)) => Some(Parts { cost, limits, staging }),
+            _ => None,
+        };
+        Self {
+            copy: &costs.copy,
+            batch: costs.batch.as_ref().filter(|_| capabilities.batch),
+            batch_entries: calibration.batch_entries as usize,
+            outstanding_max: capabilities.outstanding_max as usize,
+            kernel: costs.kernel.as_ref().zip(limits),
+            gather,
+        }
+    }
+
+    /// Nanoseconds that the copy engine takes.
+    fn engine_ns(&self, engine: &Engine) -> f64 {
+        match self.batch {
+            Some(batch) if !self.are_single(engine) => {
+                engine.count.div_ceil(self.batch_entries) as f64 * batch.call_ns + engine.batch_ns
+            }
+            _ => engine.copy_ns,
+        }
+    }
+
+    /// Whether these copies are made by single calls.
+    pub(super) fn are_single(&self, engine: &Engine) -> bool {
+        let Some(batch) = self.batch else { return true };
+        engine.count <= SINGLES_MAX && engine.copy_ns <= batch.call_ns + engine.batch_ns
+    }
+
+    fn batch_call_ns(&self) -> f64 {
+        self.batch.map_or(0.0, |batch| batch.call_ns)
+    }
+}
+
+/// The copies of the copy engine: their number, and the times of their entries.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Engine {
+    count: usize,
+    copy_ns: f64,
+    batch_ns: f64,
+}
+
+impl Engine {
+    fn add(&mut self, item: &Item) {
+        self.count += 1;
+        self.copy_ns += item.copy_ns;
+        self.batch_ns += item.batch_ns;
+    }
+}
+
+/// What one copy takes by each method, without calls that it shares.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Item {
+    pub(super) copy_ns: f64,
+    /// As for single copies where there is no batch call.
+    pub(super) batch_ns: f64,
+    /// Infinite if the kernel does not copy it.
+    kernel_ns: f64,
+    pub(super) gather_ns: f64,
+    slices: u64,
+}
+
+impl Item {
+    fn new(model: &Model<'_>, job: &Job) -> Self {
+        let copy_ns = model.copy.single(job.len);
+        let batch_ns = model.batch.map_or(copy_ns, |batch| batch.entry.at(job.len));
+        let limits = model.kernel.map(|(_, limits)| limits);
+        let limits = limits.or(model.gather.map(|parts| parts.limits));
+        let limits = limits.filter(|limits| limits.takes(job.len));
+        let slowdown = job.unit().slowdown();
+        let by = |cost: Option<&Cost>| match cost {
+            Some(cost) if limits.is_some() => cost.entry.at(job.len) * slowdown,
+            _ => f64::INFINITY,
+        };
+        let kernel_ns = by(model.kernel.map(|(cost, _)| cost));
+        let gather_ns = by(model.gather.map(|parts| parts.cost));
+        let slices = limits.map_or(0, |limits| limits.slices(job.dst, job.len));
+        Self { copy_ns, batch_ns, kernel_ns, gather_ns, slices }
+    }
+}
+
+/// Which copies the copy engine does not make, and how these are copied.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) enum Rest {
+    /// There are none.
+    #[default]
+    None,
+    /// The kernel copies them.
+    Kernel(KernelLimits),
+    /// The kernel gathers them.
+    Gather(KernelLimits, Staging),
+}
+
+/// The choice, and what it was made of.
+#[derive(Debug, Default)]
+pub(super) struct Chooser {
+    /// Whether the copy engine makes a copy.
+    pub(super) is_engine: Vec<bool>,
+    pub(super) engine: Engine,
+    pub(super) rest: Rest,
+    items: Vec<Item>,
+    /// Copies that a batch makes faster than the kernel, by how much.
+    savings: Vec<(f64, usize)>,
+    selection: Selection,
+}
+
+impl Chooser {
+    /// Chooses, and returns the nanoseconds that the choice takes.
+    pub(super) fn choose(&mut self, model: &Model<'_>, jobs: &[Job]) -> f64 {
+        self.weigh(model, jobs);
+        self.engine = Engine::default();
+        self.items.iter().for_each(|item| self.engine.add(item));
+        self.rest = Rest::None;
+        self.is_engine.clear();
+        self.is_engine.resize(jobs.len(), true);
+        let mut best = model.engine_ns(&self.engine);
+        if let Some((cost, limits)) = model.kernel {
+            best = self.try_kernel(model, cost, limits, best);
+        }
+        if let Some(parts) = model.gather {
+            best = self.try_gather(model, parts, jobs, best);
+        }
+        best
+    }
+
+    fn weigh(&mut self, model: &Model<'_>, jobs: &[Job]) {
+        self.items.clear();
+        let mut last: Option<(Job, Item)> = None;
+        for job in jobs {
+            let item = match last {
+                Some((like, item)) if is_like(&like, job) => item,
+                _ => Item::new(model, job),
+            };
+            last = Some((*job, item));
+            self.items.push(item);
+        }
+    }
+
+    /// Tries the kernel with the copy engine beside it: for the few copies for which single calls save most, and for all
+    /// that batches make faster, but for those that do not save the last calls.
+    fn try_kernel(
+        &mut self,
+        model: &Model<'_>,
+        cost: &Cost,
+        limits: KernelLimits,
+        best: f64,
+    ) -> f64 {
+        let mut split =
+            Split { cost, limits, engine: Engine::default(), kernel_ns: 0.0, slices: 0 };
+        let mut singles = Singles::default();
+        self.savings.clear();
+        for (index, item) in self.items.iter().enumerate() {
+            if item.kernel_ns.is_infinite() {
+                split.engine.add(item);
+                continue;
+            }
+            split.kernel_ns += item.kernel_ns;
+            split.slices += item.slices;
+            singles.offer(item.kernel_ns - item.copy_ns, index);
+            if item.batch_ns < item.kernel_ns {
+                self.savings.push((item.kernel_ns - item.batch_ns, index));
+            }
+        }
+        if split.slices == 0 {
+            return best;
+        }
+        let few = SINGLES_MAX.saturating_sub(split.engine.count);
+        let mut by_single = (split.ns(model), 0, split.engine);
+        let mut moved = split;
+        for (at, index) in singles.indexes(few).enumerate() {
+            moved.give(&self.items[index]);
+            let ns = moved.ns(model);
+            if ns < by_single.0 {
+                by_single = (ns, at + 1, moved.engine);
+            }
+        }
+        let saving = worthwhile(model, split.engine.count, &mut self.savings);
+        saving.iter().for_each(|saving| split.give(&self.items[saving.1]));
+        let by_batch = split.ns(model);
+        let (ns, count, engine) = by_single;
+        if by_batch.min(ns) >= best {
+            return best;
+        }
+        self.is_engine.clear();
+        self.is_engine.extend(self.items.iter().map(|item| item.kernel_ns.is_infinite()));
+        self.rest = Rest::Kernel(limits);
+        if by_batch <= ns {
+            saving.iter().for_each(|saving| self.is_engine[saving.1] = true);
+            self.engine = split.engine;
+        } else {
+            singles.indexes(count).for_each(|index| self.is_engine[index] = true);
+            self.engine = engine;
+        }
+        ns.min(by_batch)
+    }
+
+    /// Tries selections of copies to gather. One that needs several windows is also tried without the last.
+    fn try_gather(&mut self, model: &Model<'_>, parts: Parts<'_>, jobs: &[Job], best: f64) -> f64 {
+        let amortised = model.batch_call_ns() / model.batch_entries as f64;
+        let is_clear = self.selection.weigh(model.copy, &self.items, jobs);
+        let (mut found, mut tried) = (best, usize::MAX);
+        for select in [Select::All, Select::BesideBatches(amortised), Select::BesideFew] {
+            let gathered = self.selection.select(&self.items, select);
+            if gathered == 0 || gathered == tried {
+                continue;
+            }
+            tried = gathered;
+            let (ns, last_window) = self.try_selection(model, parts, jobs, found);
+            found = ns;
+            if let Some(start) = last_window {
+                self.selection.leave(jobs, start);
+                found = self.try_selection(model, parts, jobs, found).0;
+            } else if is_clear {
+                break;
+            }
+        }
+        found
+    }
+
+    /// Takes the selection if it is better. Returns the least time, and the destination at which the last window begins
+    /// if there are several.
+    fn try_selection(
+        &mut self,
+        model: &Model<'_>,
+        parts: Parts<'_>,
+        jobs: &[Job],
+        best: f64,
+    ) -> (f64, Option<u64>) {
+        let Parts { cost, limits, staging } = parts;
+        let mut engine = Engine::default();
+        let (mut ns, mut bytes, mut slices) = (0.0, 0, 0);
+        let mut run: Option<(u64, u64)> = None;
+        for ((item, job), is_engine) in self.items.iter().zip(jobs).zip(self.selection.is_engine())
+        {
+            if *is_engine {
+                engine.add(item);
+                continue;
+            }
+            ns += item.gather_ns;
+            slices += item.slices;
+            match &mut run {
+                Some((_, end)) if *end == job.dst => *end += job.len,
+                _ => {
+                    let ended = run.replace((job.dst, job.dst + job.len));
+                    ns += ended.map_or(0.0, |(start, end)| model.copy.single(end - start));
+                    bytes += 2 * LINE;
+                }
+            }
+            bytes += job.len;
+        }
+        ns += run.map_or(0.0, |(start, end)| model.copy.single(end - start));
+        let mut windows = Tally::new(model.copy);
+        let is_one = bytes <= staging.bytes && slices <= u64::from(limits.jobs_max);
+        if !is_one {
+            let chosen = jobs.iter().zip(self.selection.is_engine());
+            let gathered = chosen.filter(|(_, is_engine)| !**is_engine).map(|(job, _)| *job);
+            gather::lay_out(gathered, staging, limits, &mut windows);
+            ns = windows.copies_ns;
+            let gathers = self.items.iter().zip(self.selection.is_engine());
+            ns += gathers
+                .filter(|(_, is_engine)| !**is_engine)
+                .map(|(item, _)| item.gather_ns)
+                .sum::<f64>();
+        }
+        ns += windows.count.max(1) as f64 * cost.call_ns + model.engine_ns(&engine);
+        if ns < best {
+            self.selection.copy_to(&mut self.is_engine);
+            (self.engine, self.rest) = (engine, Rest::Gather(limits, staging));
+        }
+        (ns.min(best), (windows.count > 1).then_some(windows.last_start))
+    }
+}
+
+/// Whether two jobs take the same time.
+fn is_like(a: &Job, b: &Job) -> bool {
+    (a.len, a.unit(), a.dst % LINE) == (b.len, b.unit(), b.dst % LINE)
+}
+
+/// What the copy engine and the kernel have, while copies are given from the kernel to the engine.
+#[derive(Clone, Copy)]
+struct Split<'a> {
+    cost: &'a Cost,
+    limits: KernelLimits,
+    engine: Engine,
+    kernel_ns: f64,
+    slices: u64,
+}
+
+impl Split<'_> {
+    fn give(&mut self, item: &Item) {
+        self.engine.add(item);
+        self.kernel_ns -= item.kernel_ns;
+        self.slices -= item.slices;
+    }
+
+    fn ns(&self, model: &Model<'_>) -> f64 {
+        let launches = self.slices.div_ceil(u64::from(self.limits.jobs_max)) as f64;
+        model.engine_ns(&self.engine) + launches * self.cost.call_ns + self.kernel_ns
+    }
+}
+
+/// The copies to batch, beside `others`, of those that batches make faster: without those of the last calls where these
+/// save less than a call takes.
+fn worthwhile<'a>(
+    model: &Model<'_>,
+    others: usize,
+    savings: &'a mut [(f64, usize)],
+) -> &'a [(f64, usize)] {
+    let call_ns = model.batch_call_ns();
+    let mut count = savings.len();
+    while count > 0 && call_ns > 0.0 {
+        let in_last = (others + count - 1) % model.batch_entries + 1;
+        let kept = count.saturating_sub(in_last);
+        if kept > 0 {
+            savings[..count].select_nth_unstable_by(kept, |a, b| b.0.total_cmp(&a.0));
+        }
+        // A call that others need, too, is not saved.
+        let is_saved = count >= in_last;
+        if !is_saved || savings[kept..count].iter().map(|saving| saving.0).sum::<f64>() >= call_ns {
+            break;
+        }
+        count = kept;
+    }
+    &savings[..count]
+}
+
+/// The copies for which single calls save most time, the best first.
+#[derive(Clone, Copy, Default)]
+struct Singles {
+    best: [(f64, usize); SINGLES_MAX],
+    count: usize,
+}
+
+impl Singles {
+    fn offer(&mut self, saved_ns: f64, index: usize) {
+        let is_full = self.count == SINGLES_MAX;
+        if saved_ns <= 0.0 || is_full && saved_ns <= self.best[SINGLES_MAX - 1].0 {
+            return;
+        }
+        self.count += usize::from(!is_full);
+        let mut at = self.count - 1;
+        while at > 0 && self.best[at - 1].0 < saved_ns {
+            self.best[at] = self.best[at - 1];
+            at -= 1;
+        }
+        self.best[at] = (saved_ns, index);
+    }
+
+    /// The indexes of up to `count` copies.
+    fn indexes(&self, count: usize) -> impl Iterator<Item = usize> {
+        self.best[..self.count.min(count)].iter().map(|(_, index)| *index)
+    }
+}

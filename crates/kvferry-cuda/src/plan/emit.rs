@@ -1,0 +1,96 @@
+//! The steps of a choice.
+
+use super::choose::{Chooser, Model, Rest};
+use super::gather::{self, Sink};
+use super::{Plan, Step};
+use crate::capabilities::{KernelLimits, LINE};
+use crate::cost::Method;
+use crate::job::Job;
+
+/// Adds the steps of a choice to a plan: those of the kernel come first.
+pub(super) fn emit(
+    model: &Model<'_>,
+    jobs: &[Job],
+    chosen: &Chooser,
+    runs: &mut Vec<Job>,
+    plan: &mut Plan,
+) {
+    let of = |wanted: bool| {
+        let zipped = jobs.iter().zip(&chosen.is_engine);
+        zipped.filter(move |(_, is_engine)| **is_engine == wanted).map(|(job, _)| *job)
+    };
+    match chosen.rest {
+        Rest::None => {}
+        Rest::Kernel(limits) => {
+            let first = plan.jobs.len();
+            of(false).for_each(|job| slice(&job, limits, &mut plan.jobs));
+            divide(plan, Method::Kernel, first, limits.jobs_max as usize);
+        }
+        Rest::Gather(limits, staging) => {
+            runs.clear();
+            let outstanding_max = model.outstanding_max;
+            let first = plan.jobs.len();
+            let mut windows = Windows { plan, runs, limits, outstanding_max, first };
+            gather::lay_out(of(false), staging, limits, &mut windows);
+        }
+    }
+    let first = plan.jobs.len();
+    plan.jobs.extend(of(true));
+    let (method, count_max) = match model.are_single(&chosen.engine) {
+        true => (Method::Copy, model.outstanding_max),
+        false => (Method::Batch, model.batch_entries),
+    };
+    divide(plan, method, first, count_max);
+}
+
+/// Steps of up to `count_max` jobs for all jobs from `first` on.
+fn divide(plan: &mut Plan, method: Method, first: usize, count_max: usize) {
+    let end = plan.jobs.len();
+    let starts = (first..end).step_by(count_max);
+    plan.steps.extend(starts.map(|first| Step {
+        method,
+        first,
+        count: count_max.min(end - first),
+    }));
+}
+
+/// Adds the jobs that a copy is divided into for the kernel.
+fn slice(job: &Job, limits: KernelLimits, jobs: &mut Vec<Job>) {
+    let Job { mut src, mut dst, mut len } = *job;
+    let whole = limits.slice_bytes;
+    while len > whole {
+        let part = whole - dst % LINE;
+        jobs.push(Job { src, dst, len: part });
+        (src, dst, len) = (src + part, dst + part, len - part);
+    }
+    jobs.push(Job { src, dst, len });
+}
+
+/// Makes a layout's steps.
+struct Windows<'a> {
+    plan: &'a mut Plan,
+    runs: &'a mut Vec<Job>,
+    limits: KernelLimits,
+    outstanding_max: usize,
+    /// The first job of the window.
+    first: usize,
+}
+
+impl Sink for Windows<'_> {
+    fn part(&mut self, part: Job) {
+        slice(&part, self.limits, &mut self.plan.jobs);
+    }
+
+    fn run(&mut self, run: Job) {
+        self.runs.push(run);
+    }
+
+    fn end_window(&mut self) {
+        let copies = self.plan.jobs.len();
+        let count = copies - self.first;
+        self.plan.steps.push(Step { method: Method::Gather, first: self.first, count });
+        self.plan.jobs.append(self.runs);
+        divide(self.plan, Method::Copy, copies, self.outstanding_max);
+        self.first = self.plan.jobs.len();
+    }
+}

@@ -1,0 +1,5 @@
+//! Plans: what they copy, and what they cost.
+
+mod copies;
+mod costs;
+mod devices;
