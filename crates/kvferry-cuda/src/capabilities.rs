@@ -19,7 +19,7 @@ pub struct Capabilities {
 /// Limits of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KernelLimits {
-    /// Jobs of one launch, at most: at least 128.
+    /// Jobs of one launch, at most: 128 to 2^24.
     pub jobs_max: u32,
     /// Bytes of one job, at most: a multiple of 128. Longer copies are divided, so that several warps share one.
     pub slice_bytes: u64,
@@ -51,8 +51,11 @@ impl Capabilities {
         if self.outstanding_max == 0 {
             return Some("no copy may be outstanding");
         }
-        if self.kernel.is_some_and(|kernel| kernel.jobs_max < 128) {
-            return Some("a launch has fewer than 128 jobs");
+        if !self
+            .kernel
+            .is_none_or(|kernel| (128..=KernelLimits::JOBS_MAX).contains(&kernel.jobs_max))
+        {
+            return Some("a launch has fewer than 128 jobs, or more than 16777216");
         }
         if !self.kernel.is_none_or(KernelLimits::has_whole_slices) {
             return Some("a kernel's slice is no multiple of 128 bytes, or more than 1 GiB");
@@ -66,6 +69,9 @@ impl Capabilities {
 }
 
 impl KernelLimits {
+    /// The largest number of jobs of a launch. The kernel counts further in 32 bits.
+    const JOBS_MAX: u32 = 1 << 24;
+
     /// The largest slice, so that no product of slices overflows.
     const SLICE_BYTES_MAX: u64 = 1 << 30;
 

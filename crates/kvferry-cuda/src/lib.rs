@@ -3,7 +3,7 @@
 //! A batch is copied between scattered memory of a device and its stage, which is pinned host memory. [`plan`] decides
 //! by which calls: single copies, batches of copies for the copy engine, or a kernel that gathers and scatters. Its
 //! decision minimises the time that a [`Calibration`] gives for the calls. A calibration is fitted to times measured on
-//! the device ([`samples`] lists what to measure), and can be stored.
+//! the device ([`samples`] lists what to measure), and can be stored. [`ptx`] has the kernel.
 //!
 //! All of this is values: no driver, no clock, no thread.
 
@@ -15,7 +15,7 @@ mod cost;
 mod fit;
 mod job;
 pub mod plan;
-
+pub mod ptx;
 pub mod samples;
 
 pub use calibration::{Calibration, CalibrationError, Costs, DeviceKey};

@@ -329,6 +329,7 @@ fn limits_out_of_range_are_refused() {
     let limits = [
         Capabilities { outstanding_max: 0, ..ALL },
         Capabilities { kernel: kernel(127, 1024), ..ALL },
+        Capabilities { kernel: kernel(u32::MAX, 1024), ..ALL },
         Capabilities { kernel: kernel(128, 0), ..ALL },
         Capabilities { kernel: kernel(128, 1000), ..ALL },
         Capabilities { kernel: kernel(128, 1 << 40), ..ALL },
