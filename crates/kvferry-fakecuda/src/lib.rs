@@ -1,0 +1,29 @@
+#![doc = include_str!("../README.md")]
+
+mod abi;
+mod clocks;
+mod config;
+pub mod control;
+mod copies;
+mod counters;
+mod devices;
+mod exports;
+mod faults;
+mod host;
+mod ipc;
+mod memory;
+mod modules;
+mod moves;
+mod ops;
+mod ptx;
+mod races;
+mod scheduler;
+mod segments;
+mod state;
+mod streams;
+mod thread;
+mod timeline;
+mod vmm;
+
+pub use faults::Fault;
+pub use memory::{FREED, IN_FLIGHT, UNWRITTEN};
