@@ -75,6 +75,11 @@ impl DeviceMemory {
         self.len == 0
     }
 
+    /// The stages of its device: the same for each memory of the device, and for no other device's.
+    pub fn stages(&self) -> &Arc<StagePool> {
+        &self.stages
+    }
+
     /// Whether its end is beyond the last address.
     pub(crate) fn is_wrapped(&self) -> bool {
         self.address.checked_add(self.len).is_none()

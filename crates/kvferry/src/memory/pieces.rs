@@ -97,15 +97,21 @@ impl Pieces {
 
     /// Asks each device to wait for the edges, and to call `wake` once they have happened.
     pub(crate) fn wait_for_edges(&self, wake: &Wake) -> Vec<Arc<Wait>> {
-        let mut asked: Vec<&DeviceMemory> = Vec::new();
+        let start = |memory: &DeviceMemory| Wait::start(&*memory.device, &self.after, wake);
+        self.one_of_each_device().into_iter().map(start).collect()
+    }
+
+    /// One region's memory for each device.
+    pub(crate) fn one_of_each_device(&self) -> Vec<&DeviceMemory> {
+        let mut found: Vec<&DeviceMemory> = Vec::new();
         for region in &self.regions {
             if let Backing::Device(memory) = &region.backing
-                && !asked.iter().any(|other| other.is_beside(memory))
+                && !found.iter().any(|other| other.is_beside(memory))
             {
-                asked.push(memory);
+                found.push(memory);
             }
         }
-        asked.into_iter().map(|memory| Wait::start(&*memory.device, &self.after, wake)).collect()
+        found
     }
 
     pub(crate) fn all_host(&self) -> bool {

@@ -1,7 +1,7 @@
 //! Batches: pairs of local and remote ranges, and how they are cut into frames.
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::device::After;
+use crate::memory::device::{After, DeviceMemory};
 use crate::memory::pieces::{Piece, Pieces, Position};
 use crate::memory::region::{Region, RemoteRegion};
 use kvferry_proto::{Incarnation, RegionId, WireDescriptor};
@@ -75,6 +75,11 @@ impl Batch {
     /// asynchronous transfer ends with the attempt to connect.
     pub fn set_after(&mut self, after: After) {
         Arc::make_mut(&mut self.local).after = after;
+    }
+
+    /// The devices whose memory the batch has on this side: the memory of one region of each.
+    pub fn devices(&self) -> Vec<&DeviceMemory> {
+        self.local.one_of_each_device()
     }
 
     /// Removes all pairs and edges; keeps the memory unless a transfer still uses it.
