@@ -140,10 +140,10 @@ impl Memories {
         access: Access,
     ) -> Result<Region, Failure> {
         self.0.lock().push(memory.clone());
-        let inner = match memory.device() {
+        let inner = match memory.device_memory() {
             Some(device) => {
                 assert_eq!((offset, len), (0, memory.len()), "a device is registered as a whole");
-                agent.register_device(device.memory(), access)
+                agent.register_device(device, access)
             }
             // SAFETY: this value keeps the memory mapped until the agent is gone, it is writable, and no
             // reference to its bytes exists.

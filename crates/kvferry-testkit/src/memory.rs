@@ -14,12 +14,13 @@
 use crate::pattern::{MARKER, Pattern};
 use crate::slow::{DeviceFault, Direction, SlowMemory};
 use crate::violation::{Violation, ensure};
+use kvferry::DeviceMemory;
 use kvferry_sys::HostSpan;
 use kvferry_sys::map::Mapping;
 use kvferry_sys::sync::{Mutex, MutexGuard};
 use std::fmt;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Poisoned bytes before and after the memory.
 pub const GUARD_BYTES: usize = 8192;
@@ -35,6 +36,33 @@ pub enum MemoryKind {
     Slow,
     /// The same, with an error that the suite must notice.
     Broken(DeviceFault),
+    /// Memory of a device that the test program provides ([`provide`]). It can't be held or made to fail.
+    Provided,
+}
+
+/// Memory of a device, as the test that provides it sees the bytes.
+pub trait ProvidedMemory: Send + Sync {
+    /// Reads the bytes from `at` on.
+    fn load(&self, at: usize, bytes: &mut [u8]);
+
+    /// Writes bytes from `at` on.
+    fn store(&self, at: usize, bytes: &[u8]);
+
+    /// `len` bytes from `at` on, to be registered.
+    fn memory(&self, at: usize, len: usize) -> DeviceMemory;
+
+    /// Errors of the users of the device since it was made.
+    fn misuse(&self) -> Vec<String>;
+}
+
+/// Makes memory of so many bytes.
+type MakeMemory = fn(usize) -> Arc<dyn ProvidedMemory>;
+
+static PROVIDED: OnceLock<MakeMemory> = OnceLock::new();
+
+/// Has [`MemoryKind::Provided`] stand for memory that `make` makes, in this process.
+pub fn provide(make: MakeMemory) {
+    PROVIDED.get_or_init(|| make);
 }
 
 impl MemoryKind {
@@ -48,6 +76,7 @@ impl fmt::Display for MemoryKind {
             Self::Host => "host",
             Self::Slow => "slow",
             Self::Broken(_) => "broken",
+            Self::Provided => "provided",
         })
     }
 }
@@ -57,30 +86,58 @@ impl fmt::Display for MemoryKind {
 pub struct Memory(Arc<Inner>);
 
 struct Inner {
-    mapping: Arc<Mapping>,
+    bytes: Bytes,
     len: usize,
     device: Option<SlowMemory>,
     expected: Mutex<Vec<u8>>,
 }
 
+/// The bytes under test, and the guards around them.
+enum Bytes {
+    Mapped(Arc<Mapping>),
+    Provided(Arc<dyn ProvidedMemory>),
+}
+
+impl Bytes {
+    fn load(&self, at: usize, bytes: &mut [u8]) {
+        match self {
+            Self::Mapped(mapping) => mapping.span(at, bytes.len()).copy_to(bytes),
+            Self::Provided(memory) => memory.load(at, bytes),
+        }
+    }
+
+    fn store(&self, at: usize, bytes: &[u8]) {
+        match self {
+            Self::Mapped(mapping) => mapping.span(at, bytes.len()).copy_from(bytes),
+            Self::Provided(memory) => memory.store(at, bytes),
+        }
+    }
+}
+
 impl Memory {
     /// `len` bytes of a kind, holding a fresh pattern.
     pub fn new(kind: MemoryKind, len: usize) -> Self {
-        let mapping =
-            Arc::new(Mapping::anonymous(len + 2 * GUARD_BYTES).expect("the machine has memory"));
-        let guard = GUARD.bytes(GUARD_BYTES);
-        mapping.span(0, GUARD_BYTES).copy_from(&guard);
-        mapping.span(GUARD_BYTES + len, GUARD_BYTES).copy_from(&guard);
+        let whole = len + 2 * GUARD_BYTES;
+        let mapped = || Arc::new(Mapping::anonymous(whole).expect("the machine has memory"));
         let slow = |fault| {
-            SlowMemory::with_fault(Arc::clone(&mapping), GUARD_BYTES, len, len as u64, fault)
+            let mapping = mapped();
+            let device =
+                SlowMemory::with_fault(Arc::clone(&mapping), GUARD_BYTES, len, len as u64, fault);
+            (Bytes::Mapped(mapping), Some(device))
         };
-        let device = match kind {
-            MemoryKind::Host => None,
-            MemoryKind::Slow => Some(slow(None)),
-            MemoryKind::Broken(fault) => Some(slow(Some(fault))),
+        let (bytes, device) = match kind {
+            MemoryKind::Host => (Bytes::Mapped(mapped()), None),
+            MemoryKind::Slow => slow(None),
+            MemoryKind::Broken(fault) => slow(Some(fault)),
+            MemoryKind::Provided => {
+                let make = PROVIDED.get().expect("the test program provides memory");
+                (Bytes::Provided(make(whole)), None)
+            }
         };
-        let memory =
-            Self(Arc::new(Inner { mapping, len, device, expected: Mutex::new(Vec::new()) }));
+        let guard = GUARD.bytes(GUARD_BYTES);
+        bytes.store(0, &guard);
+        bytes.store(GUARD_BYTES + len, &guard);
+        let memory = Self(Arc::new(Inner { bytes, len, device, expected: Mutex::new(Vec::new()) }));
         memory.refill();
         memory
     }
@@ -97,12 +154,24 @@ impl Memory {
 
     /// The kind of memory; a device with an error is slow memory, too.
     pub fn kind(&self) -> MemoryKind {
-        if self.0.device.is_some() { MemoryKind::Slow } else { MemoryKind::Host }
+        match &self.0.bytes {
+            Bytes::Provided(_) => MemoryKind::Provided,
+            Bytes::Mapped(_) if self.0.device.is_some() => MemoryKind::Slow,
+            Bytes::Mapped(_) => MemoryKind::Host,
+        }
     }
 
     /// The device behind slow memory.
     pub fn device(&self) -> Option<&SlowMemory> {
         self.0.device.as_ref()
+    }
+
+    /// What is registered of memory of a device; `None` for host memory.
+    pub fn device_memory(&self) -> Option<DeviceMemory> {
+        match &self.0.bytes {
+            Bytes::Provided(memory) => Some(memory.memory(GUARD_BYTES, self.len())),
+            Bytes::Mapped(_) => self.device().map(SlowMemory::memory),
+        }
     }
 
     /// The address of offset 0. Slow memory must not be accessed through it.
@@ -111,9 +180,15 @@ impl Memory {
     }
 
     /// A span of the memory, for a transport's raw access.
+    ///
+    /// # Panics
+    /// If the memory is provided: it has no address in this process.
     pub fn span(&self, offset: usize, len: usize) -> HostSpan {
-        assert!(offset <= self.len() && len <= self.len() - offset, "outside the memory");
-        self.0.mapping.span(GUARD_BYTES + offset, len)
+        self.assert_inside(offset, len);
+        match &self.0.bytes {
+            Bytes::Mapped(mapping) => mapping.span(GUARD_BYTES + offset, len),
+            Bytes::Provided(_) => panic!("provided memory has no address in this process"),
+        }
     }
 
     fn expected(&self) -> MutexGuard<'_, Vec<u8>> {
@@ -122,14 +197,20 @@ impl Memory {
 
     /// Reads `len` bytes of the memory at `offset`.
     pub fn load(&self, offset: usize, len: usize) -> Vec<u8> {
+        self.assert_inside(offset, len);
         let mut bytes = vec![0; len];
-        self.span(offset, len).copy_to(&mut bytes);
+        self.0.bytes.load(GUARD_BYTES + offset, &mut bytes);
         bytes
+    }
+
+    fn assert_inside(&self, offset: usize, len: usize) {
+        assert!(offset <= self.len() && len <= self.len() - offset, "outside the memory");
     }
 
     /// Writes as the owner of the memory; the model expects the bytes from here on.
     pub fn store(&self, offset: usize, bytes: &[u8]) {
-        self.span(offset, bytes.len()).copy_from(bytes);
+        self.assert_inside(offset, bytes.len());
+        self.0.bytes.store(GUARD_BYTES + offset, bytes);
         self.expected()[offset..offset + bytes.len()].copy_from_slice(bytes);
     }
 
@@ -144,7 +225,7 @@ impl Memory {
     }
 
     fn fill_with(&self, content: Vec<u8>) {
-        self.span(0, self.len()).copy_from(&content);
+        self.0.bytes.store(GUARD_BYTES, &content);
         *self.expected() = content;
     }
 
@@ -183,7 +264,7 @@ impl Memory {
         for at in (0..self.len()).step_by(piece.len()) {
             let piece_len = piece.len().min(self.len() - at);
             let piece = &mut piece[..piece_len];
-            self.span(at, piece.len()).copy_to(piece);
+            self.0.bytes.load(GUARD_BYTES + at, piece);
             let wanted = &expected[at..at + piece.len()];
             if piece != wanted {
                 let differ = piece.iter().zip(wanted).filter(|(a, b)| a != b).count();
@@ -208,7 +289,7 @@ impl Memory {
         let wanted = GUARD.bytes(GUARD_BYTES);
         let mut guard = vec![0; GUARD_BYTES];
         for (side, at) in [("before", 0), ("after", GUARD_BYTES + self.len())] {
-            self.0.mapping.span(at, GUARD_BYTES).copy_to(&mut guard);
+            self.0.bytes.load(at, &mut guard);
             let differs = guard.iter().zip(&wanted).position(|(a, b)| a != b);
             ensure!(
                 differs.is_none(),
@@ -220,7 +301,10 @@ impl Memory {
 
     /// Checks that slow memory was used as a device allows.
     pub fn check_misuse(&self) -> Result<(), Violation> {
-        let misuse = self.device().map(SlowMemory::misuse).unwrap_or_default();
+        let misuse = match &self.0.bytes {
+            Bytes::Provided(memory) => memory.misuse(),
+            Bytes::Mapped(_) => self.device().map(SlowMemory::misuse).unwrap_or_default(),
+        };
         ensure!(misuse.is_empty(), "the device was misused: {}", misuse.join("; "));
         Ok(())
     }
@@ -238,18 +322,17 @@ impl Memory {
         if let (Some(device), true) = (self.device(), inside) {
             return device.copy_now(direction, offset as u64, buffer);
         }
-        let at = GUARD_BYTES.saturating_add_signed(offset).min(self.0.mapping.len());
-        let len = buffer.len().min(self.0.mapping.len() - at);
-        let mut bytes = vec![0; len];
-        let span = self.0.mapping.span(at, len);
+        let whole = self.len() + 2 * GUARD_BYTES;
+        let at = GUARD_BYTES.saturating_add_signed(offset).min(whole);
+        let mut bytes = vec![0; buffer.len().min(whole - at)];
         match direction {
             Direction::Out => {
-                span.copy_to(&mut bytes);
+                self.0.bytes.load(at, &mut bytes);
                 buffer.copy_from(&bytes);
             }
             Direction::In => {
-                buffer.truncated(len).copy_to(&mut bytes);
-                span.copy_from(&bytes);
+                buffer.truncated(bytes.len()).copy_to(&mut bytes);
+                self.0.bytes.store(at, &bytes);
             }
         }
         Ok(())
@@ -258,7 +341,7 @@ impl Memory {
 
 impl fmt::Debug for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Memory({}, {} bytes at {:p})", self.kind(), self.len(), self.as_ptr())
+        write!(f, "Memory({}, {} bytes)", self.kind(), self.len())
     }
 }
 

@@ -11,7 +11,7 @@ const REFUSED: [&str; 3] = ["out_of_bounds", "not_registered", "invalid_argument
 fn aims(kind: MemoryKind) -> &'static [Aim] {
     match kind {
         MemoryKind::Host => &[Aim::Honest, Aim::Forged, Aim::Address],
-        MemoryKind::Slow | MemoryKind::Broken(_) => &[Aim::Honest, Aim::Forged],
+        _ => &[Aim::Honest, Aim::Forged],
     }
 }
 
@@ -60,9 +60,7 @@ fn beyond_is_refused(rig: &Rig<'_>, way: Way) -> Result<(Region, Region)> {
             let memory = Memory::new(rig.kind, 192 * KIB);
             rig.register(Side::Far, &memory, 64 * KIB, 64 * KIB, Access::READ_WRITE)?
         }
-        MemoryKind::Slow | MemoryKind::Broken(_) => {
-            rig.area(Side::Far, 64 * KIB, Access::READ_WRITE)?
-        }
+        _ => rig.area(Side::Far, 64 * KIB, Access::READ_WRITE)?,
     };
     healthy(rig, &near, &far, "nothing")?;
     let mut fastest = Duration::MAX;

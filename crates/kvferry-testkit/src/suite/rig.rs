@@ -293,10 +293,12 @@ pub(super) fn watch(memory: &Memory, time: Duration, what: &str) -> Result {
     }
 }
 
-/// Whether the memory under test is a device's; if not, prints that there is nothing to test.
+/// Whether the memory under test is a device's that can be held and made to fail; if not, prints that there is nothing
+/// to test.
 pub(super) fn needs_device(rig: &Rig<'_>, what: &str) -> bool {
-    if rig.kind == MemoryKind::Host {
-        println!("nothing to test: {what} is about device memory");
+    let can_be_held = matches!(rig.kind, MemoryKind::Slow | MemoryKind::Broken(_));
+    if !can_be_held {
+        println!("nothing to test: {what} is about device memory that the test can hold");
     }
-    rig.kind != MemoryKind::Host
+    can_be_held
 }
