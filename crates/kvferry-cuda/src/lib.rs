@@ -1,19 +1,28 @@
-//! kvferry on NVIDIA GPUs: the parts that need no driver.
+//! kvferry on NVIDIA GPUs: memory of a GPU takes part in transfers as host memory does.
 //!
-//! A batch is copied between scattered memory of a device and its stage, which is pinned host memory. [`plan`] decides
-//! by which calls: single copies, batches of copies for the copy engine, or a kernel that gathers and scatters. Its
-//! decision minimises the time that a [`Calibration`] gives for the calls. A calibration is fitted to times measured on
-//! the device ([`samples`] lists what to measure), and can be stored. [`ptx`] has the kernel.
+//! [`memory`] makes a [`kvferry::DeviceMemory`] of a range of a GPU's memory, to be registered with an agent. Its batches
+//! are copied by the CUDA driver, between the range and stages of pinned host memory; [`gpu`] has the thread that does so.
+//! [`order`] says what transfers of a batch have to come after: the work of a stream, or an event.
 //!
-//! All of this is values: no driver, no clock, no thread.
+//! [`plan`] decides by which calls a batch is copied: single copies, batches of copies for the copy engine, or a kernel
+//! that gathers and scatters. Its decision minimises the time that a [`Calibration`] gives for the calls. A calibration is
+//! fitted to times measured on the device ([`samples`] lists what to measure), and can be stored. [`ptx`] has the kernel.
+//! These are values: no driver, no clock, no thread.
+//!
+//! The driver is loaded at the first call of [`memory`]; see [`kvferry_sys::cuda`].
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod calibration;
 mod capabilities;
 mod cost;
+mod edge;
+mod error;
 mod fit;
+pub mod gpu;
 mod job;
+mod memory;
+mod order;
 pub mod plan;
 pub mod ptx;
 pub mod samples;
@@ -21,5 +30,10 @@ pub mod samples;
 pub use calibration::{Calibration, CalibrationError, Costs, DeviceKey};
 pub use capabilities::{Capabilities, KernelLimits, Staging};
 pub use cost::{Cost, Curve, Method};
+pub use edge::Edge;
+pub use error::Error;
+pub use gpu::{Counters, Gpu};
 pub use job::{Direction, Job, Unit};
+pub use memory::memory;
+pub use order::{Order, order};
 pub use plan::{Plan, PlanError, Planner, Step, plan};

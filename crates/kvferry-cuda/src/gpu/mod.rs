@@ -1,0 +1,286 @@
+//! A GPU as a device of transfers.
+//!
+//! Ownership: a [`Gpu`] is shared by all memory of one context. Its thread owns the streams, the pinned stages and every
+//! batch that the driver has; it completes a batch when an event behind the batch's last call has been reached. The thread
+//! ends, and the stages are unpinned, when the last memory of the GPU is dropped.
+//!
+//! Wake-up: [`kvferry::Device`]'s methods put work into an inbox and wake the thread; they never call the driver. Without
+//! work the thread sleeps without a time limit. While the driver has work, the thread asks for events: without pause at
+//! first, then at intervals that grow with the time that the work takes.
+//!
+//! Order: edges are waited for here, before a transfer takes a stage, never by a stream of copies. So no stream waits for
+//! what another transfer, or a peer, must do first.
+//!
+//! Errors: a call that failed fails its batch, after an event behind it; the driver may have made a part of the call. A
+//! batch for whose copies no event can be had is leaked. After a sticky error nothing of the context runs any more: all
+//! batches fail, those that come later too, and other GPUs go on.
+
+mod allocations;
+mod engine;
+mod lane;
+mod pace;
+mod pins;
+mod submit;
+
+use crate::error::Error;
+use crate::job::Direction;
+use allocations::Allocations;
+use engine::Engine;
+use kvferry::{After, Device, DeviceCopy, DeviceMemory, DevicePiece, Happened, StagePool};
+use kvferry_sys::cuda::Context;
+use kvferry_sys::sync::{Condvar, Mutex};
+use std::fmt;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock, Weak};
+
+/// Bytes of a stage: large enough for the bus's rate, small enough that a transfer's copies and its network overlap.
+pub const STAGE_BYTES: usize = 4 << 20;
+/// Stages of a GPU, at most; only those that were used are pinned. 256 MiB.
+pub const STAGES: usize = 64;
+/// Pieces of one batch, at most: a stage of blocks of 1 KiB.
+pub const PIECES_MAX: usize = 4096;
+
+/// A GPU's context, its stages, and the thread that copies.
+pub struct Gpu {
+    shared: Arc<Shared>,
+}
+
+/// What the thread shares with the memory of the GPU.
+pub(crate) struct Shared {
+    context: Context,
+    /// Number of the GPU in this process.
+    device: i32,
+    stages: Arc<StagePool>,
+    inbox: Mutex<Inbox>,
+    /// Work has come, or the last memory is gone.
+    changed: Condvar,
+    allocations: Mutex<Allocations>,
+    counts: Counts,
+    /// The sticky error that the driver reported first.
+    lost: OnceLock<String>,
+}
+
+/// Work for the thread.
+#[derive(Default)]
+struct Inbox {
+    copies: Vec<(Direction, DeviceCopy)>,
+    waits: Vec<(After, Happened)>,
+    is_running: bool,
+    has_ended: bool,
+}
+
+/// GPUs that are in use.
+static GPUS: Mutex<Vec<Weak<Gpu>>> = Mutex::new(Vec::new());
+
+impl Gpu {
+    /// The GPU of a context.
+    pub(crate) fn of(context: Context) -> Result<Arc<Self>, Error> {
+        let mut gpus = GPUS.lock();
+        gpus.retain(|gpu| gpu.strong_count() > 0);
+        let found = gpus.iter().filter_map(Weak::upgrade).find(|it| it.shared.context == context);
+        if let Some(gpu) = found {
+            return match gpu.shared.lost() {
+                Some(lost) => Err(lost),
+                None => Ok(gpu),
+            };
+        }
+        let device = context.device().ordinal();
+        let stages = StagePool::new(STAGE_BYTES, STAGES)
+            .map_err(|error| Error::Host { device, why: error.to_string() })?;
+        let shared = Arc::new(Shared {
+            context,
+            device,
+            stages,
+            inbox: Mutex::default(),
+            changed: Condvar::new(),
+            allocations: Mutex::default(),
+            counts: Counts::default(),
+            lost: OnceLock::new(),
+        });
+        let gpu = Arc::new(Self { shared });
+        gpus.push(Arc::downgrade(&gpu));
+        Ok(gpu)
+    }
+
+    /// The GPUs of which this process has memory registered.
+    pub fn all() -> Vec<Arc<Self>> {
+        GPUS.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// The GPU of this memory, if it is one's.
+    pub fn of_memory(memory: &DeviceMemory) -> Option<Arc<Self>> {
+        Self::all().into_iter().find(|gpu| Arc::ptr_eq(&gpu.shared.stages, memory.stages()))
+    }
+
+    /// Number of the GPU in this process.
+    pub fn device(&self) -> i32 {
+        self.shared.device
+    }
+
+    /// What the GPU has done.
+    pub fn counters(&self) -> Counters {
+        self.shared.counts.read()
+    }
+
+    /// Whether a sticky error has made the GPU unusable for this process.
+    pub fn is_lost(&self) -> bool {
+        self.shared.lost.get().is_some()
+    }
+
+    /// Neighbours in one allocation are copied by one call.
+    pub(crate) fn note_allocation(&self, base: u64, len: u64) {
+        self.shared.allocations.lock().note(base, len);
+    }
+
+    fn copy(&self, direction: Direction, copy: DeviceCopy) {
+        if let Some(lost) = self.shared.lost() {
+            return copy.complete(Err(lost.into()));
+        }
+        let refused = self.shared.give(|inbox| inbox.copies.push((direction, copy)));
+        if let Err(error) = refused {
+            let copies = std::mem::take(&mut self.shared.inbox.lock().copies);
+            fail(copies, &error);
+        }
+    }
+}
+
+/// Fails copies that no driver has.
+fn fail(copies: Vec<(Direction, DeviceCopy)>, error: &io::Error) {
+    for (_, copy) in copies {
+        copy.complete(Err(io::Error::new(error.kind(), error.to_string())));
+    }
+}
+
+impl Device for Gpu {
+    fn stages(&self) -> Arc<StagePool> {
+        Arc::clone(&self.shared.stages)
+    }
+
+    fn pieces_max(&self) -> usize {
+        PIECES_MAX
+    }
+
+    fn copy_out(&self, copy: DeviceCopy) {
+        self.copy(Direction::Out, copy);
+    }
+
+    fn copy_in(&self, copy: DeviceCopy) {
+        self.copy(Direction::In, copy);
+    }
+
+    fn wait_for(&self, after: &After, happened: Happened) {
+        if let Some(lost) = self.shared.lost() {
+            return happened.complete(Err(lost.into()));
+        }
+        let refused = self.shared.give(|inbox| inbox.waits.push((after.clone(), happened)));
+        if refused.is_err() {
+            // Dropped, they fail.
+            self.shared.inbox.lock().waits.clear();
+        }
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        // The thread may be the one that drops it, so nothing waits for it.
+        self.shared.inbox.lock().has_ended = true;
+        self.shared.changed.notify_one();
+    }
+}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Gpu")
+            .field("device", &self.shared.device)
+            .field("stages", &self.shared.stages)
+            .field("lost", &self.shared.lost)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Shared {
+    /// Gives the thread work, and starts it if none runs.
+    fn give(self: &Arc<Self>, put: impl FnOnce(&mut Inbox)) -> io::Result<()> {
+        let mut inbox = self.inbox.lock();
+        put(&mut inbox);
+        if inbox.is_running {
+            self.changed.notify_one();
+            return Ok(());
+        }
+        let shared = Arc::clone(self);
+        kvferry_sys::thread::spawn("kvferry-gpu".into(), move || Engine::run(&shared))?;
+        inbox.is_running = true;
+        Ok(())
+    }
+
+    fn lost(&self) -> Option<Error> {
+        self.lost.get().map(|why| Error::Lost { device: self.device, why: why.clone() })
+    }
+
+    /// Notes the first sticky error.
+    fn lose(&self, why: &str) {
+        if self.lost.set(why.to_owned()).is_ok() {
+            tracing::error!(device = self.device, why, "the GPU is lost; restart the process");
+        }
+    }
+
+    /// Whether two pieces that follow each other lie in one allocation.
+    fn are_joined(&self, one: DevicePiece, next: DevicePiece) -> bool {
+        one.address + one.len as u64 == next.address
+            && self.allocations.lock().is_one(one.address, next.address)
+    }
+}
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
+        /// What a GPU has done for transfers, since its first memory was registered.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub struct Counters {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        #[derive(Debug, Default)]
+        struct Counts {
+            $($name: AtomicU64,)*
+        }
+
+        impl Counts {
+            fn read(&self) -> Counters {
+                Counters { $($name: self.$name.load(Relaxed),)* }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Bytes copied from the GPU.
+    bytes_out,
+    /// Bytes copied to the GPU.
+    bytes_in,
+    /// Batches of transfers.
+    batches,
+    /// Pieces of those batches.
+    pieces,
+    /// Calls of the driver that made one copy.
+    single_calls,
+    /// Calls of the driver that made many copies.
+    batch_calls,
+    /// Stages that are pinned.
+    pinned_stages,
+    /// Stages that could not be pinned: copies are slow, and go one by one.
+    unpinned_stages,
+    /// Waits for edges that have ended.
+    edges,
+    /// Batches that failed.
+    failed,
+    /// Batches that were leaked: whether their copies have ended is not known.
+    leaked,
+}
+
+impl Counts {
+    fn add(count: &AtomicU64, n: u64) {
+        count.fetch_add(n, Relaxed);
+    }
+}

@@ -1,0 +1,36 @@
+//! Ranges of a GPU's memory for an agent.
+
+use crate::error::Error;
+use crate::gpu::Gpu;
+use kvferry::DeviceMemory;
+use kvferry_sys::cuda::{Driver, MemoryKind, classify};
+
+/// A range of a GPU's memory, to be registered with an agent: `len` bytes at `address`, as `cudaMalloc` or the virtual
+/// memory functions gave them. The driver says whose memory it is; with a `device`, its number in this process must be
+/// that. The memory stays allocated until the region is unregistered.
+///
+/// The first range of a GPU makes its stages: address space, of which only what is used is pinned.
+///
+/// # Errors
+/// If the driver can't be used, or the range is not in an allocation of a GPU; for managed and for host memory; if the GPU
+/// is not `device`, or is lost.
+pub fn memory(address: u64, len: u64, device: Option<i32>) -> Result<DeviceMemory, Error> {
+    let driver = Driver::get()?;
+    let info = classify(driver, address, len)?;
+    let host = |kind| Err(Error::HostMemory { address, kind });
+    match info.kind {
+        MemoryKind::Device | MemoryKind::Vmm(_) => {}
+        MemoryKind::Managed => return Err(Error::Managed { address }),
+        MemoryKind::PinnedHost => return host("pinned"),
+        MemoryKind::Pageable => return host("pageable"),
+    }
+    let unknown = kvferry_sys::cuda::Error::UnknownPointer(address);
+    let context = info.context()?.ok_or(unknown)?;
+    let owner = context.device().ordinal();
+    if let Some(named) = device.filter(|named| *named != owner) {
+        return Err(Error::OtherDevice { address, owner, named });
+    }
+    let gpu = Gpu::of(context)?;
+    gpu.note_allocation(info.base, info.len);
+    Ok(DeviceMemory::new(gpu, address, len))
+}

@@ -1,0 +1,56 @@
+//! What the transfers of a batch come after.
+
+#![allow(unsafe_code, reason = "streams and events of other libraries are named by raw handles")]
+
+use crate::edge::Edge;
+use crate::error::Error;
+use crate::gpu::Gpu;
+use kvferry::Batch;
+use kvferry_sys::cuda::{RawEvent, RawStream};
+
+/// Work that a transfer comes after.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// What the stream has at the time of the call. 0 and 1 are the default stream of each GPU of the batch, 2 the calling
+    /// thread's.
+    Stream(RawStream),
+    /// What was before the event's last record.
+    Event(RawEvent),
+    /// Nothing: the caller has waited for what uses the memory.
+    Host,
+}
+
+/// Has transfers of a batch come after this work, if the batch has memory of a GPU; else it stays as it is.
+///
+/// # Errors
+/// [`Error::NoOrder`] if `after` is empty; if a stream or an event is in a graph capture, or the driver refuses. The batch
+/// is unchanged.
+///
+/// # Safety
+/// The streams and events exist and are not destroyed during the call.
+pub unsafe fn order(batch: &mut Batch, after: &[Order]) -> Result<(), Error> {
+    let memories = batch.devices();
+    let devices: Vec<i32> =
+        memories.into_iter().filter_map(Gpu::of_memory).map(|gpu| gpu.device()).collect();
+    let Some(&device) = devices.first() else { return Ok(()) };
+    if after.is_empty() {
+        return Err(Error::NoOrder { device });
+    }
+    let mut edges = Vec::with_capacity(after.len());
+    for order in after {
+        match *order {
+            Order::Host => {}
+            // SAFETY: the caller promised that the event exists.
+            Order::Event(event) => edges.push(unsafe { Edge::after_event(event, device) }?),
+            Order::Stream(stream) => {
+                let of = if stream.is_default() { &devices[..] } else { &devices[..1] };
+                for device in of {
+                    // SAFETY: the caller promised that the stream exists.
+                    edges.push(unsafe { Edge::after_stream(stream, *device) }?);
+                }
+            }
+        }
+    }
+    batch.set_after(Edge::all(edges));
+    Ok(())
+}

@@ -1,0 +1,168 @@
+//! Every byte arrives, whatever the driver can do.
+
+use crate::kit::*;
+use kvferry::{Access, TransportKind};
+use kvferry_testkit::Watchdog;
+use kvferry_testkit::pattern::Pattern;
+
+const KINDS: [TransportKind; 2] = [TransportKind::TCP, TransportKind::LOCAL];
+
+#[test]
+fn scattered_pieces_go_from_gpu_to_gpu_and_back() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    for kind in KINDS {
+        for (count, piece) in [(1, 3), (7, 1), (1000, 64), (300, 4096), (3, 5 << 20)] {
+            let len = 2 * count * piece;
+            let (near, far) = (agent(kind), agent(kind));
+            let peer = peer_of(&near, &far);
+            let (ours, theirs) = (rig.memory(0, len, 1), rig.memory(1, len, 2));
+            let batch = scattered(&register(&near, &ours), &register(&far, &theirs), count, piece);
+            peer.write(&batch, &options()).expect("written");
+            let (sent, left) = (Pattern::new(1).bytes(len), Pattern::new(2).bytes(len));
+            let got = rig.bytes(&theirs, 0, len);
+            for at in (0..count).map(|i| 2 * i * piece) {
+                assert!(got[at..at + piece] == sent[at..at + piece], "{kind}: {count} of {piece}");
+                assert!(got[at + piece..at + 2 * piece] == left[at + piece..at + 2 * piece]);
+            }
+            rig.fake.write(theirs.address(), &left).expect("mapped");
+            peer.read(&batch, &options()).expect("read");
+            let got = rig.bytes(&ours, 0, len);
+            for at in (0..count).map(|i| 2 * i * piece) {
+                assert!(got[at..at + piece] == left[at..at + piece], "{kind}: {count} of {piece}");
+                assert!(got[at + piece..at + 2 * piece] == sent[at + piece..at + 2 * piece]);
+            }
+        }
+    }
+    rig.ends_clean();
+}
+
+#[test]
+fn host_memory_and_memory_of_a_gpu_take_part_in_one_batch() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    for kind in KINDS {
+        let (near, far) = (agent(kind), agent(kind));
+        let len = 3 << 20;
+        let gpu = rig.memory(0, len, 1);
+        let (device, host) = (register(&near, &gpu), near.allocate(len, Access::NONE).expect("it"));
+        host.write_at(0, &Pattern::new(2).bytes(len)).expect("inside");
+        let to = far.allocate(2 * len, Access::WRITE).expect("memory");
+        let (mut batch, remote) = (kvferry::Batch::new(), to.remote());
+        let part = len / 8;
+        for i in 0..8 {
+            let at = (i * part) as u64;
+            batch.push(&device, at, &remote, 2 * at, part as u64).expect("inside");
+            batch.push(&host, at, &remote, 2 * at + part as u64, part as u64).expect("inside");
+        }
+        peer_of(&near, &far).write(&batch, &options()).expect("written");
+        let mut got = vec![0; 2 * len];
+        to.read_at(0, &mut got).expect("inside");
+        let sent = [1, 2].map(|seed| Pattern::new(seed).bytes(len));
+        for (i, got) in got.chunks(part).enumerate() {
+            let at = i / 2 * part;
+            assert!(got == &sent[i % 2][at..at + part], "{kind}: part {i}");
+        }
+    }
+    rig.ends_clean();
+}
+
+#[test]
+fn drivers_of_each_version_copy_the_same_bytes_by_the_calls_that_they_have() {
+    let _bound = Watchdog::new(LIMIT);
+    // A process loads one version.
+    for (version, has_batches) in
+        [("11.4", false), ("12.2", false), ("12.8", true), ("13.0", true), ("13.2", true)]
+    {
+        let output = std::process::Command::new(std::env::current_exe().expect("a program"))
+            .args(["--exact", "bytes::child_of_a_version", "--ignored", "--nocapture"])
+            .env("FAKECUDA", format!("version={version}"))
+            .output()
+            .expect("it starts");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(
+            output.status.success(),
+            "{version}: {text}{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        assert!(text.contains(&format!("batches: {has_batches}")), "{version}: {text}");
+    }
+}
+
+#[test]
+#[ignore = "started by the test of versions"]
+fn child_of_a_version() {
+    let rig = Rig::new(&[]);
+    let (count, piece) = (1000, 512);
+    let len = 2 * count * piece;
+    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+    let gpu = rig.memory(0, len, 1);
+    let to = far.allocate(len, Access::READ_WRITE).expect("memory");
+    let batch = scattered(&register(&near, &gpu), &to, count, piece);
+    let peer = peer_of(&near, &far);
+    peer.write(&batch, &options()).expect("written");
+    rig.fake.write(gpu.address(), &vec![0; len]).expect("mapped");
+    peer.read(&batch, &options()).expect("read");
+    let (got, sent) = (rig.bytes(&gpu, 0, len), Pattern::new(1).bytes(len));
+    for at in (0..count).map(|i| 2 * i * piece) {
+        assert!(got[at..at + piece] == sent[at..at + piece]);
+    }
+    let counters = counters();
+    println!("batches: {}", counters.batch_calls > 0);
+    // 128 pieces a call.
+    assert!(counters.batch_calls == 0 || counters.batch_calls + counters.single_calls <= 2 * 8);
+    drop((near, far, batch, peer, to));
+}
+
+#[test]
+fn neighbours_in_one_allocation_are_one_copy_and_two_allocations_are_two() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[("reuse", "0")]);
+    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+    let len = 64 << 10;
+    let gpu = rig.memory(0, 2 * len, 1);
+    let to = far.allocate(2 * len, Access::WRITE).expect("memory");
+    let regions = [0, len].map(|at| {
+        let half = kvferry_cuda::memory(gpu.address() + at as u64, len as u64, None);
+        near.register_device(half.expect("memory of a GPU"), Access::NONE).expect("a region")
+    });
+    let mut batch = kvferry::Batch::new();
+    for (i, region) in regions.iter().enumerate() {
+        batch.push(region, 0, &to.remote(), (i * len) as u64, len as u64).expect("inside");
+    }
+    peer_of(&near, &far).write(&batch, &options()).expect("written");
+    let after = counters();
+    assert_eq!((after.batches, after.pieces, after.single_calls), (1, 2, 1));
+    let mut got = vec![0; 2 * len];
+    to.read_at(0, &mut got).expect("inside");
+    assert!(got == Pattern::new(1).bytes(2 * len));
+}
+
+#[test]
+fn connecting_and_closing_again_and_again_leaves_nothing_in_the_driver() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    for _ in 0..50 {
+        let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+        let gpu = rig.memory(0, 8192, 1);
+        let to = far.allocate(8192, Access::WRITE).expect("memory");
+        let batch = scattered(&register(&near, &gpu), &to, 4, 1024);
+        peer_of(&near, &far).write(&batch, &options()).expect("written");
+    }
+    rig.ends_clean();
+}
+
+#[test]
+fn an_idle_agent_with_memory_of_a_gpu_calls_no_driver() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+    let gpu = rig.memory(0, 8192, 1);
+    let to = far.allocate(8192, Access::WRITE).expect("memory");
+    let batch = scattered(&register(&near, &gpu), &to, 4, 1024);
+    peer_of(&near, &far).write(&batch, &options()).expect("written");
+    let before = rig.calls();
+    assert!(!before.is_empty());
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    assert_eq!(rig.calls(), before);
+}

@@ -1,0 +1,157 @@
+//! Faults of the driver and the GPU: nothing hangs, nothing is reused too early, others go on.
+
+use crate::kit::*;
+use kvferry::{Access, ErrorKind, Options, TransportKind};
+use kvferry_cuda::{Error, Gpu};
+use kvferry_fakecuda::Fault;
+use kvferry_sys::cuda::DeviceAllocation;
+use kvferry_testkit::pattern::Pattern;
+use kvferry_testkit::{Watchdog, eventually};
+use std::time::Duration;
+
+const KINDS: [TransportKind; 2] = [TransportKind::TCP, TransportKind::LOCAL];
+
+#[test]
+fn a_sticky_error_ends_all_transfers_of_its_gpu_and_no_others() {
+    let _bound = Watchdog::new(LIMIT);
+    for kind in KINDS {
+        let rig = Rig::new(&[]);
+        let (near, far) = (agent(kind), agent(kind));
+        let (lost, well) = (rig.memory(0, 8192, 1), rig.memory(1, 8192, 2));
+        let [lost_region, well_region] = [&lost, &well].map(|it| register(&near, it));
+        let to = far.allocate(8192, Access::READ_WRITE).expect("memory");
+        let peer = peer_of(&near, &far);
+        let batches = [&lost_region, &well_region].map(|it| scattered(it, &to, 4, 1024));
+        batches.iter().for_each(|it| drop(peer.write(it, &options()).expect("written")));
+        rig.fake.fault(Fault::IllegalAddress, 1, 1);
+        let error = peer.write(&batches[0], &options()).expect_err("illegal address");
+        assert!(format!("{error:?}").contains("ILLEGAL_ADDRESS"), "{error:?}");
+        assert_eq!(error.quiesced(), Some(true), "{error}");
+        rig.fake.clear_faults();
+        // What comes later fails at once, and the other GPU goes on.
+        let error = peer.read(&batches[0], &options()).expect_err("it is lost");
+        assert!(format!("{error:?}").contains("restart the process"), "{error:?}");
+        peer.write(&batches[1], &options()).expect("written");
+        let refused = kvferry_cuda::memory(lost.address(), 8192, None);
+        assert!(
+            refused.is_err_and(|error| matches!(
+                error,
+                Error::Lost { device: 0, .. } | Error::Driver(_)
+            ))
+        );
+        near.unregister(&lost_region).expect("nothing copies");
+        near.unregister(&well_region).expect("nothing copies");
+        drop((batches, lost_region, well_region));
+        eventually("no GPU is in use", || Gpu::all().is_empty());
+    }
+}
+
+#[test]
+fn a_batch_call_that_fails_in_the_middle_fails_its_transfer_after_what_it_has_begun() {
+    let _bound = Watchdog::new(LIMIT);
+    for kind in KINDS {
+        let rig = Rig::new(&[]);
+        let (near, far) = (agent(kind), agent(kind));
+        let len = 2 * 300 * 1024;
+        let gpu = rig.memory(0, len, 1);
+        let region = register(&near, &gpu);
+        let to = far.allocate(len, Access::READ_WRITE).expect("memory");
+        let batch = scattered(&region, &to, 300, 1024);
+        let peer = peer_of(&near, &far);
+        for write in [true, false] {
+            rig.fake.fault(Fault::BatchEntry, 1, 1);
+            let outcome = match write {
+                true => peer.write(&batch, &options()).map(drop),
+                false => peer.read(&batch, &options()).map(drop),
+            };
+            let error = outcome.expect_err("an entry fails");
+            assert_eq!(error.quiesced(), Some(true), "{error}");
+            rig.fake.clear_faults();
+            peer.write(&batch, &options()).expect("written");
+        }
+        near.unregister(&region).expect("nothing copies");
+        assert_eq!(rig.fake.findings(), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn a_copy_that_never_ends_leaves_its_memory_in_quarantine_and_its_transfer_ends() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    let [near, far] = [(); 2].map(|()| impatient(TransportKind::TCP, Duration::from_millis(500)));
+    let gpu = rig.memory(0, 8192, 1);
+    let region = register(&near, &gpu);
+    let to = far.allocate(8192, Access::READ_WRITE).expect("memory");
+    let batch = scattered(&region, &to, 4, 1024);
+    let peer = peer_of(&near, &far);
+    peer.write(&batch, &options()).expect("written");
+    rig.fake.fault(Fault::StreamStalls, 1, 1);
+    let brief = Options { timeout: Some(Duration::from_millis(100)), ..Options::default() };
+    let error = peer.write(&batch, &brief).expect_err("the copy never ends");
+    assert_eq!(error.quiesced(), Some(false), "{error}");
+    let refused = near.unregister(&region).expect_err("the GPU may copy");
+    assert_eq!(refused.kind(), ErrorKind::Quarantined);
+    // The stream goes on: nothing is lost for ever.
+    rig.fake.clear_faults();
+    eventually("the copy has ended", || !region.is_quarantined() || counters_are_quiet());
+}
+
+fn counters_are_quiet() -> bool {
+    Gpu::all().is_empty() || counters().leaked == 0
+}
+
+#[test]
+fn memory_that_can_not_be_pinned_is_copied_one_piece_after_the_other() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    rig.fake.fault(Fault::PinOom, 1, u64::MAX / 2);
+    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+    let (count, piece) = (200, 1024);
+    let len = 2 * count * piece;
+    let gpu = rig.memory(0, len, 1);
+    let to = far.allocate(len, Access::READ_WRITE).expect("memory");
+    let batch = scattered(&register(&near, &gpu), &to, count, piece);
+    let peer = peer_of(&near, &far);
+    peer.write(&batch, &options()).expect("written");
+    peer.read(&batch, &options()).expect("read");
+    let (mut got, sent) = (vec![0; len], Pattern::new(1).bytes(len));
+    to.read_at(0, &mut got).expect("inside");
+    assert!(
+        (0..count).map(|i| 2 * i * piece).all(|at| got[at..at + piece] == sent[at..at + piece])
+    );
+    let counters = counters();
+    assert!(counters.unpinned_stages > 0 && counters.pinned_stages == 0, "{counters:?}");
+    assert_eq!(counters.batch_calls, 0);
+    rig.fake.clear_faults();
+}
+
+#[test]
+fn an_agent_that_is_shut_down_while_the_gpu_is_slow_waits_for_its_copies() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[("delay_us", "3000")]);
+    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+    let len = 8 << 20;
+    let gpu = rig.memory(0, len, 1);
+    let region = register(&near, &gpu);
+    let to = far.allocate(len, Access::READ_WRITE).expect("memory");
+    let batch = scattered(&region, &to, 1000, 4096);
+    let peer = peer_of(&near, &far);
+    for write in [true, false] {
+        let running = match write {
+            true => peer.write_async(&batch, &options()),
+            false => peer.read_async(&batch, &options()),
+        };
+        std::thread::sleep(Duration::from_millis(2));
+        running.cancel();
+        let _ = ended(&running);
+    }
+    near.unregister(&region).expect("nothing copies");
+    // A late copy would change what is written now, or be found as a race.
+    rig.fake.write(gpu.address(), &vec![5; len]).expect("mapped");
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(rig.bytes(&gpu, 0, len).iter().all(|byte| *byte == 5));
+    near.shutdown();
+    let memory: &DeviceAllocation = &gpu;
+    assert_eq!(memory.len(), len);
+    assert_eq!(rig.fake.findings(), Vec::<String>::new());
+}

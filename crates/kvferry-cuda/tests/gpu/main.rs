@@ -1,0 +1,10 @@
+//! Memory of GPUs in transfers, on the fake driver.
+
+#![cfg(any(debug_assertions, feature = "testing"))]
+
+mod bytes;
+mod faults;
+mod kit;
+mod order;
+mod refused;
+mod suite;

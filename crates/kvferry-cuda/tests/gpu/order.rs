@@ -1,0 +1,184 @@
+//! Transfers come after the work that they name, and never make a stream wait.
+
+use crate::kit::*;
+use kvferry::{Access, ErrorKind, Options, TransportKind};
+use kvferry_cuda::Edge;
+use kvferry_fakecuda::control::{COMPUTE, FakeKernel};
+use kvferry_sys::cuda::{DeviceAllocation, Event, RawStream, Stream};
+use kvferry_testkit::Watchdog;
+use std::ffi::{c_int, c_void};
+use std::time::Duration;
+
+const LEN: usize = 256 << 10;
+
+/// The memory that the kernels of these tests use.
+fn all(gpu: &DeviceAllocation) -> [(u64, u64); 1] {
+    [(gpu.address(), LEN as u64)]
+}
+
+#[test]
+fn a_write_comes_after_the_kernel_that_computes_its_bytes() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+    let gpu = rig.memory(0, LEN, 1);
+    let region = register(&near, &gpu);
+    let to = far.allocate(LEN, Access::WRITE).expect("memory");
+    let peer = peer_of(&near, &far);
+    let compute = Stream::new(&rig.context(0)).expect("a stream");
+    for fill in 1..=20 {
+        rig.fake.hold(COMPUTE);
+        let kernel = FakeKernel {
+            name: "attention",
+            writes: &all(&gpu),
+            fill,
+            delay_ns: 200_000,
+            ..FakeKernel::default()
+        };
+        rig.launch(&compute, &kernel);
+        let mut batch = whole(&region, &to, LEN);
+        let edge = if fill % 2 == 0 {
+            // SAFETY: the stream exists.
+            unsafe { Edge::after_stream(compute.raw(), 0) }
+        } else {
+            let event = Event::new(&rig.context(0)).expect("an event");
+            event.record(&compute).expect("recorded");
+            // SAFETY: the event exists. It may be destroyed afterwards.
+            unsafe { Edge::after_event(event.raw(), 0) }
+        };
+        batch.set_after(Edge::all([edge.expect("an edge")]));
+        let transfer = peer.write_async(&batch, &options());
+        assert!(transfer.wait(Duration::from_millis(20)).is_none(), "the kernel has not run");
+        rig.fake.release();
+        ended(&transfer).expect("written");
+        let mut got = vec![0; LEN];
+        to.read_at(0, &mut got).expect("inside");
+        assert!(got.iter().all(|byte| *byte == fill), "kernel {fill}");
+    }
+    assert_eq!(rig.fake.findings(), Vec::<String>::new());
+}
+
+#[test]
+fn without_the_edge_the_race_is_found() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+    let gpu = rig.memory(0, LEN, 1);
+    let region = register(&near, &gpu);
+    let to = far.allocate(LEN, Access::WRITE).expect("memory");
+    let compute = Stream::new(&rig.context(0)).expect("a stream");
+    let kernel = FakeKernel {
+        name: "attention",
+        writes: &all(&gpu),
+        fill: 7,
+        delay_ns: 200_000,
+        ..FakeKernel::default()
+    };
+    rig.launch(&compute, &kernel);
+    peer_of(&near, &far).write(&whole(&region, &to, LEN), &options()).expect("written");
+    let findings = rig.fake.findings();
+    assert!(findings.iter().any(|it| it.contains("attention")), "{findings:?}");
+    rig.fake.clear_findings();
+}
+
+#[test]
+fn a_read_comes_after_the_last_reader_of_the_memory_that_it_writes() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+    let gpu = rig.memory(0, LEN, 1);
+    rig.fake.write(gpu.address(), &vec![9; LEN]).expect("mapped");
+    let region = register(&near, &gpu);
+    let from = far.allocate(LEN, Access::READ).expect("memory");
+    from.write_at(0, &vec![4; LEN]).expect("inside");
+    let compute = Stream::new(&rig.context(0)).expect("a stream");
+    let kernel = FakeKernel {
+        name: "reader",
+        reads: &all(&gpu),
+        expect: Some(9),
+        delay_ns: 3_000_000,
+        ..FakeKernel::default()
+    };
+    rig.launch(&compute, &kernel);
+    let mut batch = whole(&region, &from, LEN);
+    // SAFETY: the stream exists.
+    batch.set_after(Edge::all([unsafe { Edge::after_stream(compute.raw(), 0) }.expect("an edge")]));
+    peer_of(&near, &far).read(&batch, &options()).expect("read");
+    assert!(rig.bytes(&gpu, 0, LEN).iter().all(|byte| *byte == 4));
+    assert_eq!(rig.fake.findings(), Vec::<String>::new());
+}
+
+#[test]
+fn an_event_that_never_happens_ends_the_transfer_at_its_deadline_and_holds_up_no_other() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+    let gpu = rig.memory(0, 2 * LEN, 1);
+    let region = register(&near, &gpu);
+    let to = far.allocate(2 * LEN, Access::WRITE).expect("memory");
+    let peer = peer_of(&near, &far);
+    let compute = Stream::new(&rig.context(0)).expect("a stream");
+    rig.fake.hold(COMPUTE);
+    let kernel = FakeKernel { name: "stuck", ..FakeKernel::default() };
+    rig.launch(&compute, &kernel);
+    let event = Event::new(&rig.context(0)).expect("an event");
+    event.record(&compute).expect("recorded");
+    // SAFETY: the event exists.
+    let stuck = unsafe { Edge::after_event(event.raw(), 0) }.expect("an edge");
+    let mut batch = whole(&region, &to, LEN);
+    batch.set_after(Edge::all([stuck]));
+    let brief = Options { timeout: Some(Duration::from_millis(100)), ..Options::default() };
+    let error = peer.write(&batch, &brief).expect_err("it never happens");
+    assert_eq!(error.kind(), ErrorKind::Deadline, "{error}");
+    assert_eq!(error.quiesced(), Some(true), "{error}");
+    // Another one, whose event does happen.
+    let other = Stream::new(&rig.context(0)).expect("a stream");
+    let mut batch = whole(&region, &to, LEN);
+    // SAFETY: the stream exists.
+    batch.set_after(Edge::all([unsafe { Edge::after_stream(other.raw(), 0) }.expect("an edge")]));
+    peer.write(&batch, &options()).expect("written");
+    rig.fake.release();
+    assert_eq!(rig.fake.findings(), Vec::<String>::new());
+}
+
+#[test]
+fn a_stream_in_a_graph_capture_is_refused_and_its_capture_goes_on() {
+    type Begin = unsafe extern "C" fn(*mut c_void, c_int) -> c_int;
+    type End = unsafe extern "C" fn(*mut c_void, *mut *mut c_void) -> c_int;
+    let rig = Rig::new(&[]);
+    let context = rig.context(0);
+    let stream = Stream::new(&context).expect("a stream");
+    let handle = std::ptr::without_provenance_mut::<c_void>(stream.raw().0 as usize);
+    let symbol = |name| rig.fake.symbol(name).expect("the driver has it");
+    let (begin, end) = (symbol("cuStreamBeginCapture_v2"), symbol("cuStreamEndCapture"));
+    let entered = context.enter().expect("current");
+    // SAFETY: the symbols have these signatures.
+    let (begin, end) = unsafe {
+        (
+            std::mem::transmute::<*mut c_void, Begin>(begin),
+            std::mem::transmute::<*mut c_void, End>(end),
+        )
+    };
+    // SAFETY: the stream exists.
+    assert_eq!(unsafe { begin(handle, 0) }, 0);
+    // SAFETY: as above.
+    let refused = unsafe { Edge::after_stream(stream.raw(), 0) }.expect_err("it is in a capture");
+    assert!(refused.to_string().contains("graph capture"), "{refused}");
+    let mut graph = std::ptr::null_mut();
+    // SAFETY: as above.
+    assert_eq!(unsafe { end(handle, &raw mut graph) }, 0, "the capture was not disturbed");
+    assert!(!graph.is_null());
+    drop(entered);
+}
+
+#[test]
+fn a_default_stream_is_ordered_after_and_a_gpu_that_is_not_there_is_refused() {
+    let _rig = Rig::new(&[]);
+    for default in [0, 1, 2].map(RawStream) {
+        // SAFETY: default streams always exist.
+        assert!(unsafe { Edge::after_stream(default, 0) }.is_ok(), "{default:?}");
+        // SAFETY: as above.
+        let missing = unsafe { Edge::after_stream(default, 9) }.expect_err("no such device");
+        assert!(missing.to_string().contains("no CUDA device 9"), "{missing}");
+    }
+}
