@@ -132,6 +132,7 @@ test-wheel: test-build $(VENV)/.test-tools
 	$(call part,packing the wheel for the tests,rm -rf python/kvferry/lib \
 	    && crates/kvferry-capi/package '$(BUILD_DIR)/debug/libkvferry_capi.so' python/kvferry/lib $(VERSION) \
 	    && $(BIN)/python crates/kvferry-python/wheel '$(BUILD_DIR)/debug/lib_kvferry.so' target/test-wheel \
+	    && cp -f '$(BUILD_DIR)/debug/libkvferry_fakecuda.so' target/test-wheel/ \
 	    && $(BIN)/pip install --quiet --force-reinstall --no-deps target/test-wheel/kvferry-*.whl)
 
 # After nextest: shows which tests found nothing to run on, and keeps nextest's exit status.

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 
-def span(buffer: Any) -> tuple[int, int, object]:
-    """The address and length in bytes of an object's memory, and an object that keeps it there."""
+def span(buffer: Any) -> tuple[int, int, object, int | None]:
+    """
+    The address and length in bytes of an object's memory, and an object that keeps it there. The last item is None for
+    memory of the host; for memory of a GPU its number in this process, or -1 if the object does not say it.
+    """
     if hasattr(buffer, "data_ptr") and hasattr(buffer, "element_size"):
         return _tensor(buffer)
+    interface = getattr(buffer, "__cuda_array_interface__", None)
+    if interface is not None:
+        return _cuda_array(buffer, interface)
+    if _dlpack_device(buffer) == _DLPACK_CUDA:
+        return _dlpack(buffer)
     try:
         view = memoryview(buffer)
     except TypeError:
@@ -23,19 +33,81 @@ def span(buffer: Any) -> tuple[int, int, object]:
         raise ValueError("expected a buffer that is not empty")
     # The array holds an export of the buffer, which can neither be freed nor resized meanwhile.
     held = (ctypes.c_char * view.nbytes).from_buffer(view)
-    return ctypes.addressof(held), view.nbytes, held
+    return ctypes.addressof(held), view.nbytes, held, None
 
 
-def _tensor(tensor: Any) -> tuple[int, int, object]:
+def _tensor(tensor: Any) -> tuple[int, int, object, int | None]:
     device = str(getattr(tensor, "device", "cpu"))
-    if device != "cpu":
-        raise TypeError(f"expected a tensor in host memory, not on {device}")
+    kind, _, number = device.partition(":")
+    if kind not in ("cpu", "cuda"):
+        raise TypeError(f"expected a tensor in host memory or on CUDA, not on {device}")
+    gpu = None if kind == "cpu" else int(number or -1)
     if not tensor.is_contiguous():
         raise ValueError("expected a contiguous tensor")
     nbytes = int(tensor.numel()) * int(tensor.element_size())
     if nbytes == 0:
         raise ValueError("expected a tensor that is not empty")
-    return int(tensor.data_ptr()), nbytes, tensor
+    return int(tensor.data_ptr()), nbytes, tensor, gpu
+
+
+def _cuda_array(buffer: object, interface: Any) -> tuple[int, int, object, int | None]:
+    """Memory by the CUDA array interface, version 2 or 3."""
+    shape, (address, readonly) = tuple(interface["shape"]), interface["data"]
+    item = int(interface["typestr"][2:])
+    if readonly:
+        raise TypeError("expected writable memory, not a read-only array")
+    if interface.get("mask") is not None:
+        raise TypeError("expected an array without a mask")
+    _check_contiguous(shape, interface.get("strides"), item)
+    return int(address), math.prod(shape) * item, buffer, -1
+
+
+def _check_contiguous(shape: tuple[int, ...], strides: Sequence[int] | None, item: int) -> None:
+    if math.prod(shape) == 0:
+        raise ValueError("expected an array that is not empty")
+    step = item
+    for length, stride in zip(reversed(shape), reversed(strides or ()), strict=False):
+        if length > 1 and stride != step:
+            raise ValueError("expected a contiguous array in C order")
+        step *= length
+
+
+# Kinds of devices, and the structures, of DLPack.
+_DLPACK_CUDA = 2
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+def _dlpack_device(buffer: Any) -> int | None:
+    asked = getattr(buffer, "__dlpack_device__", None)
+    return None if asked is None else int(asked()[0])
+
+
+def _dlpack(buffer: Any) -> tuple[int, int, object, int | None]:
+    """Memory of an object that exports it by DLPack. The order with its stream is the transfers' matter."""
+    capsule = buffer.__dlpack__(stream=-1)
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    tensor = _DLTensor.from_address(pointer(capsule, b"dltensor"))
+    shape = tuple(tensor.shape[: tensor.ndim])
+    item = tensor.bits * tensor.lanes // 8
+    strides = [step * item for step in tensor.strides[: tensor.ndim]] if tensor.strides else None
+    _check_contiguous(shape, strides, item)
+    # The capsule frees what it has when it is dropped.
+    return int(tensor.data) + tensor.byte_offset, math.prod(shape) * item, (buffer, capsule), tensor.device_id
 
 
 def view(addr: int, nbytes: int, owner: object) -> memoryview:

@@ -68,20 +68,53 @@ class _Array(Protocol):
     def __array_interface__(self) -> dict[str, Any]: ...
 
 class _Tensor(Protocol):
-    """A torch tensor in host memory."""
+    """A torch tensor in host memory, or on CUDA."""
 
     def data_ptr(self) -> int: ...
     def element_size(self) -> int: ...
     def numel(self) -> int: ...
     def is_contiguous(self) -> bool: ...
 
+class _CudaArray(Protocol):
+    """Memory of a GPU, by the CUDA array interface: CuPy, Numba, JAX."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+class _DLPack(Protocol):
+    """Memory that its owner exports by DLPack."""
+
+    def __dlpack__(self, *, stream: Any = ...) -> Any: ...
+    def __dlpack_device__(self) -> tuple[Any, int]: ...
+
+class _TorchStream(Protocol):
+    @property
+    def cuda_stream(self) -> int: ...
+
+class _TorchEvent(Protocol):
+    @property
+    def cuda_event(self) -> int: ...
+
+class _Stream(Protocol):
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+class _CupyStream(Protocol):
+    @property
+    def ptr(self) -> int: ...
+
+# What a transfer of memory of a GPU comes after: the work that a stream has, or an event stands for; "host" if the caller has
+# waited. An integer is the handle of a stream.
+_Order: TypeAlias = _TorchStream | _TorchEvent | _Stream | _CupyStream | int | Literal["host"]
+_After: TypeAlias = _Order | list[_Order] | tuple[_Order, ...]
+# "cuda", "cuda:1", "cpu", a torch.device, or the number of a GPU in this process.
+_Device: TypeAlias = str | int | object
 # Integers of 64 bits without a sign.
 _Sequence: TypeAlias = Sequence[SupportsIndex] | _Array
 _Numbers: TypeAlias = _Sequence | SupportsIndex
 _Notice: TypeAlias = Notification | tuple[str, bytes | str]
 # An object with writable memory, or an address and a length in bytes. Before Python 3.12, NumPy's stubs do not say that
 # its arrays are buffers.
-_Buffer: TypeAlias = Buffer | _Array | _Tensor | tuple[int, int]
+_Buffer: TypeAlias = Buffer | _Array | _Tensor | _CudaArray | _DLPack | tuple[int, int]
 
 @final
 class Agent:
@@ -119,8 +152,12 @@ class Agent:
     def address(self) -> str: ...
     @property
     def config(self) -> dict[str, Any]: ...
-    def register(self, buffer: _Buffer, access: _Access = "rw", *, name: str | None = None) -> Region: ...
-    def register_batch(self, buffers: Sequence[_Buffer], access: _Access = "rw") -> list[Region]: ...
+    def register(
+        self, buffer: _Buffer, access: _Access = "rw", *, name: str | None = None, device: _Device | None = None
+    ) -> Region: ...
+    def register_batch(
+        self, buffers: Sequence[_Buffer], access: _Access = "rw", *, device: _Device | None = None
+    ) -> list[Region]: ...
     def allocate(self, nbytes: int, access: _Access = "rw", *, name: str | None = None) -> Region: ...
     def unregister(self, region: Region) -> None: ...
     def unregister_batch(self, regions: Sequence[Region]) -> None: ...
@@ -242,6 +279,7 @@ class Peer:
         timeout: float | None = None,
         notify: _Notice | None = None,
         streams: int | None = None,
+        after: _After | None = None,
     ) -> TransferStats: ...
     @overload
     def write(
@@ -253,6 +291,7 @@ class Peer:
         timeout: float | None = None,
         notify: _Notice | None = None,
         streams: int | None = None,
+        after: _After | None = None,
     ) -> TransferStats: ...
     @overload
     def read(
@@ -264,6 +303,7 @@ class Peer:
         timeout: float | None = None,
         notify: _Notice | None = None,
         streams: int | None = None,
+        after: _After | None = None,
     ) -> TransferStats: ...
     @overload
     def read(
@@ -275,6 +315,7 @@ class Peer:
         timeout: float | None = None,
         notify: _Notice | None = None,
         streams: int | None = None,
+        after: _After | None = None,
     ) -> TransferStats: ...
     @overload
     def write_async(
@@ -286,6 +327,7 @@ class Peer:
         timeout: float | None = None,
         notify: _Notice | None = None,
         streams: int | None = None,
+        after: _After | None = None,
     ) -> Transfer: ...
     @overload
     def write_async(
@@ -297,6 +339,7 @@ class Peer:
         timeout: float | None = None,
         notify: _Notice | None = None,
         streams: int | None = None,
+        after: _After | None = None,
     ) -> Transfer: ...
     @overload
     def read_async(
@@ -308,6 +351,7 @@ class Peer:
         timeout: float | None = None,
         notify: _Notice | None = None,
         streams: int | None = None,
+        after: _After | None = None,
     ) -> Transfer: ...
     @overload
     def read_async(
@@ -319,6 +363,7 @@ class Peer:
         timeout: float | None = None,
         notify: _Notice | None = None,
         streams: int | None = None,
+        after: _After | None = None,
     ) -> Transfer: ...
     def notify(self, notification: _Notice, *, timeout: float | None = None) -> None: ...
     def disconnect(self) -> None: ...
@@ -369,10 +414,10 @@ class Files:
 
     @property
     def engine(self) -> str | None: ...
-    def write(self, batch: Batch, *, timeout: float | None = None) -> TransferStats: ...
-    def read(self, batch: Batch, *, timeout: float | None = None) -> TransferStats: ...
-    def write_async(self, batch: Batch, *, timeout: float | None = None) -> Transfer: ...
-    def read_async(self, batch: Batch, *, timeout: float | None = None) -> Transfer: ...
+    def write(self, batch: Batch, *, timeout: float | None = None, after: _After | None = None) -> TransferStats: ...
+    def read(self, batch: Batch, *, timeout: float | None = None, after: _After | None = None) -> TransferStats: ...
+    def write_async(self, batch: Batch, *, timeout: float | None = None, after: _After | None = None) -> Transfer: ...
+    def read_async(self, batch: Batch, *, timeout: float | None = None, after: _After | None = None) -> Transfer: ...
 
 # Start, end or None for the end of the prompt, priority, duration in milliseconds.
 _TokenRange: TypeAlias = tuple[int, int | None, int] | tuple[int, int | None, int, int | None]

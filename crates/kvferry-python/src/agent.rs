@@ -3,11 +3,11 @@
 use crate::blocking::{self, seconds};
 use crate::error;
 use crate::files::{self, FileRegion, Files, Opening};
-use crate::memory::{Region, Span, parse_access};
+use crate::memory::{Place, Region, Span, parse_access};
 use crate::notification::Notification;
 use crate::peer::Peer;
 use crate::shared::Shared;
-use kvferry::{Checksum, Config, ErrorKind, Secret, Transports};
+use kvferry::{Access, Checksum, Config, ErrorKind, Secret, Transports};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
@@ -61,6 +61,53 @@ fn parse_secret(obj: &Bound<'_, PyAny>) -> PyResult<Secret> {
         return Err(PyTypeError::new_err("a secret must be bytes or str"));
     };
     secret.ok_or_else(|| error::invalid(obj.py(), "a secret has at least one byte"))
+}
+
+/// Registers memory of the host or of a GPU.
+fn register_span(
+    py: Python<'_>,
+    agent: &kvferry::Agent,
+    span: &Span,
+    access: Access,
+) -> PyResult<kvferry::Region> {
+    let registered = match span.place {
+        // SAFETY: `hold` keeps a Python buffer's memory until the region is unregistered or the
+        // agent is shut down; for a bare address the Python caller promises it.
+        Place::Host => unsafe { agent.register(pointer(span.addr), span.len, access) },
+        Place::Gpu(device) => {
+            let memory = kvferry_cuda::memory(span.addr as u64, span.len as u64, device)
+                .map_err(|e| error::invalid(py, &e.to_string()))?;
+            agent.register_device(memory, access)
+        }
+    };
+    registered.map_err(|e| error::exception(py, &e))
+}
+
+/// Registers all or none.
+fn register_spans(
+    py: Python<'_>,
+    agent: &kvferry::Agent,
+    spans: &[Span],
+    access: Access,
+) -> PyResult<Vec<kvferry::Region>> {
+    if spans.iter().all(|span| span.place == Place::Host) {
+        let ranges: Vec<_> = spans.iter().map(|o| (pointer(o.addr), o.len)).collect();
+        // SAFETY: as for `register_span`.
+        let regions = unsafe { agent.register_batch(&ranges, access) };
+        return regions.map_err(|e| error::exception(py, &e));
+    }
+    let mut regions = Vec::with_capacity(spans.len());
+    for span in spans {
+        match register_span(py, agent, span, access) {
+            Ok(region) => regions.push(region),
+            Err(error) => {
+                // No peer knows them yet.
+                let _ = agent.unregister_batch(&regions);
+                return Err(error);
+            }
+        }
+    }
+    Ok(regions)
 }
 
 #[pymethods]
@@ -166,42 +213,43 @@ impl Agent {
     /// torch tensor on the CPU, …), which the agent holds until the region is unregistered, or a pair
     /// `(address, nbytes)` of memory that the caller keeps valid until then. Peers find the region by
     /// its `name`, if it has one.
-    #[pyo3(signature = (buffer, access = "rw", *, name = None))]
+    ///
+    /// Memory of a GPU is that of a torch tensor on CUDA, of an object with `__cuda_array_interface__` or
+    /// `__dlpack__`, or a pair with `device` "cuda", "cuda:1" or a number. Transfers of it name in `after`
+    /// what they come after.
+    #[pyo3(signature = (buffer, access = "rw", *, name = None, device = None))]
     fn register(
         &self,
         py: Python<'_>,
         buffer: &Bound<'_, PyAny>,
         access: &str,
         name: Option<&str>,
+        device: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Region> {
         let agent = self.0.agent(py)?;
         let access = parse_access(access)?;
-        let span = Span::of(buffer)?;
-        // SAFETY: `hold` keeps a Python buffer's memory until the region is unregistered or the
-        // agent is shut down; for a bare address the Python caller promises it.
-        let region = unsafe { agent.register(pointer(span.addr), span.len, access) }
-            .map_err(|e| error::exception(py, &e))?;
+        let span = Span::of(buffer, Place::of(device)?)?;
+        let region = register_span(py, &agent, &span, access)?;
         if let Some(hold) = span.hold {
             self.0.hold(&region, hold);
         }
         self.name_region(py, region, name)
     }
 
-    /// Registers many buffers at once, all or none.
-    #[pyo3(signature = (buffers, access = "rw"))]
+    /// Registers many buffers at once, all or none. See `register`; all pairs are on one `device`.
+    #[pyo3(signature = (buffers, access = "rw", *, device = None))]
     fn register_batch(
         &self,
         py: Python<'_>,
         buffers: Vec<Bound<'_, PyAny>>,
         access: &str,
+        device: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<Region>> {
         let agent = self.0.agent(py)?;
         let access = parse_access(access)?;
-        let spans = buffers.iter().map(Span::of).collect::<PyResult<Vec<_>>>()?;
-        let ranges: Vec<_> = spans.iter().map(|o| (pointer(o.addr), o.len)).collect();
-        // SAFETY: as for `register`.
-        let regions = unsafe { agent.register_batch(&ranges, access) }
-            .map_err(|e| error::exception(py, &e))?;
+        let place = Place::of(device)?;
+        let spans = buffers.iter().map(|it| Span::of(it, place)).collect::<PyResult<Vec<_>>>()?;
+        let regions = register_spans(py, &agent, &spans, access)?;
         for (region, span) in regions.iter().zip(spans) {
             if let Some(hold) = span.hold {
                 self.0.hold(region, hold);

@@ -4,6 +4,7 @@ use crate::batch::Batch;
 use crate::blocking::{self, seconds};
 use crate::error;
 use crate::memory::RemoteRegion;
+use crate::order::Orders;
 use crate::shared::Shared;
 use crate::transfer::{Transfer, TransferStats};
 use kvferry::{DirectIo, FileOptions, Options};
@@ -152,6 +153,14 @@ pub(crate) struct Files {
     shared: Arc<Shared>,
 }
 
+/// The batch, with the edges of `after`.
+fn ordered(batch: &Bound<'_, Batch>, after: Option<&Bound<'_, PyAny>>) -> PyResult<kvferry::Batch> {
+    let orders = after.map(Orders::read).transpose()?.unwrap_or_default();
+    let mut batch_of_call = batch.try_borrow()?.0.clone();
+    orders.apply(batch.py(), &mut batch_of_call)?;
+    Ok(batch_of_call)
+}
+
 type Call = fn(&kvferry::Files, &kvferry::Batch, &Options<'_>) -> Outcome;
 type Outcome = Result<kvferry::TransferStats, kvferry::Error>;
 
@@ -164,12 +173,13 @@ impl Files {
         &self,
         batch: &Bound<'_, Batch>,
         timeout: Option<f64>,
+        after: Option<&Bound<'_, PyAny>>,
         call: Call,
     ) -> PyResult<TransferStats> {
         let py = batch.py();
         self.shared.agent(py)?;
         let timeout = timeout.map(|timeout| seconds(py, timeout)).transpose()?;
-        let batch = batch.try_borrow()?.0.clone();
+        let batch = ordered(batch, after)?;
         blocking::run(py, |interrupt| {
             let options = Options { timeout, interrupt: Some(interrupt), ..Options::default() };
             call(&self.files, &batch, &options)
@@ -181,12 +191,13 @@ impl Files {
         &self,
         batch: &Bound<'_, Batch>,
         timeout: Option<f64>,
+        after: Option<&Bound<'_, PyAny>>,
         call: fn(&kvferry::Files, &kvferry::Batch, &Options<'_>) -> kvferry::Transfer,
     ) -> PyResult<Transfer> {
         let py = batch.py();
         self.shared.agent(py)?;
         let timeout = timeout.map(|timeout| seconds(py, timeout)).transpose()?;
-        let batch = batch.try_borrow()?.0.clone();
+        let batch = ordered(batch, after)?;
         let options = Options { timeout, ..Options::default() };
         Ok(Transfer::new(py.detach(|| call(&self.files, &batch, &options)), &self.shared))
     }
@@ -203,27 +214,47 @@ impl Files {
     }
 
     /// Writes memory to files (offload) and returns when every reader of the files sees it. `timeout` is
-    /// in seconds; without it the agent's applies.
-    #[pyo3(signature = (batch, *, timeout = None))]
-    fn write(&self, batch: &Bound<'_, Batch>, timeout: Option<f64>) -> PyResult<TransferStats> {
-        self.run(batch, timeout, kvferry::Files::write)
+    /// in seconds; without it the agent's applies. `after` is as for `Peer.write`.
+    #[pyo3(signature = (batch, *, timeout = None, after = None))]
+    fn write(
+        &self,
+        batch: &Bound<'_, Batch>,
+        timeout: Option<f64>,
+        after: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<TransferStats> {
+        self.run(batch, timeout, after, kvferry::Files::write)
     }
 
     /// Reads files into memory (onboard) and returns when it is there.
-    #[pyo3(signature = (batch, *, timeout = None))]
-    fn read(&self, batch: &Bound<'_, Batch>, timeout: Option<f64>) -> PyResult<TransferStats> {
-        self.run(batch, timeout, kvferry::Files::read)
+    #[pyo3(signature = (batch, *, timeout = None, after = None))]
+    fn read(
+        &self,
+        batch: &Bound<'_, Batch>,
+        timeout: Option<f64>,
+        after: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<TransferStats> {
+        self.run(batch, timeout, after, kvferry::Files::read)
     }
 
     /// Starts a write in the background. Errors are its outcome.
-    #[pyo3(signature = (batch, *, timeout = None))]
-    fn write_async(&self, batch: &Bound<'_, Batch>, timeout: Option<f64>) -> PyResult<Transfer> {
-        self.submit(batch, timeout, kvferry::Files::write_async)
+    #[pyo3(signature = (batch, *, timeout = None, after = None))]
+    fn write_async(
+        &self,
+        batch: &Bound<'_, Batch>,
+        timeout: Option<f64>,
+        after: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Transfer> {
+        self.submit(batch, timeout, after, kvferry::Files::write_async)
     }
 
     /// Starts a read in the background. Errors are its outcome.
-    #[pyo3(signature = (batch, *, timeout = None))]
-    fn read_async(&self, batch: &Bound<'_, Batch>, timeout: Option<f64>) -> PyResult<Transfer> {
-        self.submit(batch, timeout, kvferry::Files::read_async)
+    #[pyo3(signature = (batch, *, timeout = None, after = None))]
+    fn read_async(
+        &self,
+        batch: &Bound<'_, Batch>,
+        timeout: Option<f64>,
+        after: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Transfer> {
+        self.submit(batch, timeout, after, kvferry::Files::read_async)
     }
 }

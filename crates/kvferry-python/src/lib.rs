@@ -40,6 +40,7 @@ mod log;
 mod memory;
 mod mooncake;
 mod notification;
+mod order;
 mod peer;
 mod retention;
 mod shared;

@@ -253,19 +253,63 @@ pub(crate) struct Span {
     pub(crate) len: usize,
     /// The object that owns the memory; none for a bare address.
     pub(crate) hold: Option<Py<PyAny>>,
+    pub(crate) place: Place,
+}
+
+/// Owner of memory to be registered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    Host,
+    /// A GPU: the one of this number in this process, or the one that the driver says.
+    Gpu(Option<i32>),
+}
+
+impl Place {
+    /// A number, "cuda", "cuda:1" or "cpu"; None for the host.
+    pub(crate) fn of(device: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+        let Some(device) = device else { return Ok(Self::Host) };
+        if let Ok(number) = device.extract::<i32>() {
+            return Ok(Self::Gpu(Some(number)));
+        }
+        // torch.device, too.
+        let text = device.str()?.to_string();
+        let (kind, number) = match text.split_once(':') {
+            Some((kind, number)) => (kind, Some(number)),
+            None => (text.as_str(), None),
+        };
+        let number = number.map(str::parse::<i32>).transpose();
+        match (kind, number) {
+            ("cuda", Ok(number)) => Ok(Self::Gpu(number)),
+            ("cpu", Ok(_)) => Ok(Self::Host),
+            _ => Err(PyValueError::new_err(format!(
+                "device must be \"cpu\", \"cuda\" or \"cuda:N\", not {text:?}"
+            ))),
+        }
+    }
 }
 
 impl Span {
-    /// A pair `(address, length)`, or an object that exports its memory.
-    pub(crate) fn of(obj: &Bound<'_, PyAny>) -> PyResult<Self> {
+    /// A pair `(address, length)` of memory in `place`, or an object that exports its memory and says where it is.
+    pub(crate) fn of(obj: &Bound<'_, PyAny>, place: Place) -> PyResult<Self> {
         if obj.cast::<PyTuple>().is_ok() {
             let (addr, len) = obj.extract()?;
-            return Ok(Self { addr, len, hold: None });
+            return Ok(Self { addr, len, hold: None, place });
         }
         let py = obj.py();
         let span = py.import(intern!(py, "kvferry._buffers"))?.getattr(intern!(py, "span"))?;
-        let (addr, len, hold) = span.call1((obj,))?.extract()?;
-        Ok(Self { addr, len, hold: Some(hold) })
+        let (addr, len, hold, gpu) = span.call1((obj,))?.extract::<(_, _, _, Option<i32>)>()?;
+        let own = match gpu {
+            None => Place::Host,
+            // The object does not say which.
+            Some(..0) => Place::Gpu(None),
+            Some(number) => Place::Gpu(Some(number)),
+        };
+        let fits =
+            place == Place::Host || place == own || (place == Place::Gpu(None) && gpu.is_some());
+        if !fits {
+            return Err(PyValueError::new_err("the object's memory is not on that device"));
+        }
+        Ok(Self { addr, len, hold: Some(hold), place: own })
     }
 }
 

@@ -5,6 +5,7 @@ use crate::blocking::{self, seconds};
 use crate::error;
 use crate::memory::RemoteRegion;
 use crate::notification::Notice;
+use crate::order::Orders;
 use crate::shared::Shared;
 use crate::transfer::{Transfer, TransferStats};
 use kvferry::Options;
@@ -33,12 +34,13 @@ impl Peer {
     }
 }
 
-/// The keywords of a transfer: `timeout`, `notify`, `streams`.
+/// The keywords of a transfer: `timeout`, `notify`, `streams`, `after`.
 #[derive(Default)]
 struct Settings {
     timeout: Option<Duration>,
     notify: Option<kvferry::Notification>,
     streams: Option<usize>,
+    after: Orders,
 }
 
 impl FromPyObject<'_, '_> for Settings {
@@ -65,6 +67,7 @@ impl FromPyObject<'_, '_> for Settings {
                         return Err(error::invalid(py, "a transfer needs at least one stream"));
                     }
                 }
+                "after" => settings.after = Orders::read(&value)?,
                 unknown => {
                     return Err(PyTypeError::new_err(format!(
                         "unexpected keyword argument {unknown:?}"
@@ -86,12 +89,12 @@ fn argument_error(py: Python<'_>, name: &str, error: PyErr) -> PyErr {
 
 impl Settings {
     fn into_options(self, interrupt: Option<Interrupt<'_>>) -> Options<'_> {
-        let Self { timeout, notify, streams } = self;
+        let Self { timeout, notify, streams, after: _ } = self;
         Options { timeout, notify, interrupt, streams }
     }
 }
 
-/// The two forms of what a transfer moves: a batch, or three lists.
+/// The two forms of what a transfer moves: the caller's batch, or one of three lists or with edges.
 enum Work<'py> {
     Batch(PyRef<'py, Batch>),
     Lists(kvferry::Batch),
@@ -112,6 +115,17 @@ impl<'py> Work<'py> {
                 "a transfer takes a kvferry.Batch, or three lists: local addresses, remote addresses, lengths",
             )),
         }
+    }
+
+    /// Has the transfer come after this work, if it has memory of a GPU. The caller's batch stays as it is.
+    fn order(&mut self, py: Python<'_>, after: &Orders) -> PyResult<()> {
+        if self.batch().devices().is_empty() {
+            return Ok(());
+        }
+        let mut batch = self.batch().clone();
+        after.apply(py, &mut batch)?;
+        *self = Self::Lists(batch);
+        Ok(())
     }
 
     fn batch(&self) -> &kvferry::Batch {
@@ -138,8 +152,10 @@ impl Peer {
         call: fn(&kvferry::Peer, &kvferry::Batch, &Options<'_>) -> Outcome,
     ) -> PyResult<TransferStats> {
         self.shared.agent(py)?;
-        let work = work?;
-        let (peer, batch, settings) = (&self.peer, work.batch(), settings.unwrap_or_default());
+        let mut work = work?;
+        let settings = settings.unwrap_or_default();
+        work.order(py, &settings.after)?;
+        let (peer, batch) = (&self.peer, work.batch());
         blocking::run(py, |interrupt| call(peer, batch, &settings.into_options(Some(interrupt))))
             .map(TransferStats)
     }
@@ -152,8 +168,11 @@ impl Peer {
         call: fn(&kvferry::Peer, &kvferry::Batch, &Options<'_>) -> kvferry::Transfer,
     ) -> PyResult<Transfer> {
         self.shared.agent(py)?;
-        let batch = work?.into_batch();
-        let options = settings.unwrap_or_default().into_options(None);
+        let mut work = work?;
+        let settings = settings.unwrap_or_default();
+        work.order(py, &settings.after)?;
+        let batch = work.into_batch();
+        let options = settings.into_options(None);
         let transfer = py.detach(|| call(&self.peer, &batch, &options));
         Ok(Transfer::new(transfer, &self.shared))
     }
@@ -214,10 +233,12 @@ impl Peer {
     /// Takes a Batch, or three lists: local addresses, addresses in the peer's process, lengths in
     /// bytes (a single length may stand for all). Bare addresses must stay valid during the call.
     /// `timeout` is in seconds; without it the agent's applies. The peer gets `notify` after the
-    /// data. `streams` limits the connections that the transfer uses.
+    /// data. `streams` limits the connections that the transfer uses. `after` says what the transfer comes
+    /// after where local memory is a GPU's: a stream or an event of torch, cupy or cuda.core, a handle of a
+    /// stream, a list of these, or "host" if the caller has waited for what uses the memory.
     #[pyo3(
         signature = (what, remote_addrs = None, nbytes = None, **settings),
-        text_signature = "($self, what, remote_addrs=None, nbytes=None, *, timeout=None, notify=None, streams=None)"
+        text_signature = "($self, what, remote_addrs=None, nbytes=None, *, timeout=None, notify=None, streams=None, after=None)"
     )]
     fn write(
         &self,
@@ -234,7 +255,7 @@ impl Peer {
     /// takes.
     #[pyo3(
         signature = (what, remote_addrs = None, nbytes = None, **settings),
-        text_signature = "($self, what, remote_addrs=None, nbytes=None, *, timeout=None, notify=None, streams=None)"
+        text_signature = "($self, what, remote_addrs=None, nbytes=None, *, timeout=None, notify=None, streams=None, after=None)"
     )]
     fn read(
         &self,
@@ -251,7 +272,7 @@ impl Peer {
     /// addresses must stay valid until then. Takes what `write` takes.
     #[pyo3(
         signature = (what, remote_addrs = None, nbytes = None, **settings),
-        text_signature = "($self, what, remote_addrs=None, nbytes=None, *, timeout=None, notify=None, streams=None)"
+        text_signature = "($self, what, remote_addrs=None, nbytes=None, *, timeout=None, notify=None, streams=None, after=None)"
     )]
     fn write_async(
         &self,
@@ -272,7 +293,7 @@ impl Peer {
     /// Starts a read in the background. See `write_async`.
     #[pyo3(
         signature = (what, remote_addrs = None, nbytes = None, **settings),
-        text_signature = "($self, what, remote_addrs=None, nbytes=None, *, timeout=None, notify=None, streams=None)"
+        text_signature = "($self, what, remote_addrs=None, nbytes=None, *, timeout=None, notify=None, streams=None, after=None)"
     )]
     fn read_async(
         &self,

@@ -13,8 +13,8 @@ from kvferry.nixl._errors import nixlBackendError, nixlInvalidParamError, nixlNo
 
 _log = logger_of("nixl")
 
-_MEMS: Final = {"UCX": ["DRAM"], "POSIX": ["DRAM", "FILE"]}
-# Engines on the CPU call their memory VRAM, too: the agent refuses what is not host memory.
+_MEMS: Final = {"UCX": ["DRAM", "VRAM"], "POSIX": ["DRAM", "FILE"]}
+# Engines on the CPU call their memory VRAM, too.
 _KINDS: Final = {
     nixl_mem_t.DRAM_SEG: ("UCX", "POSIX"),
     nixl_mem_t.VRAM_SEG: ("UCX",),
@@ -83,8 +83,8 @@ class Backends:
         usable = set(names) or set(self.backends)
         if usable.isdisjoint(_KINDS.get(kind, ())):
             raise nixlBackendError(
-                f"no backend takes {kind.name}: kvferry's nixl moves host memory (DRAM), with the backend POSIX also "
-                "files (FILE)"
+                f"no backend takes {kind.name}: kvferry's nixl moves host memory (DRAM) and memory of GPUs (VRAM), with "
+                "the backend POSIX also files (FILE)"
             )
 
 

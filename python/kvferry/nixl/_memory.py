@@ -43,6 +43,11 @@ class Area:
     def end(self) -> int:
         return self.addr + self.length
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is memory of a GPU, which transfers name by region: its address means something to its GPU only."""
+        return self.file is None and self.remote.addr == 0
+
 
 class Areas:
     """Areas that do not overlap, and the one that each descriptor lies in. It does not change."""
@@ -115,9 +120,9 @@ class Local:
             known.uses += 1
             return
         try:
-            region = agent.register((addr, length))
+            region = _registered(agent, kind, addr, length)
         except (kvferry.UnsupportedError, kvferry.InvalidArgumentError) as error:
-            raise nixlBackendError(f"{error}. kvferry's nixl moves host memory only") from error
+            raise nixlBackendError(str(error)) from error
         except kvferry.OverlapError as error:
             raise nixlBackendError(
                 f"{error}. kvferry registers a range twice if both are equal, not if they overlap"
@@ -169,6 +174,20 @@ class Local:
             else:
                 self.memory[area.addr, area.length] = area
         self._areas = None
+
+
+def _registered(agent: kvferry.Agent, kind: nixl_mem_t, addr: int, length: int) -> kvferry.Region:
+    """Memory of the host, or of a GPU. Engines on the CPU call theirs VRAM, too, and need no driver."""
+    try:
+        return agent.register((addr, length))
+    except (kvferry.UnsupportedError, kvferry.InvalidArgumentError) as error:
+        if kind is not nixl_mem_t.VRAM_SEG:
+            raise
+        no_host_memory = error
+    try:
+        return agent.register((addr, length), device="cuda")
+    except kvferry.InvalidArgumentError as error:
+        raise nixlBackendError(f"{no_host_memory}; and no memory of a GPU: {error}") from error
 
 
 def close(agent: kvferry.Agent, area: Area) -> None:

@@ -123,8 +123,8 @@ class Plan:
         self.descriptors = len(here)
         self.batch = kvferry.Batch()
         with as_nixl():
-            if self.is_file:
-                self._to_files(local, other, here, there, lengths, which, whose)
+            if self.is_file or any(area.is_gpu for area in [*self.areas, *self.others]):
+                self._by_region(local, other, here, there, lengths, which, whose)
             elif len(here):
                 self._to_memory(local.areas[which[0]], other.areas[whose[0]], here, there, lengths)
         self.nbytes = self.batch.nbytes
@@ -143,7 +143,7 @@ class Plan:
             columns = (np.ascontiguousarray(column[1:]) for column in (here, there, lengths))
             self.batch.extend(*columns)
 
-    def _to_files(
+    def _by_region(
         self, local: Ranges, other: Ranges, here: Array, there: Array, lengths: Array, which: Array, whose: Array
     ) -> None:
         pair = which.astype(np.int64) * len(other.areas) + whose
@@ -199,12 +199,15 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
 
     def _submit(self, message: bytes) -> kvferry.Transfer:
         plan = self._plan
+        # As NIXL's callers do, this one has waited for what uses the memory: "host".
         if plan.is_file:
             files = self._agent._core().files
-            return files.write_async(plan.batch) if self._write else files.read_async(plan.batch)
+            call = files.write_async if self._write else files.read_async
+            return call(plan.batch, after="host")
         peer = self._agent._peer(plan.remote)
         submit = peer.write_async if self._write else peer.read_async
-        return submit(plan.batch, notify=(NOTIFICATION, message)) if message else submit(plan.batch)
+        notify = (NOTIFICATION, message) if message else None
+        return submit(plan.batch, notify=notify, after="host")
 
     def _check(self) -> str:
         self._agent._must_not_be_forked()

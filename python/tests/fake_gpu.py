@@ -1,0 +1,135 @@
+"""The fake CUDA driver, as a test drives it: memory of GPUs, streams and kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from pathlib import Path
+
+LIBRARY = Path(__file__).parents[2] / "target" / "test-wheel" / "libkvferry_fakecuda.so"
+COMPUTE = 8
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("start", c_uint64), ("len", c_uint64))
+
+
+class _Kernel(ctypes.Structure):
+    _fields_ = (
+        ("name", c_char_p),
+        ("reads", ctypes.POINTER(_Range)),
+        ("read_count", c_size_t),
+        ("writes", ctypes.POINTER(_Range)),
+        ("write_count", c_size_t),
+        ("fill", c_int),
+        ("expect", c_int),
+        ("delay_ns", c_uint64),
+    )
+
+
+class Array:
+    """Memory of a GPU, as CuPy shows its own."""
+
+    def __init__(self, driver: Driver, nbytes: int, device: int = 0) -> None:
+        self._driver, self.nbytes, self.device = driver, nbytes, device
+        address = c_uint64()
+        with driver.current(device):
+            driver.call("cuMemAlloc_v2", byref(address), c_size_t(nbytes))
+        self.address = address.value
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    @property
+    def bytes(self) -> bytes:
+        got = ctypes.create_string_buffer(self.nbytes)
+        self._driver.call("fakecuda_read", c_uint64(self.address), got, c_size_t(self.nbytes))
+        return got.raw
+
+    @bytes.setter
+    def bytes(self, data: bytes) -> None:
+        self._driver.call("fakecuda_write", c_uint64(self.address), data, c_size_t(len(data)))
+
+    def free(self) -> None:
+        with self._driver.current(self.device):
+            self._driver.call("cuMemFree_v2", c_uint64(self.address))
+
+
+class Stream:
+    """A stream, as torch shows its own."""
+
+    def __init__(self, driver: Driver, device: int = 0) -> None:
+        self._driver, self._device = driver, device
+        handle = c_void_p()
+        with driver.current(device):
+            driver.call("cuStreamCreate", byref(handle), c_uint(1))
+        self.cuda_stream = handle.value or 0
+
+    def fill(self, array: Array, byte: int, *, delay: float = 0.001) -> None:
+        """Runs a kernel that fills an array after a delay in seconds."""
+        place = _Range(array.address, array.nbytes)
+        kernel = _Kernel(b"fill", None, 0, ctypes.pointer(place), 1, byte, -1, int(delay * 1e9))
+        with self._driver.current(self._device):
+            self._driver.call("fakecuda_launch", c_size_t(self.cuda_stream), byref(kernel))
+
+
+class Event:
+    """An event, as torch shows its own."""
+
+    def __init__(self, driver: Driver, stream: Stream, device: int = 0) -> None:
+        handle = c_void_p()
+        with driver.current(device):
+            driver.call("cuEventCreate", byref(handle), c_uint(2))
+            driver.call("cuEventRecord", handle, c_void_p(stream.cuda_stream))
+        self.cuda_event = handle.value or 0
+
+
+class _Current:
+    def __init__(self, driver: Driver, device: int) -> None:
+        self._driver, self._device = driver, device
+
+    def __enter__(self) -> None:
+        context = c_void_p()
+        self._driver.call("cuDevicePrimaryCtxRetain", byref(context), c_int(self._device))
+        self._driver.call("cuCtxPushCurrent_v2", context)
+
+    def __exit__(self, *_: object) -> None:
+        self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+
+class Driver:
+    """The fake driver, which kvferry loads as well."""
+
+    def __init__(self) -> None:
+        os.environ["KVFERRY_LIBCUDA"] = str(LIBRARY)
+        self._library = ctypes.CDLL(str(LIBRARY), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        self.call("cuInit", c_uint(0))
+
+    def call(self, name: str, *args: object) -> None:
+        code = self._library[name](*args)
+        assert code == 0, f"{name} returned {code}"
+
+    def current(self, device: int) -> _Current:
+        return _Current(self, device)
+
+    def set(self, key: str, value: str) -> None:
+        self.call("fakecuda_set", key.encode(), value.encode())
+
+    def hold(self, engines: int) -> None:
+        self.call("fakecuda_hold", c_uint(engines))
+
+    def counter(self, name: str) -> int:
+        value = c_uint64()
+        self.call("fakecuda_counter", name.encode(), byref(value))
+        return value.value
+
+    def findings(self) -> str:
+        needed = c_size_t()
+        text = ctypes.create_string_buffer(1 << 16)
+        self.call("fakecuda_findings", text, c_size_t(len(text)), byref(needed))
+        return text.value.decode()
+
+    def clear_findings(self) -> None:
+        self.call("fakecuda_clear_findings")

@@ -1,0 +1,174 @@
+"""Memory of GPUs, on the fake driver: registered, ordered, and copied."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import kvferry
+import pytest
+from fake_gpu import COMPUTE, LIBRARY, Array, Driver, Event, Stream
+
+NBYTES = 1 << 18
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Driver:
+    assert LIBRARY.exists(), f"{LIBRARY} is missing: make test-wheel"
+    return Driver()
+
+
+@pytest.fixture
+def driver(loaded: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    # The first use of the driver by kvferry looks there.
+    monkeypatch.setenv("KVFERRY_LIBCUDA", str(LIBRARY))
+    yield loaded
+    loaded.hold(0)
+    assert loaded.findings() == ""
+
+
+@pytest.fixture
+def far() -> Iterator[kvferry.Agent]:
+    with kvferry.Agent("far", listen="127.0.0.1:0") as far:
+        yield far
+
+
+def test_a_write_and_a_read_of_gpu_memory_move_its_bytes(
+    driver: Driver, agent: kvferry.Agent, far: kvferry.Agent
+) -> None:
+    array, host = Array(driver, NBYTES), bytearray(NBYTES)
+    array.bytes = bytes(range(256)) * (NBYTES // 256)
+    region, remote = agent.register(array), far.register(host)
+    batch = kvferry.Batch()
+    batch.push(region, 0, remote.remote(), 0, NBYTES)
+    peer = agent.peer(far.address)
+    peer.write(batch, after="host")
+    assert host == array.bytes
+    host[:] = bytes(NBYTES)
+    peer.read(batch, after="host")
+    assert array.bytes == bytes(NBYTES)
+    agent.unregister(region)
+    array.free()
+
+
+@pytest.mark.parametrize("kind", ["stream", "event", "handle", "list"])
+def test_a_write_comes_after_what_it_names(
+    driver: Driver, agent: kvferry.Agent, far: kvferry.Agent, kind: str
+) -> None:
+    array, host, stream = Array(driver, NBYTES), bytearray(NBYTES), Stream(driver)
+    region, remote = agent.register(array), far.register(host)
+    batch = kvferry.Batch()
+    batch.push(region, 0, remote.remote(), 0, NBYTES)
+    driver.hold(COMPUTE)
+    stream.fill(array, 7)
+    after: Any = {
+        "stream": stream,
+        "event": Event(driver, stream),
+        "handle": stream.cuda_stream,
+        "list": [stream, "host", Event(driver, stream)],
+    }[kind]
+    transfer = agent.peer(far.address).write_async(batch, after=after)
+    with pytest.raises(TimeoutError):
+        transfer.result(timeout=0.02)
+    driver.hold(0)
+    transfer.result(timeout=30)
+    assert host == bytes([7]) * NBYTES
+
+
+def test_without_an_order_a_transfer_of_gpu_memory_is_refused(
+    driver: Driver, agent: kvferry.Agent, far: kvferry.Agent
+) -> None:
+    region, remote = agent.register(Array(driver, NBYTES)), far.register(bytearray(NBYTES))
+    batch = kvferry.Batch()
+    batch.push(region, 0, remote.remote(), 0, NBYTES)
+    peer = agent.peer(far.address)
+    for call in (peer.write, peer.read, peer.write_async, peer.read_async):
+        with pytest.raises(kvferry.InvalidArgumentError, match="say what the transfer comes after"):
+            call(batch)
+    for wrong in ("now", 1.5, [object()]):
+        with pytest.raises(TypeError, match="after must be a stream"):
+            peer.write(batch, after=wrong)  # type: ignore[arg-type]
+    # Memory of the host needs none, and takes one.
+    batch = kvferry.Batch()
+    batch.push(agent.register(bytearray(8)), 0, remote.remote(), 0, 8)
+    peer.write(batch)
+    peer.write(batch, after="host")
+
+
+def test_what_is_no_gpu_memory_is_refused(driver: Driver, agent: kvferry.Agent) -> None:
+    host = bytearray(8192)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(host))
+    with pytest.raises(kvferry.InvalidArgumentError, match="register it as host memory"):
+        agent.register((address, 8192), device="cuda")
+    array = Array(driver, NBYTES, device=1)
+    assert agent.register((array.address, NBYTES), device="cuda:1").nbytes == NBYTES
+    with pytest.raises(kvferry.InvalidArgumentError, match="not of GPU 0"):
+        agent.register((array.address, 16), device=0)
+    with pytest.raises(kvferry.InvalidArgumentError, match="not within the allocation"):
+        agent.register((array.address, NBYTES + 1), device="cuda")
+    with pytest.raises(ValueError, match="device must be"):
+        agent.register((array.address, 16), device="tpu")
+    with pytest.raises(ValueError, match="not on that device"):
+        agent.register(host, device="cuda")
+
+
+class Strided(Array):
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {**super().__cuda_array_interface__, "shape": (16, 8), "strides": (16, 1)}
+
+
+class ReadOnly(Array):
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {**super().__cuda_array_interface__, "data": (self.address, True)}
+
+
+def test_arrays_that_are_not_contiguous_or_read_only_are_refused(driver: Driver, agent: kvferry.Agent) -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        agent.register(Strided(driver, NBYTES))
+    with pytest.raises(TypeError, match="read-only"):
+        agent.register(ReadOnly(driver, NBYTES))
+
+
+def test_many_arrays_are_registered_all_or_none(driver: Driver, agent: kvferry.Agent) -> None:
+    arrays = [Array(driver, 4096) for _ in range(4)]
+    assert [region.nbytes for region in agent.register_batch([*arrays, bytearray(64)])] == [4096] * 4 + [64]
+    known = len(agent.regions())
+    with pytest.raises(kvferry.InvalidArgumentError):
+        agent.register_batch([arrays[0], (arrays[1].address, 1 << 20)], device="cuda")
+    assert len(agent.regions()) == known
+
+
+def test_nixl_moves_vram_between_agents(driver: Driver) -> None:
+    from kvferry.nixl import nixl_agent, nixl_agent_config
+    from nixl_kit import run
+
+    block, blocks = 4096, 16
+    here, there = (nixl_agent(name, nixl_agent_config()) for name in ("here", "there"))
+    mine, theirs = Array(driver, block * blocks), Array(driver, block * blocks, device=1)
+    mine.bytes = b"".join(bytes([at + 1]) * block for at in range(blocks))
+    theirs.bytes = bytes(block * blocks)
+    for agent, array in ((here, mine), (there, theirs)):
+        agent.register_memory([(array.address, array.nbytes, array.device, "")], "VRAM")
+    name = here.add_remote_agent(there.get_agent_metadata())
+    rows = [[(array.address + at * block, block, array.device) for at in range(blocks)] for array in (mine, theirs)]
+    local, remote = here.prep_xfer_dlist("", rows[0], "VRAM"), here.prep_xfer_dlist(name, rows[1], "VRAM")
+    handle = here.make_prepped_xfer("WRITE", local, [0, 1, 5], remote, [3, 4, 0], b"done")
+    assert run(here, handle) == "DONE"
+    got = [theirs.bytes[at * block] for at in range(blocks)]
+    assert got == [6, 0, 0, 1, 2] + [0] * 11
+    assert there.get_new_notifs() == {"here": [b"done"]}
+    handle = here.make_prepped_xfer("READ", local, [15], remote, [1])
+    assert run(here, handle) == "DONE"
+    assert mine.bytes[15 * block :] == bytes(block)
+    # Memory of the host on one side.
+    host = bytearray(block)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(host))
+    here.register_memory([(address, block, 0, "")], "DRAM")
+    local = here.prep_xfer_dlist("", [(address, block, 0)], "DRAM")
+    assert run(here, here.make_prepped_xfer("READ", local, [0], remote, [4])) == "DONE"
+    assert host == bytes([2]) * block
+    here.shutdown()
+    there.shutdown()
