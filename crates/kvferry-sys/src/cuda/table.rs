@@ -63,35 +63,38 @@ impl<'a> Resolver<'a> {
     }
 
     /// The function `name` with the signature of the CUDA version `version`, whose exported name is
-    /// `exported_as`.
+    /// `exported_as`. `None` if the driver is older. The driver's own search has the last word, as for other
+    /// libraries; exported names serve where there is no search.
     ///
     /// # Safety
     /// `F` is a pointer to a function with that signature.
     unsafe fn function<F: Copy>(&self, name: &str, version: c_int, exported_as: &str) -> Option<F> {
         const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-        // SAFETY: a function pointer has the size of the address, and the caller promised its type.
-        let found = self.find(name, version).map(|at| unsafe { std::mem::transmute_copy(&at) });
-        // SAFETY: as above: the exported name stands for the same signature.
-        found.or_else(|| unsafe { exported(self.library, exported_as) })
-    }
-
-    fn find(&self, name: &str, version: c_int) -> Option<*mut c_void> {
         // An older driver could only answer with an older signature.
         if self.version < version {
             return None;
         }
+        if self.find_v2.is_none() && self.find_v1.is_none() {
+            // SAFETY: the exported name stands for the signature that the caller promised.
+            return unsafe { exported(self.library, exported_as) };
+        }
+        let at = self.find(name, version)?;
+        // SAFETY: a function pointer has the size of the address, and the caller promised its type.
+        Some(unsafe { std::mem::transmute_copy(&at) })
+    }
+
+    fn find(&self, name: &str, version: c_int) -> Option<*mut c_void> {
         let name = CString::new(name).ok()?;
         let mut at = std::ptr::null_mut();
         let flags = CU_GET_PROC_ADDRESS_LEGACY_STREAM;
-        let code = match (self.find_v2, self.find_v1) {
-            (Some(find), _) => {
+        let code = match self.find_v2 {
+            Some(find) => {
                 let mut status = 0;
                 // SAFETY: the name ends in a zero byte; the results are written to local variables.
                 unsafe { find(name.as_ptr(), &raw mut at, version, flags, &raw mut status) }
             }
             // SAFETY: as above.
-            (None, Some(find)) => unsafe { find(name.as_ptr(), &raw mut at, version, flags) },
-            (None, None) => return None,
+            None => unsafe { self.find_v1?(name.as_ptr(), &raw mut at, version, flags) },
         };
         (code == CUDA_SUCCESS && !at.is_null()).then_some(at)
     }

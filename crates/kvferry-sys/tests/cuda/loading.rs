@@ -182,12 +182,19 @@ fn functions_are_requested_with_the_version_of_their_signature() {
 #[test]
 fn a_driver_is_not_asked_for_a_later_version_than_its_own() {
     let test = "loading::a_driver_is_not_asked_for_a_later_version_than_its_own";
-    let macros = &["VERSION=12080", "WITHOUT_BATCH_V2", "HIDDEN_BATCH"];
+    let macros = &["VERSION=12080", "HIDDEN_BATCH"];
     with_stub(test, &Stub { macros, ..Stub::default() }, || {
         assert_eq!(driver().batch_call(), Some(BatchCall::V1));
         let batch = ["cuGetProcAddress_v2 cuMemcpyBatchAsync 12080 1"];
         assert_eq!(requested(&stub().calls(), "cuMemcpyBatchAsync"), batch);
     });
+}
+
+#[test]
+fn a_function_that_the_search_does_not_find_is_absent_even_if_it_is_exported() {
+    let test = "loading::a_function_that_the_search_does_not_find_is_absent_even_if_it_is_exported";
+    let stub_of = Stub { macros: &["VERSION=13000", "DENIED_BATCH"], ..Stub::default() };
+    with_stub(test, &stub_of, || assert_eq!(driver().batch_call(), None));
 }
 
 #[test]
@@ -206,7 +213,7 @@ fn the_oldest_drivers_have_the_first_form_of_the_search_and_no_batches() {
 
 #[test]
 fn exported_names_serve_where_there_is_no_search() {
-    let stub_of = Stub { macros: &["WITHOUT_FIND"], ..Stub::default() };
+    let stub_of = Stub { macros: &["VERSION=13000", "WITHOUT_FIND"], ..Stub::default() };
     with_stub("loading::exported_names_serve_where_there_is_no_search", &stub_of, || {
         assert_eq!(driver().batch_call(), Some(BatchCall::V2));
         assert!(Event::new(&context()).is_ok());

@@ -1,7 +1,8 @@
 // A CUDA driver that does nothing and records every call, for the tests beside this file.
 //
 // Macros: VERSION, the CUDA version; WITHOUT_BATCH, WITHOUT_BATCH_V2, WITHOUT_LAUNCH_HOST_FUNC, WITHOUT_EVENTS,
-// WITHOUT_FIND, absent functions; HIDDEN_BATCH, batch calls that only cuGetProcAddress finds.
+// WITHOUT_FIND, absent functions; HIDDEN_BATCH, batch calls that only cuGetProcAddress finds; DENIED_BATCH, batch
+// calls that it does not find.
 // STUB_FAIL in the environment is a list such as "cuInit=100,cuMemcpyAsync=700"; a test may replace it.
 
 #define _GNU_SOURCE
@@ -236,7 +237,7 @@ CUresult cuIpcCloseMemHandle(Address at) { CALL("cuIpcCloseMemHandle", " %lx", a
 static void *find(const char *name, int version) {
     if (version > VERSION) return NULL;
     if (!strcmp(name, "cuMemcpyBatchAsync")) {
-#if defined(WITHOUT_BATCH)
+#if defined(WITHOUT_BATCH) || defined(DENIED_BATCH)
         return NULL;
 #elif defined(WITHOUT_BATCH_V2)
         return (void *)cuMemcpyBatchAsync;
