@@ -256,10 +256,6 @@ DONE:
 #[test]
 fn a_kernel_from_ptx_runs_and_nonsense_is_refused_with_the_compilers_words() {
     let Some(context) = device("kernels") else { return };
-    if std::env::var_os("KVFERRY_LIBCUDA").is_some() {
-        println!("SKIPPED: kernels: a library in place of the driver's knows its own kernels only");
-        return;
-    }
     let module = Module::load_ptx(&context, PTX).expect("it compiles");
     let function = module.function("add_one").expect("it is there");
     assert_eq!(module.function("no_such").expect_err("there is none").code(), Some(500));
