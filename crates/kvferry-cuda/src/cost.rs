@@ -54,14 +54,15 @@ impl Curve {
 
     /// Nanoseconds for an entry of so many bytes.
     pub fn at(&self, bytes: u64) -> f64 {
-        let bytes = bytes.max(1 << FIRST);
-        let octave = bytes.ilog2() as usize;
-        if octave >= LAST {
-            return self.0[Self::POINTS - 1] * (bytes as f64 / (1u64 << LAST) as f64);
-        }
-        let (low, high) = (self.0[octave - FIRST], self.0[octave - FIRST + 1]);
-        let within = bytes - (1 << octave);
-        low + (high - low) * (within as f64 / (1u64 << octave) as f64)
+        self.at_place(Place::of(bytes))
+    }
+
+    /// Nanoseconds for an entry whose bytes are at this place.
+    pub(crate) fn at_place(&self, place: Place) -> f64 {
+        let low = self.0[place.point];
+        // Beyond the last point, the curve rises as if from zero.
+        let rise = self.0.get(place.point + 1).map_or(low, |high| high - low);
+        low + rise * place.fraction
     }
 
     /// Nanoseconds that each further byte takes in an entry of many megabytes.
@@ -72,6 +73,25 @@ impl Curve {
     pub(crate) fn is_valid(&self) -> bool {
         let is_time = |ns: &f64| (0.0..=NS_MAX).contains(ns);
         self.0.iter().all(is_time) && self.0.is_sorted()
+    }
+}
+
+/// Where a number of bytes is among the points of a curve.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    /// The last point that is not above it.
+    point: usize,
+    /// How far it is to the next point: 0 to 1, and beyond the last point, to the next powers of two.
+    fraction: f64,
+}
+
+impl Place {
+    pub(crate) fn of(bytes: u64) -> Self {
+        let bytes = bytes.max(1 << FIRST);
+        let octave = (bytes.ilog2() as usize).min(LAST);
+        // A division by a power of two, by its exponent: this is done for each job.
+        let scale = f64::from_bits((1023 - octave as u64) << 52);
+        Self { point: octave - FIRST, fraction: (bytes - (1 << octave)) as f64 * scale }
     }
 }
 

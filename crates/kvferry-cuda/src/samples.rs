@@ -14,7 +14,7 @@ pub const BYTES_MAX: u64 = 4 << 20;
 /// Entries of one size that are copied by one method, from scattered to contiguous memory or back.
 ///
 /// A batch is given in calls of [`Calibration::batch_entries`](crate::Calibration::batch_entries). The jobs of a kernel
-/// are those that [`plan`](crate::plan) makes of the entries.
+/// are those that [`plan`](crate::plan()) makes of the entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Point {
     /// The method.

@@ -4,7 +4,7 @@ use super::gather::{self, Tally};
 use super::select::{Select, Selection};
 use crate::calibration::Calibration;
 use crate::capabilities::{Capabilities, KernelLimits, LINE, Staging};
-use crate::cost::Cost;
+use crate::cost::{Cost, Place};
 use crate::job::{Direction, Job};
 
 /// Copies that single calls make, at most, where there is a batch call.
@@ -16,6 +16,7 @@ pub(super) struct Model<'a> {
     pub(super) batch: Option<&'a Cost>,
     pub(super) batch_entries: usize,
     pub(super) outstanding_max: usize,
+    limits: Option<KernelLimits>,
     kernel: Option<(&'a Cost, KernelLimits)>,
     gather: Option<Parts<'a>>,
 }
@@ -46,6 +47,7 @@ impl<'a> Model<'a> {
             batch: costs.batch.as_ref().filter(|_| capabilities.batch),
             batch_entries: calibration.batch_entries as usize,
             outstanding_max: capabilities.outstanding_max as usize,
+            limits,
             kernel: costs.kernel.as_ref().zip(limits),
             gather,
         }
@@ -102,19 +104,17 @@ pub(super) struct Item {
 
 impl Item {
     fn new(model: &Model<'_>, job: &Job) -> Self {
-        let copy_ns = model.copy.single(job.len);
-        let batch_ns = model.batch.map_or(copy_ns, |batch| batch.entry.at(job.len));
-        let limits = model.kernel.map(|(_, limits)| limits);
-        let limits = limits.or(model.gather.map(|parts| parts.limits));
-        let limits = limits.filter(|limits| limits.takes(job.len));
-        let slowdown = job.unit().slowdown();
-        let by = |cost: Option<&Cost>| match cost {
-            Some(cost) if limits.is_some() => cost.entry.at(job.len) * slowdown,
-            _ => f64::INFINITY,
-        };
-        let kernel_ns = by(model.kernel.map(|(cost, _)| cost));
-        let gather_ns = by(model.gather.map(|parts| parts.cost));
-        let slices = limits.map_or(0, |limits| limits.slices(job.dst, job.len));
+        let place = Place::of(job.len);
+        let copy_ns = model.copy.call_ns + model.copy.entry.at_place(place);
+        let batch_ns = model.batch.map_or(copy_ns, |batch| batch.entry.at_place(place));
+        let (mut kernel_ns, mut gather_ns, mut slices) = (f64::INFINITY, f64::INFINITY, 0);
+        if let Some(limits) = model.limits.filter(|limits| limits.takes(job.len)) {
+            let slowdown = job.unit().slowdown();
+            let by = |cost: &Cost| cost.entry.at_place(place) * slowdown;
+            kernel_ns = model.kernel.map_or(kernel_ns, |(cost, _)| by(cost));
+            gather_ns = model.gather.map_or(gather_ns, |parts| by(parts.cost));
+            slices = limits.slices(job.dst, job.len);
+        }
         Self { copy_ns, batch_ns, kernel_ns, gather_ns, slices }
     }
 }
@@ -148,8 +148,6 @@ impl Chooser {
     /// Chooses, and returns the nanoseconds that the choice takes.
     pub(super) fn choose(&mut self, model: &Model<'_>, jobs: &[Job]) -> f64 {
         self.weigh(model, jobs);
-        self.engine = Engine::default();
-        self.items.iter().for_each(|item| self.engine.add(item));
         self.rest = Rest::None;
         self.is_engine.clear();
         self.is_engine.resize(jobs.len(), true);
@@ -163,8 +161,10 @@ impl Chooser {
         best
     }
 
+    /// Sets what each copy takes, and what the engine takes for all.
     fn weigh(&mut self, model: &Model<'_>, jobs: &[Job]) {
         self.items.clear();
+        let mut engine = Engine::default();
         let mut last: Option<(Job, Item)> = None;
         for job in jobs {
             let item = match last {
@@ -172,8 +172,10 @@ impl Chooser {
                 _ => Item::new(model, job),
             };
             last = Some((*job, item));
+            engine.add(&item);
             self.items.push(item);
         }
+        self.engine = engine;
     }
 
     /// Tries the kernel with the copy engine beside it: for the few copies for which single calls save most, and for all
@@ -237,7 +239,7 @@ impl Chooser {
     /// Tries selections of copies to gather. One that needs several windows is also tried without the last.
     fn try_gather(&mut self, model: &Model<'_>, parts: Parts<'_>, jobs: &[Job], best: f64) -> f64 {
         let amortised = model.batch_call_ns() / model.batch_entries as f64;
-        let is_clear = self.selection.weigh(model.copy, &self.items, jobs);
+        let is_clear = self.selection.weigh(model.copy, &self.items, jobs, amortised);
         let (mut found, mut tried) = (best, usize::MAX);
         for select in [Select::All, Select::BesideBatches(amortised), Select::BesideFew] {
             let gathered = self.selection.select(&self.items, select);

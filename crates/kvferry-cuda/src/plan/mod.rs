@@ -65,8 +65,8 @@ impl Plan {
 /// Plans batches. Its memory, and that of the plan, is used again: it allocates only for more jobs than any before.
 #[derive(Debug, Default)]
 pub struct Planner {
-    /// Destinations and indexes of the jobs.
-    order: Vec<(u64, u32)>,
+    /// Indexes of the jobs by their destinations, in the lower bits of numbers whose higher bits are the destinations.
+    order: Vec<u64>,
     /// Merged copies, by their destinations.
     merged: Vec<Job>,
     chooser: Chooser,
@@ -95,8 +95,8 @@ impl Planner {
         if let Some(what) = capabilities.fault() {
             return Err(PlanError::Limits { what });
         }
-        self.sort(jobs)?;
-        self.merge(jobs, capabilities.merges)?;
+        let index_bits = self.sort(jobs)?;
+        self.merge(jobs, index_bits, capabilities.merges)?;
         if self.merged.is_empty() {
             return Ok(());
         }
@@ -106,12 +106,12 @@ impl Planner {
         Ok(())
     }
 
-    /// Brings the jobs in the order of their destinations.
-    fn sort(&mut self, jobs: &[Job]) -> Result<(), PlanError> {
+    /// Brings the jobs in the order of their destinations. Returns the bits of an element of `order` that are the index.
+    fn sort(&mut self, jobs: &[Job]) -> Result<u64, PlanError> {
         if jobs.len() > JOBS_MAX {
             return Err(PlanError::TooManyJobs { count: jobs.len() });
         }
-        self.order.clear();
+        let (mut low, mut high) = (u64::MAX, 0);
         for (index, job) in jobs.iter().enumerate() {
             if job.len == 0 {
                 return Err(PlanError::ZeroLength { index });
@@ -119,25 +119,36 @@ impl Planner {
             if job.src.checked_add(job.len).is_none() || job.dst.checked_add(job.len).is_none() {
                 return Err(PlanError::Wraps { index });
             }
-            self.order.push((job.dst, u32::try_from(index).expect("below the limit")));
+            (low, high) = (low.min(job.dst), high.max(job.dst));
         }
-        self.order.sort_unstable();
-        Ok(())
+        self.order.clear();
+        // Destinations and indexes mostly fit into one number, which is sorted in half the time.
+        let bits = jobs.len().next_power_of_two().ilog2();
+        if high.saturating_sub(low) >> (u64::BITS - 1 - bits) == 0 {
+            let key = |(index, job): (usize, &Job)| (job.dst - low) << bits | index as u64;
+            self.order.extend(jobs.iter().enumerate().map(key));
+            self.order.sort_unstable();
+            return Ok((1 << bits) - 1);
+        }
+        self.order.extend(0..jobs.len() as u64);
+        self.order.sort_unstable_by_key(|index| jobs[*index as usize].dst);
+        Ok(u64::MAX)
     }
 
-    fn merge(&mut self, jobs: &[Job], merges: bool) -> Result<(), PlanError> {
+    fn merge(&mut self, jobs: &[Job], index_bits: u64, merges: bool) -> Result<(), PlanError> {
         self.merged.clear();
-        let mut before: Option<usize> = None;
-        for &(_, index) in &self.order {
-            let index = index as usize;
+        let mut before = 0;
+        for element in &self.order {
+            let index = (element & index_bits) as usize;
             let job = jobs[index];
-            match (self.merged.last_mut(), before.replace(index)) {
-                (Some(last), Some(first)) if last.dst + last.len > job.dst => {
-                    return Err(PlanError::Overlap { first, second: index });
+            match self.merged.last_mut() {
+                Some(last) if last.dst + last.len > job.dst => {
+                    return Err(PlanError::Overlap { first: before, second: index });
                 }
-                (Some(last), _) if merges && last.is_before(&job) => last.len += job.len,
+                Some(last) if merges && last.is_before(&job) => last.len += job.len,
                 _ => self.merged.push(job),
             }
+            before = index;
         }
         Ok(())
     }

@@ -37,13 +37,14 @@ pub(super) struct Selection {
 #[derive(Clone, Copy, Debug)]
 struct Term {
     gather_ns: f64,
-    /// Whether it continues the run of the copy before.
-    follows: bool,
+    /// Nanoseconds of the copy that begins if the one before is gathered: none if it continues that one's run.
+    join_ns: f64,
 }
 
 impl Selection {
-    /// Prepares selections. True if gathering any copy is better than a batch's entry for it.
-    pub(super) fn weigh(&mut self, copy: &Cost, items: &[Item], jobs: &[Job]) -> bool {
+    /// Prepares selections. True if gathering is better for each copy, even where an entry of a batch costs only `price`
+    /// more, its part of the call.
+    pub(super) fn weigh(&mut self, copy: &Cost, items: &[Item], jobs: &[Job], price: f64) -> bool {
         self.run_ns = copy.single(1);
         let byte_ns = copy.entry.slope();
         self.terms.clear();
@@ -51,9 +52,9 @@ impl Selection {
         for (item, job) in items.iter().zip(jobs) {
             let gather_ns = item.gather_ns + byte_ns * job.len as f64;
             let follows = end.replace(job.dst + job.len).is_none_or(|end| end == job.dst);
-            let alone = if follows { gather_ns } else { gather_ns + self.run_ns };
-            is_clear &= alone < item.batch_ns.min(item.copy_ns);
-            self.terms.push(Term { gather_ns, follows });
+            let join_ns = if follows { 0.0 } else { self.run_ns };
+            is_clear &= gather_ns + join_ns < least(item.batch_ns + price, item.copy_ns);
+            self.terms.push(Term { gather_ns, join_ns });
         }
         is_clear
     }
@@ -88,16 +89,15 @@ impl Selection {
     }
 
     fn beside_batches(&mut self, items: &[Item], price: f64) -> usize {
-        let run_ns = self.run_ns;
         self.before.clear();
         let (mut engine, mut gather) = (0.0, f64::INFINITY);
-        for (item, term) in items.iter().zip(&self.terms) {
-            let joined = if term.follows { gather } else { gather + run_ns };
-            let begun = engine + run_ns;
-            self.before.push((u8::from(gather < engine), u8::from(joined < begun)));
-            engine = engine.min(gather) + item.batch_ns + price;
-            gather = joined.min(begun) + term.gather_ns;
-        }
+        self.before.extend(items.iter().zip(&self.terms).map(|(item, term)| {
+            let (joined, begun) = (gather + term.join_ns, engine + self.run_ns);
+            let before = (u8::from(gather < engine), u8::from(joined < begun));
+            engine = least(engine, gather) + item.batch_ns + price;
+            gather = least(joined, begun) + term.gather_ns;
+            before
+        }));
         self.trace(0, gather < engine, false)
     }
 
@@ -111,22 +111,22 @@ impl Selection {
             let (last_engine, last_gather) = (engine, gather);
             let (mut to_engine, mut to_gather) = (0, 0);
             for n in 0..=SINGLES_MAX {
-                let joined = if term.follows { last_gather[n] } else { last_gather[n] + run_ns };
+                let joined = last_gather[n] + term.join_ns;
                 let begun = last_engine[n] + run_ns;
                 to_gather |= u8::from(joined < begun) << n;
-                gather[n] = joined.min(begun) + term.gather_ns;
+                gather[n] = least(joined, begun) + term.gather_ns;
                 engine[n] = f64::INFINITY;
                 if let Some(fewer) = n.checked_sub(1) {
                     to_engine |= u8::from(last_gather[fewer] < last_engine[fewer]) << n;
-                    engine[n] = last_engine[fewer].min(last_gather[fewer]) + item.copy_ns;
+                    engine[n] = least(last_engine[fewer], last_gather[fewer]) + item.copy_ns;
                 }
             }
             self.before.push((to_engine, to_gather));
         }
-        let least = |n: &usize| engine[*n].min(gather[*n]);
-        let best = (0..=SINGLES_MAX).min_by(|a, b| least(a).total_cmp(&least(b)));
+        let total = |n: &usize| least(engine[*n], gather[*n]);
+        let best = (0..=SINGLES_MAX).min_by(|a, b| total(a).total_cmp(&total(b)));
         let n = best.expect("at least no single call");
-        if least(&n).is_infinite() { 0 } else { self.trace(n, gather[n] < engine[n], true) }
+        if total(&n).is_infinite() { 0 } else { self.trace(n, gather[n] < engine[n], true) }
     }
 
     /// Follows the best selection back from its end, where so many single calls are left.
@@ -137,11 +137,17 @@ impl Selection {
         for (is_engine, before) in self.is_engine.iter_mut().zip(&self.before).rev() {
             *is_engine = !is_gathered;
             count += usize::from(is_gathered);
-            let bits = if is_gathered { before.1 } else { before.0 };
+            // Without branches: the choices follow no pattern.
+            let bits = [before.0, before.1][usize::from(is_gathered)];
             let was_gathered = bits >> singles & 1 == 1;
-            singles -= usize::from(counts && !is_gathered);
+            singles -= usize::from(counts & !is_gathered);
             is_gathered = was_gathered;
         }
         count
     }
+}
+
+/// The lesser of two numbers, neither of which is NaN: faster than `f64::min`.
+fn least(a: f64, b: f64) -> f64 {
+    if a < b { a } else { b }
 }

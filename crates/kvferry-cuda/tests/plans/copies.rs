@@ -348,6 +348,22 @@ fn limits_out_of_range_are_refused() {
 }
 
 #[test]
+fn jobs_anywhere_in_the_address_space_are_sorted_and_merged() {
+    let jobs = [
+        Job { src: 500, dst: u64::MAX - 100, len: 50 },
+        Job { src: 7, dst: 0, len: 10 },
+        Job { src: 550, dst: u64::MAX - 50, len: 50 },
+        Job { src: 17, dst: 10, len: 10 },
+    ];
+    let merged = plan(&jobs, Direction::In, &h100(), &Capabilities::ENGINE).expect("valid");
+    let wanted = [Job { src: 7, dst: 0, len: 20 }, Job { src: 500, dst: u64::MAX - 100, len: 100 }];
+    assert_eq!(merged.jobs, wanted);
+    let over = [jobs[0], jobs[1], Job { src: 0, dst: u64::MAX - 51, len: 51 }];
+    let error = plan(&over, Direction::In, &h100(), &Capabilities::ENGINE).expect_err("overlap");
+    assert!(matches!(error, PlanError::Overlap { first: 0, second: 2 }), "{error}");
+}
+
+#[test]
 fn a_planner_that_is_used_again_makes_the_same_plans() {
     let (mut planner, mut again) = (Planner::default(), Plan::default());
     let mut random = fastrand::Rng::with_seed(3);
