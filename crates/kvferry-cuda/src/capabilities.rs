@@ -1,5 +1,7 @@
 //! What the planner may use.
 
+use crate::job::Job;
+
 /// What a device, its driver and the caller allow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capabilities {
@@ -78,6 +80,21 @@ impl KernelLimits {
     fn has_whole_slices(self) -> bool {
         self.slice_bytes.is_multiple_of(LINE)
             && (1..=Self::SLICE_BYTES_MAX).contains(&self.slice_bytes)
+    }
+
+    /// Adds the jobs into which a copy is divided for the kernel. All but the last end at a line of 128 bytes.
+    ///
+    /// # Panics
+    /// If a slice has fewer than 128 bytes.
+    pub fn divide(&self, job: &Job, jobs: &mut Vec<Job>) {
+        assert!(self.slice_bytes >= LINE, "a slice has whole lines");
+        let Job { mut src, mut dst, mut len } = *job;
+        while len > self.slice_bytes {
+            let part = self.slice_bytes - dst % LINE;
+            jobs.push(Job { src, dst, len: part });
+            (src, dst, len) = (src + part, dst + part, len - part);
+        }
+        jobs.push(Job { src, dst, len });
     }
 
     /// Whether the kernel copies so many bytes.

@@ -3,7 +3,7 @@
 use crate::calibration::Calibration;
 use crate::capabilities::Capabilities;
 use crate::cost::{Cost, Curve, Method};
-use crate::job::Direction;
+use crate::job::{Direction, Job};
 
 /// How often each point is measured: of three times, the median leaves one outlier out.
 pub const ROUNDS: usize = 3;
@@ -13,8 +13,8 @@ pub const BYTES_MAX: u64 = 4 << 20;
 
 /// Entries of one size that are copied by one method, from scattered to contiguous memory or back.
 ///
-/// A batch is given in calls of [`Calibration::batch_entries`](crate::Calibration::batch_entries). The jobs of a kernel
-/// are those that [`plan`](crate::plan()) makes of the entries.
+/// A batch is given in calls of [`Calibration::batch_entries`](crate::Calibration::batch_entries). Entries for the kernel
+/// are divided by [`KernelLimits::divide`](crate::KernelLimits::divide), as a plan's are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Point {
     /// The method.
@@ -25,6 +25,22 @@ pub struct Point {
     pub count: u32,
     /// Bytes of each entry.
     pub bytes: u64,
+}
+
+impl Point {
+    /// The copies of the entries between two buffers: the device's, where neighbours are not copied one after the other,
+    /// and the one on the host, or in the device's staging, where they are.
+    pub fn jobs(&self, scattered: u64, packed: u64) -> impl Iterator<Item = Job> + use<> {
+        let Self { direction, count, bytes, .. } = *self;
+        (0..u64::from(count)).map(move |at| {
+            let there = scattered + (u64::from(count) - 1 - at) * bytes;
+            let here = packed + at * bytes;
+            match direction {
+                Direction::Out => Job { src: there, dst: here, len: bytes },
+                Direction::In => Job { src: here, dst: there, len: bytes },
+            }
+        })
+    }
 }
 
 /// The time of a point.

@@ -2,8 +2,8 @@
 
 use kvferry_cuda::samples::{BYTES_MAX, Point, ROUNDS, Sample, modelled_ns, points};
 use kvferry_cuda::{
-    Calibration, CalibrationError, Capabilities, Cost, Curve, DeviceKey, Direction, KernelLimits,
-    Method, Staging,
+    Calibration, CalibrationError, Capabilities, Cost, Curve, DeviceKey, Direction, Job,
+    KernelLimits, Method, Staging, plan,
 };
 use proptest::prelude::*;
 
@@ -200,6 +200,23 @@ fn at_most_forty_points_are_measured_in_at_most_fifty_milliseconds() {
     let engine =
         kvferry_cuda::samples::points(&Capabilities { batch: false, ..Capabilities::ENGINE });
     assert!(engine.iter().all(|point| point.method == Method::Copy) && engine.len() == 10);
+}
+
+#[test]
+fn the_copies_of_a_point_are_inside_of_its_buffers_and_none_can_be_merged() {
+    for point in points(&ALL) {
+        let jobs: Vec<Job> = point.jobs(1 << 40, 1 << 30).collect();
+        assert_eq!(jobs.len(), point.count as usize);
+        let device = |job: &Job| if point.direction == Direction::Out { job.src } else { job.dst };
+        let is_inside = |job: &Job| {
+            let at = device(job) - (1 << 40);
+            job.len == point.bytes && at + job.len <= BYTES_MAX
+        };
+        assert!(jobs.iter().all(is_inside), "{point:?}");
+        let engine = Capabilities { outstanding_max: 1, ..Capabilities::ENGINE };
+        let planned = plan(&jobs, point.direction, &Calibration::default(), &engine);
+        assert_eq!(planned.expect("apart").jobs.len(), jobs.len(), "{point:?}");
+    }
 }
 
 proptest! {

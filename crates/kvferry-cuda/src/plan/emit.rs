@@ -3,7 +3,7 @@
 use super::choose::{Chooser, Model, Rest};
 use super::gather::{self, Sink};
 use super::{Plan, Step};
-use crate::capabilities::{KernelLimits, LINE};
+use crate::capabilities::KernelLimits;
 use crate::cost::Method;
 use crate::job::Job;
 
@@ -23,7 +23,7 @@ pub(super) fn emit(
         Rest::None => {}
         Rest::Kernel(limits) => {
             let first = plan.jobs.len();
-            of(false).for_each(|job| slice(&job, limits, &mut plan.jobs));
+            of(false).for_each(|job| limits.divide(&job, &mut plan.jobs));
             divide(plan, Method::Kernel, first, limits.jobs_max as usize);
         }
         Rest::Gather(limits, staging) => {
@@ -54,18 +54,6 @@ fn divide(plan: &mut Plan, method: Method, first: usize, count_max: usize) {
     }));
 }
 
-/// Adds the jobs that a copy is divided into for the kernel.
-fn slice(job: &Job, limits: KernelLimits, jobs: &mut Vec<Job>) {
-    let Job { mut src, mut dst, mut len } = *job;
-    let whole = limits.slice_bytes;
-    while len > whole {
-        let part = whole - dst % LINE;
-        jobs.push(Job { src, dst, len: part });
-        (src, dst, len) = (src + part, dst + part, len - part);
-    }
-    jobs.push(Job { src, dst, len });
-}
-
 /// Makes a layout's steps.
 struct Windows<'a> {
     plan: &'a mut Plan,
@@ -78,7 +66,7 @@ struct Windows<'a> {
 
 impl Sink for Windows<'_> {
     fn part(&mut self, part: Job) {
-        slice(&part, self.limits, &mut self.plan.jobs);
+        self.limits.divide(&part, &mut self.plan.jobs);
     }
 
     fn run(&mut self, run: Job) {
