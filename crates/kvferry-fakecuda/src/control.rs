@@ -146,6 +146,12 @@ impl Fake {
         assert_eq!(code, 0, "{fault:?}");
     }
 
+    /// Starts over: nothing is initialized or allocated, and the settings are those of
+    /// `FAKECUDA`. A program that uses the driver at the time loses all its objects.
+    pub fn reset(&self) {
+        self.plain("fakecuda_reset");
+    }
+
     /// Switches all faults off. What they stopped goes on, and errors that stick are gone.
     pub fn clear_faults(&self) {
         self.plain("fakecuda_clear_faults");

@@ -61,7 +61,7 @@ impl State {
             return Ok((Source::Memory { address, host }, false));
         }
         let when = match self.config.any_order {
-            AnyOrder::Seeded => match self.rng.u8(..3) {
+            AnyOrder::Seeded => match self.call_rng.u8(..3) {
                 0 => AnyOrder::Call,
                 1 => AnyOrder::Between,
                 _ => AnyOrder::Execution,
@@ -104,7 +104,7 @@ impl State {
             }
             touches.ordered.push(Touch::new(destination, len, true));
         }
-        self.rng.shuffle(&mut moving.early);
+        self.call_rng.shuffle(&mut moving.early);
         let lens = copies.iter().map(|judged| judged.request.len);
         let ns = self.config.rates.copy_ns(engine, lens);
         let what = match copies {

@@ -26,10 +26,6 @@ impl State {
             Work::Move(moving) => {
                 moving.tear(&mut self.rng);
                 moving.early.clear();
-                for entry in &moving.entries {
-                    // A destination that is gone ends the operation at its first part.
-                    let _ = self.memory.fill(entry.destination, entry.len, IN_FLIGHT);
-                }
                 Duration::from_nanos(moving.delay_ns)
             }
             Work::Kernel(kernel) => {
@@ -60,7 +56,14 @@ impl State {
 
     /// Moves some parts; true when all have moved.
     pub(crate) fn move_some(&mut self, moving: &mut Move, point: &Arc<Point>) -> Result<bool> {
-        self.check_reads(moving, point)?;
+        if !moving.poisoned {
+            self.check_reads(moving, point)?;
+            for entry in &moving.entries {
+                self.memory.fill(entry.destination, entry.len, IN_FLIGHT)?;
+            }
+            moving.poisoned = true;
+            return Ok(moving.parts.is_empty());
+        }
         let mut bytes = 0;
         for _ in 0..STEP_PARTS {
             let Some(part) = moving.parts.pop() else { break };
@@ -172,7 +175,8 @@ impl State {
         let result = self.run_threads(device, kernel, &threads);
         if kernel.unknown && (result.is_err() || kernel.threads.is_empty()) {
             self.checker.record(&kernel.touches, point);
-            self.checker.unknown = self.checker.unknown.saturating_sub(1);
+            self.checker.unknown -= 1;
+            kernel.unknown = false;
         }
         result?;
         if kernel.threads.is_empty() {

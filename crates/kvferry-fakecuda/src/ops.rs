@@ -55,6 +55,8 @@ pub(crate) struct Move {
     pub(crate) entries: Vec<Entry>,
     /// Entries whose source is still to be read before the operation's turn.
     pub(crate) early: Vec<usize>,
+    /// The destinations are poisoned; what a fake kernel reads is read before.
+    pub(crate) poisoned: bool,
     /// Parts that have not moved, the next one last.
     pub(crate) parts: Vec<Part>,
     /// What a fake kernel reads.

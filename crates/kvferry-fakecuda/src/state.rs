@@ -12,8 +12,9 @@ use crate::config::Config;
 use crate::counters::{Counters, own_process};
 use crate::devices::{Device, Primary, visible};
 use crate::faults::{Fault, Faults};
-use crate::memory::Memory;
+use crate::memory::{Kind, Memory};
 use crate::modules::Module;
+use crate::ops::Work;
 use crate::races::Checker;
 use crate::scheduler::{self, Callback};
 use crate::streams::{Event, Stream};
@@ -26,7 +27,10 @@ use crate::vmm::VmmHandle;
 pub(crate) struct State {
     pub(crate) config: Config,
     pub(crate) initialized: bool,
+    /// The scheduler's choices.
     pub(crate) rng: fastrand::Rng,
+    /// Choices that a call makes, apart from the scheduler's, so that each repeats by itself.
+    pub(crate) call_rng: fastrand::Rng,
     /// By visible ordinal.
     pub(crate) devices: Vec<Device>,
     pub(crate) memory: Memory,
@@ -35,6 +39,8 @@ pub(crate) struct State {
     pub(crate) thread_streams: FxHashMap<(usize, u64), usize>,
     pub(crate) events: FxHashMap<usize, Event>,
     pub(crate) modules: FxHashMap<usize, Module>,
+    /// Streams and events that a context took with it.
+    pub(crate) orphans: FxHashSet<usize>,
     /// Graphs that captures made.
     pub(crate) graphs: FxHashSet<usize>,
     pub(crate) vmm: FxHashMap<u64, VmmHandle>,
@@ -168,6 +174,7 @@ impl State {
         Self {
             initialized: false,
             rng: fastrand::Rng::with_seed(config.seed),
+            call_rng: fastrand::Rng::with_seed(config.seed),
             timeline: Timeline::new(devices.len()),
             devices,
             memory: Memory::default(),
@@ -175,6 +182,7 @@ impl State {
             thread_streams: FxHashMap::default(),
             events: FxHashMap::default(),
             modules: FxHashMap::default(),
+            orphans: FxHashSet::default(),
             graphs: FxHashSet::default(),
             vmm: FxHashMap::default(),
             faults,
@@ -189,6 +197,16 @@ impl State {
             broken_config: broken,
             config,
         }
+    }
+
+    /// Drops everything but the threads. Handles go on, so that no old one means something new.
+    pub(crate) fn reset(&mut self) {
+        for device in 0..self.devices.len() {
+            self.destroy_context(device);
+        }
+        let (next_op, next_handle) = (self.next_op, self.next_handle);
+        let callbacks = self.callbacks.take();
+        *self = Self { next_op, next_handle, callbacks, ..Self::from_environment() };
     }
 
     pub(crate) fn new_handle(&mut self) -> usize {
@@ -288,6 +306,8 @@ impl State {
         for stream in self.streams.values_mut().filter(|stream| stream.device == device) {
             for op in stream.queue.drain(..) {
                 self.pending.remove(&op.id);
+                let kernel = matches!(&op.work, Work::Kernel(kernel) if kernel.unknown);
+                self.checker.unknown -= u64::from(kernel);
             }
         }
         self.devices[device].busy = Default::default();
@@ -297,11 +317,14 @@ impl State {
     /// Ends the primary context with all that belongs to it.
     pub(crate) fn destroy_context(&mut self, device: usize) {
         self.drop_work(device);
-        self.streams.retain(|_, stream| stream.device != device);
+        let streams = self.streams.extract_if(|_, stream| stream.device == device);
+        self.orphans.extend(streams.map(|(handle, _)| handle));
         self.thread_streams.retain(|(d, _), _| *d != device);
-        self.events.retain(|_, event| event.device != device);
+        let events = self.events.extract_if(|_, event| event.device == device);
+        self.orphans.extend(events.map(|(handle, _)| handle));
         self.modules.retain(|_, module| module.device != device);
-        let owned = self.memory.mappings.values().filter(|m| m.device == device);
+        let all = self.memory.mappings.values().filter(|m| m.device == device);
+        let owned = all.filter(|m| !matches!(m.kind, Kind::Vmm(_)));
         let bases: Vec<u64> = owned.map(|m| m.base).collect();
         for base in bases {
             if let Ok(mapping) = self.memory.free(base) {
@@ -316,7 +339,7 @@ impl State {
             }
         }
         self.devices[device].primary = None;
-        let handles = self.vmm.values().filter(|h| h.device == device);
+        let handles = self.vmm.values().filter(|h| h.device == device && h.charged);
         self.devices[device].used = handles.map(|h| h.segment.len()).sum();
     }
 
@@ -375,7 +398,7 @@ impl State {
         let inside = |address: u64| (range.base..range.base + range.len).contains(&address);
         let mut users = Vec::new();
         for op in self.streams.values().flat_map(|stream| &stream.queue) {
-            let crate::ops::Work::Move(moving) = &op.work else { continue };
+            let Work::Move(moving) = &op.work else { continue };
             if moving.entries.iter().any(|e| inside(e.destination) || e.reads().any(inside)) {
                 users.push(op.point.what.clone());
             }

@@ -44,6 +44,8 @@ pub(crate) struct Capture {
     pub(crate) mode: c_int,
     pub(crate) thread: u64,
     pub(crate) invalidated: bool,
+    /// A stream of the capture has waited for all that this one has.
+    pub(crate) joined: bool,
 }
 
 #[derive(Debug)]
@@ -58,8 +60,8 @@ pub(crate) struct EventRecord {
     pub(crate) op: u64,
     pub(crate) clock: Arc<Clock>,
     pub(crate) end: u64,
-    /// The capture's origin, when the record is part of a graph.
-    pub(crate) captured: Option<usize>,
+    /// The capture's origin and the recording stream, when the record is part of a graph.
+    pub(crate) captured: Option<(usize, usize)>,
 }
 
 impl Stream {
@@ -132,11 +134,15 @@ impl State {
     }
 
     pub(crate) fn stream(&mut self, handle: usize) -> Result<&mut Stream> {
-        self.streams.get_mut(&handle).ok_or(Error::INVALID_HANDLE)
+        let orphan = self.orphans.contains(&handle);
+        let missing = if orphan { Error::CONTEXT_IS_DESTROYED } else { Error::INVALID_HANDLE };
+        self.streams.get_mut(&handle).ok_or(missing)
     }
 
     pub(crate) fn event(&mut self, handle: usize) -> Result<&mut Event> {
-        self.events.get_mut(&handle).ok_or(Error::INVALID_HANDLE)
+        let orphan = self.orphans.contains(&handle);
+        let missing = if orphan { Error::CONTEXT_IS_DESTROYED } else { Error::INVALID_HANDLE };
+        self.events.get_mut(&handle).ok_or(missing)
     }
 
     /// Operations that the legacy stream's rules put before the next one of `handle`, with the
@@ -156,6 +162,8 @@ impl State {
             self.counters.captured += 1;
             return Ok(None);
         }
+        let device = self.streams[&handle].device;
+        self.check_lost(device)?;
         let Order { work, engine, touches, ns, what } = order;
         let mut after = Vec::new();
         let mut clock = self.streams[&handle].clock.clone();
@@ -171,7 +179,6 @@ impl State {
         let id = self.new_op();
         let stalled = self.faults.hit(Fault::StreamStalls);
         let slow = self.streams[&handle].slow;
-        let device = self.streams[&handle].device;
         let end = self.timeline.book(device, engine, ready, if slow { ns * 100 } else { ns });
         let stream = self.stream(handle)?;
         stream.end = end;
@@ -259,8 +266,9 @@ impl State {
     /// Records an event in the stream. The caller has checked their contexts.
     pub(crate) fn record(&mut self, event: usize, handle: usize) -> Result {
         if self.capture_takes(handle)? {
-            let origin = self.stream(handle)?.capture.as_ref().map(|capture| capture.origin);
-            let record = EventRecord { op: 0, clock: Arc::default(), end: 0, captured: origin };
+            let capture = &self.stream(handle)?.capture;
+            let captured = capture.as_ref().map(|capture| (capture.origin, handle));
+            let record = EventRecord { op: 0, clock: Arc::default(), end: 0, captured };
             self.event(event)?.record = Some(record);
             return Ok(());
         }
@@ -283,7 +291,8 @@ impl State {
     /// Whether the stream captures. An error where the call is not possible beside a capture.
     pub(crate) fn capture_takes(&mut self, handle: usize) -> Result<bool> {
         let stream = self.stream(handle)?;
-        if let Some(capture) = &stream.capture {
+        if let Some(capture) = &mut stream.capture {
+            capture.joined = false;
             return if capture.invalidated {
                 Err(Error::STREAM_CAPTURE_INVALIDATED)
             } else {

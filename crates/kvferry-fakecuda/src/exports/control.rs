@@ -50,8 +50,19 @@ pub(crate) unsafe extern "C" fn fakecuda_set(key: Text, value: Text) -> c_int {
         if key == "seed" {
             let seed = session.config.seed;
             session.rng.seed(seed);
+            session.call_rng.seed(seed);
         }
         session.work_ready();
+        Ok(())
+    })
+}
+
+/// Starts over: nothing is initialized or allocated, and the settings are those of `FAKECUDA`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn fakecuda_reset() -> c_int {
+    enter_early("fakecuda_reset", |session| {
+        session.reset();
+        wake_hosts();
         Ok(())
     })
 }

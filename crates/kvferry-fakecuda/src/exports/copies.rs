@@ -146,12 +146,12 @@ fn batch(
     }
     if failed.is_none() && session.faults.hit(Fault::BatchEntry) {
         let chosen = session.config.fail_index.map(|index| index as usize);
-        let index = chosen.unwrap_or_else(|| session.rng.usize(..count)).min(count - 1);
+        let index = chosen.unwrap_or_else(|| session.call_rng.usize(..count)).min(count - 1);
         failed = Some((index, Error::INVALID_VALUE));
     }
     if let Some((index, _)) = failed {
         // Any number of the copies before the one that failed may run.
-        judged.truncate(session.rng.usize(..=index));
+        judged.truncate(session.call_rng.usize(..=index));
     }
     if !judged.is_empty() {
         submit(session, handle, &judged, true).map_err(whole)?;

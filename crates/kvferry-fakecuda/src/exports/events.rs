@@ -49,7 +49,7 @@ fn observed(session: &mut Session, event: usize) -> Result<Option<EventRecord>> 
     let device = session.event(event)?.device;
     session.check_lost(device)?;
     let record = session.event(event)?.record.clone();
-    if let Some(origin) = record.as_ref().and_then(|record| record.captured) {
+    if let Some((origin, _)) = record.as_ref().and_then(|record| record.captured) {
         if let Ok(stream) = session.stream(origin)
             && let Some(capture) = &mut stream.capture
         {

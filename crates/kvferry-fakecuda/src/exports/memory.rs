@@ -48,7 +48,7 @@ fn allocate(
         return Err(Error::OUT_OF_MEMORY);
     }
     session.charge(device, len.checked_next_multiple_of(PAGE).ok_or(Error::OUT_OF_MEMORY)?)?;
-    let reuse = session.rng.u8(..100) < session.config.reuse;
+    let reuse = session.call_rng.u8(..100) < session.config.reuse;
     let name = session.segment_name(Use::Allocation, device);
     let state = &mut **session;
     let base = state.memory.allocate(len, device, managed, reuse, name)?;

@@ -116,19 +116,24 @@ pub(crate) unsafe extern "C" fn cuStreamWaitEvent(
             return Err(Error::INVALID_VALUE);
         }
         let Some(record) = session.event(event)?.record.clone() else { return Ok(()) };
-        if let Some(origin) = record.captured {
-            return join_capture(session, handle, origin);
+        if let Some((origin, from)) = record.captured {
+            return join_capture(session, handle, origin, from);
         }
         session.wait_for(handle, &record)
     })
 }
 
-/// A wait for a captured event pulls the stream into the capture.
-fn join_capture(session: &mut Session, handle: usize, origin: usize) -> Result {
+/// A wait for an event that `from` recorded in a capture pulls the stream into the capture.
+fn join_capture(session: &mut Session, handle: usize, origin: usize, from: usize) -> Result {
     let capture = session.stream(origin)?.capture.clone().ok_or(Error::CAPTURED_EVENT)?;
     let stream = session.stream(handle)?;
     match &stream.capture {
-        Some(own) if own.origin == origin => Ok(()),
+        Some(own) if own.origin == origin => {
+            if let Some(capture) = &mut session.stream(from)?.capture {
+                capture.joined = true;
+            }
+            Ok(())
+        }
         Some(_) => Err(Error(902)),
         None if stream.legacy => Err(Error::STREAM_CAPTURE_IMPLICIT),
         None => {
@@ -174,7 +179,8 @@ pub(crate) unsafe extern "C" fn cuStreamBeginCapture_v2(stream: usize, mode: c_i
             return Err(Error::ILLEGAL_STATE);
         }
         let thread = thread::with(|local| local.id);
-        known.capture = Some(Capture { origin: handle, mode, thread, invalidated: false });
+        let origin = handle;
+        known.capture = Some(Capture { origin, mode, thread, invalidated: false, joined: false });
         Ok(())
     })
 }
@@ -193,18 +199,17 @@ pub(crate) unsafe extern "C" fn cuStreamEndCapture(stream: usize, graph: Out<usi
             return Err(Error::STREAM_CAPTURE_WRONG_THREAD);
         }
         let mut invalidated = false;
-        let mut forks = 0;
-        for stream in session.streams.values_mut() {
+        let mut unjoined = false;
+        for (&own, stream) in &mut session.streams {
             if let Some(part) = stream.capture.take_if(|part| part.origin == handle) {
                 invalidated |= part.invalidated;
-                forks += usize::from(!part.invalidated);
+                unjoined |= own != handle && !part.joined;
             }
         }
         if invalidated {
             return Err(Error::STREAM_CAPTURE_INVALIDATED);
         }
-        // A join is not tracked: a stream that was pulled in counts as not joined.
-        if forks > 1 {
+        if unjoined {
             return Err(Error::STREAM_CAPTURE_UNJOINED);
         }
         let made = session.new_handle();

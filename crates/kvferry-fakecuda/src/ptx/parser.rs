@@ -16,6 +16,9 @@ pub(crate) struct Refusal {
     pub(crate) text: String,
 }
 
+/// The most bytes of a kernel's parameters.
+const PARAM_BYTES: u64 = 4096;
+
 type Parsed<T> = Result<T, Refusal>;
 
 /// The tokens that are left, and what the body has declared.
@@ -212,7 +215,7 @@ impl Parser {
             let word = self.word()?;
             let Some(rest) = word.strip_prefix('.') else { break word };
             match rest {
-                "align" => align = Some(self.number()? as u32),
+                "align" => align = Some(self.number()?),
                 "ptr" | "global" => {}
                 _ => match Type::named(rest) {
                     Some(named) => ty = Some(named),
@@ -221,17 +224,24 @@ impl Parser {
             }
         };
         let Some(ty) = ty else { return self.refuse("a parameter has no type") };
-        let mut len = ty.bytes();
+        let mut len = u64::from(ty.bytes());
         if self.take('[') {
-            len *= self.number()? as u32;
+            len = len.saturating_mul(self.number()?);
             self.expect(']')?;
         } else {
             // `.ptr .align n` tells of what the pointer points to.
             align = None;
         }
-        let offset = end.next_multiple_of(align.unwrap_or(ty.bytes()).max(1));
-        *end = offset + len;
-        self.params.push(Param { name, offset, len });
+        let align = align.unwrap_or(u64::from(ty.bytes()));
+        if !align.is_power_of_two() || align > 128 || len > PARAM_BYTES {
+            return self.refuse("a parameter is too large");
+        }
+        let offset = end.next_multiple_of(align as u32);
+        *end = offset + len as u32;
+        if u64::from(*end) > PARAM_BYTES {
+            return self.refuse("the parameters are too large");
+        }
+        self.params.push(Param { name, offset, len: len as u32 });
         Ok(())
     }
 

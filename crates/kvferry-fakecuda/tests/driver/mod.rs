@@ -2,10 +2,10 @@
 
 #![allow(dead_code, reason = "each test program uses some of it")]
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_int, c_void};
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use kvferry_fakecuda::control::{Fake, library_path};
 
@@ -23,7 +23,25 @@ pub(crate) struct Driver {
 
 static DRIVER: OnceLock<Driver> = OnceLock::new();
 
-/// Serializes the tests of one process; with one process a test, it is free.
+/// The test that has the driver, where one process runs several.
+static TURN: Mutex<()> = Mutex::new(());
+
+thread_local! {
+    static TAKEN: RefCell<Option<MutexGuard<'static, ()>>> = const { RefCell::new(None) };
+}
+
+/// The driver as a new process finds it, for as long as the calling thread lives.
+pub(crate) fn fresh() -> &'static Driver {
+    let driver = driver();
+    TAKEN.with_borrow_mut(|taken| {
+        if taken.is_none() {
+            *taken = Some(TURN.lock().unwrap_or_else(PoisonError::into_inner));
+        }
+    });
+    driver.fake.reset();
+    driver
+}
+
 pub(crate) fn driver() -> &'static Driver {
     DRIVER.get_or_init(|| {
         let fake = Fake::load(&library_path()).expect("the fake driver loads");
@@ -33,7 +51,7 @@ pub(crate) fn driver() -> &'static Driver {
 
 /// The driver, initialized, with device 0's primary context current, after settings.
 pub(crate) fn ready(settings: &[(&str, &str)]) -> &'static Driver {
-    let driver = driver();
+    let driver = fresh();
     for (key, value) in settings {
         driver.fake.set(key, value);
     }
@@ -391,6 +409,253 @@ impl Driver {
             (usize, unsafe extern "C" fn(*mut c_void), *mut c_void),
             (stream, function, user)
         )
+    }
+}
+
+/// `CUmemAllocationProp` of pinned memory on a device.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Prop {
+    pub(crate) kind: c_int,
+    pub(crate) handle_types: c_int,
+    pub(crate) location: [c_int; 2],
+    pub(crate) rest: [u64; 2],
+}
+
+/// A pinned allocation on device 0 that exports descriptors.
+pub(crate) const EXPORTABLE: Prop =
+    Prop { kind: 1, handle_types: 1, location: [1, 0], rest: [0; 2] };
+
+/// Calls of memory between processes, and of virtual memory.
+impl Driver {
+    pub(crate) fn address_range(&self, pointer: u64) -> Check<(u64, usize)> {
+        let (mut base, mut len) = (0, 0);
+        let types = (&mut base, &mut len);
+        call!(
+            self,
+            "cuMemGetAddressRange",
+            (*mut u64, *mut usize, u64),
+            (types.0, types.1, pointer)
+        )
+        .map(|()| (base, len))
+    }
+
+    /// An attribute of a pointer in 64 bits.
+    pub(crate) fn pointer_attribute(&self, attribute: c_int, pointer: u64) -> Check<u64> {
+        let mut value = 0_u64;
+        call!(
+            self,
+            "cuPointerGetAttribute",
+            (*mut u64, c_int, u64),
+            (&mut value, attribute, pointer)
+        )
+        .map(|()| value)
+    }
+
+    pub(crate) fn pointer_attributes<const N: usize>(
+        &self,
+        attributes: [c_int; N],
+        pointer: u64,
+    ) -> Check<[u64; N]> {
+        let mut values = [0_u64; N];
+        let mut places = values.each_mut().map(std::ptr::from_mut);
+        call!(
+            self,
+            "cuPointerGetAttributes",
+            (u32, *const c_int, *mut *mut u64, u64),
+            (N as u32, attributes.as_ptr(), places.as_mut_ptr(), pointer)
+        )
+        .map(|()| values)
+    }
+
+    pub(crate) fn ipc_handle(&self, pointer: u64) -> Check<[u8; 64]> {
+        let mut handle = [0; 64];
+        call!(self, "cuIpcGetMemHandle", (*mut [u8; 64], u64), (&mut handle, pointer))
+            .map(|()| handle)
+    }
+
+    pub(crate) fn open_ipc(&self, handle: [u8; 64]) -> Check<u64> {
+        #[repr(C)]
+        struct Handle([u8; 64]);
+        let mut pointer = 0;
+        let handle = Handle(handle);
+        call!(self, "cuIpcOpenMemHandle", (*mut u64, Handle, u32), (&mut pointer, handle, 1))
+            .map(|()| pointer)
+    }
+
+    pub(crate) fn close_ipc(&self, pointer: u64) -> Check {
+        call!(self, "cuIpcCloseMemHandle", (u64), (pointer))
+    }
+
+    pub(crate) fn reserve(&self, len: usize) -> Check<u64> {
+        let mut pointer = 0;
+        call!(
+            self,
+            "cuMemAddressReserve",
+            (*mut u64, usize, usize, u64, u64),
+            (&mut pointer, len, 0, 0, 0)
+        )
+        .map(|()| pointer)
+    }
+
+    pub(crate) fn free_reserved(&self, pointer: u64, len: usize) -> Check {
+        call!(self, "cuMemAddressFree", (u64, usize), (pointer, len))
+    }
+
+    pub(crate) fn create(&self, len: usize, prop: &Prop) -> Check<u64> {
+        let mut handle = 0;
+        call!(self, "cuMemCreate", (*mut u64, usize, *const Prop, u64), (&mut handle, len, prop, 0))
+            .map(|()| handle)
+    }
+
+    pub(crate) fn release_handle(&self, handle: u64) -> Check {
+        call!(self, "cuMemRelease", (u64), (handle))
+    }
+
+    pub(crate) fn map(&self, pointer: u64, len: usize, handle: u64) -> Check {
+        call!(self, "cuMemMap", (u64, usize, usize, u64, u64), (pointer, len, 0, handle, 0))
+    }
+
+    pub(crate) fn unmap(&self, pointer: u64, len: usize) -> Check {
+        call!(self, "cuMemUnmap", (u64, usize), (pointer, len))
+    }
+
+    pub(crate) fn set_access(&self, pointer: u64, len: usize, device: c_int) -> Check {
+        let desc: [c_int; 3] = [1, device, 3];
+        call!(
+            self,
+            "cuMemSetAccess",
+            (u64, usize, *const [c_int; 3], usize),
+            (pointer, len, &desc, 1)
+        )
+    }
+
+    pub(crate) fn retain_handle(&self, pointer: u64) -> Check<u64> {
+        let mut handle = 0;
+        call!(self, "cuMemRetainAllocationHandle", (*mut u64, u64), (&mut handle, pointer))
+            .map(|()| handle)
+    }
+
+    pub(crate) fn properties(&self, handle: u64) -> Check<Prop> {
+        let mut prop = Prop { kind: 0, handle_types: 0, location: [0; 2], rest: [0; 2] };
+        call!(self, "cuMemGetAllocationPropertiesFromHandle", (*mut Prop, u64), (&mut prop, handle))
+            .map(|()| prop)
+    }
+
+    pub(crate) fn export(&self, handle: u64) -> Check<c_int> {
+        let mut fd = -1;
+        call!(
+            self,
+            "cuMemExportToShareableHandle",
+            (*mut c_int, u64, c_int, u64),
+            (&mut fd, handle, 1, 0)
+        )
+        .map(|()| fd)
+    }
+
+    pub(crate) fn import(&self, fd: c_int) -> Check<u64> {
+        let mut handle = 0;
+        call!(
+            self,
+            "cuMemImportFromShareableHandle",
+            (*mut u64, usize, c_int),
+            (&mut handle, fd as usize, 1)
+        )
+        .map(|()| handle)
+    }
+
+    pub(crate) fn dmabuf(&self, pointer: u64, len: usize, flags: u64) -> Check<c_int> {
+        let mut fd = -1;
+        call!(
+            self,
+            "cuMemGetHandleForAddressRange",
+            (*mut c_int, u64, usize, c_int, u64),
+            (&mut fd, pointer, len, 1, flags)
+        )
+        .map(|()| fd)
+    }
+
+    pub(crate) fn enable_peer(&self, context: usize) -> Check {
+        call!(self, "cuCtxEnablePeerAccess", (usize, u32), (context, 0))
+    }
+}
+
+/// Calls of modules.
+impl Driver {
+    pub(crate) fn load(&self, ptx: &str) -> Check<usize> {
+        let text = CString::new(ptx).unwrap();
+        let mut module = 0;
+        call!(self, "cuModuleLoadData", (*mut usize, *const c_char), (&mut module, text.as_ptr()))
+            .map(|()| module)
+    }
+
+    /// Loads with an error log; the log of a refusal.
+    pub(crate) fn load_with_log(&self, ptx: &str) -> Result<usize, (c_int, String)> {
+        let text = CString::new(ptx).unwrap();
+        let mut module = 0;
+        let mut log = vec![0_u8; 256];
+        let options: [c_int; 2] = [5, 6];
+        let values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log.len() as *mut c_void];
+        let result = (|| {
+            call!(
+                self,
+                "cuModuleLoadDataEx",
+                (*mut usize, *const c_char, u32, *const c_int, *const *mut c_void),
+                (&mut module, text.as_ptr(), 2, options.as_ptr(), values.as_ptr())
+            )
+        })();
+        let end = log.iter().position(|&byte| byte == 0).unwrap_or(log.len());
+        let text = String::from_utf8_lossy(&log[..end]).into_owned();
+        result.map(|()| module).map_err(|code| (code, text))
+    }
+
+    pub(crate) fn unload(&self, module: usize) -> Check {
+        call!(self, "cuModuleUnload", (usize), (module))
+    }
+
+    pub(crate) fn function(&self, module: usize, name: &str) -> Check<usize> {
+        let name = CString::new(name).unwrap();
+        let mut function = 0;
+        call!(
+            self,
+            "cuModuleGetFunction",
+            (*mut usize, usize, *const c_char),
+            (&mut function, module, name.as_ptr())
+        )
+        .map(|()| function)
+    }
+
+    /// Launches with parameters of 8 bytes each.
+    pub(crate) fn launch(
+        &self,
+        function: usize,
+        grid: u32,
+        block: u32,
+        stream: usize,
+        params: &[u64],
+    ) -> Check {
+        let places: Vec<*const u64> = params.iter().map(std::ptr::from_ref).collect();
+        call!(
+            self,
+            "cuLaunchKernel",
+            (usize, u32, u32, u32, u32, u32, u32, u32, usize, *const *const u64, *const c_void),
+            (function, grid, 1, 1, block, 1, 1, 0, stream, places.as_ptr(), std::ptr::null())
+        )
+    }
+}
+
+/// Runs a program in a child process that has no thread but this one; its exit status.
+pub(crate) fn in_child(program: impl FnOnce() -> i32) -> i32 {
+    // SAFETY: the child runs only `program`, which the tests keep to system calls and to calls of
+    // the driver that take no lock after a fork, or it is the first to use the driver.
+    unsafe {
+        let child = libc::fork();
+        if child == 0 {
+            libc::_exit(program());
+        }
+        let mut status = 0;
+        libc::waitpid(child, &mut status, 0);
+        status
     }
 }
 

@@ -220,7 +220,8 @@ impl Parser {
     }
 
     fn check_parts(&self, name: &Name, whole: Type, part: Type, count: usize) -> Parsed<()> {
-        if part.bits * count as u32 == whole.bits { Ok(()) } else { self.unknown(name) }
+        let fits = count > 1 && part.bits * count as u32 == whole.bits;
+        if fits { Ok(()) } else { self.unknown(name) }
     }
 
     /// The words that loads and stores may have and that change nothing here.
@@ -283,16 +284,17 @@ impl Parser {
         self.expect('[')?;
         let line = self.line();
         let param = self.word()?;
-        let inner = if self.take('+') { self.number()? as u32 } else { 0 };
+        let inner = if self.take('+') { self.number()? } else { 0 };
         self.expect(']')?;
         let found = self.params.iter().find(|known| known.name == param);
         let Some(found) = found else {
             return self.refuse_at(line, format!("no parameter is named {param}"));
         };
-        if inner + ty.bytes() * count as u32 > found.len {
+        let end = inner.saturating_add(u64::from(ty.bytes()) * count as u64);
+        if end > u64::from(found.len) {
             return self.refuse_at(line, format!("the load leaves {param}"));
         }
-        Ok(Op::LoadParam { ty, into, offset: found.offset + inner })
+        Ok(Op::LoadParam { ty, into, offset: found.offset + inner as u32 })
     }
 
     /// The registers of a load, which may be wider than its type.
