@@ -4,7 +4,7 @@
 //! are copied by the CUDA driver, between the range and stages of pinned host memory; [`gpu`] has the thread that does so.
 //! [`order`] says what transfers of a batch have to come after: the work of a stream, or an event.
 //!
-//! [`plan`] decides by which calls a batch is copied: single copies, batches of copies for the copy engine, or a kernel
+//! [`plan()`] decides by which calls a batch is copied: single copies, batches of copies for the copy engine, or a kernel
 //! that gathers and scatters. Its decision minimises the time that a [`Calibration`] gives for the calls. A calibration is
 //! fitted to times measured on the device ([`samples`] lists what to measure), and can be stored. [`ptx`] has the kernel.
 //! These are values: no driver, no clock, no thread.
