@@ -187,5 +187,10 @@ fn no_thread_exists_before_the_first_operation() {
     let stream = cuda.stream().unwrap();
     cuda.fill(device, 1, 4096, stream).unwrap();
     cuda.wait_stream(stream).unwrap();
+    // A thread takes its name after it has begun.
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(30);
+    while named() < 2 && std::time::Instant::now() < until {
+        std::thread::yield_now();
+    }
     assert_eq!(named(), 2);
 }

@@ -229,7 +229,7 @@ impl Agent {
         let agent = self.0.agent(py)?;
         let access = parse_access(access)?;
         let span = Span::of(buffer, Place::of(device)?)?;
-        let region = register_span(py, &agent, &span, access)?;
+        let region = register_span(py, agent, &span, access)?;
         if let Some(hold) = span.hold {
             self.0.hold(&region, hold);
         }
@@ -249,7 +249,7 @@ impl Agent {
         let access = parse_access(access)?;
         let place = Place::of(device)?;
         let spans = buffers.iter().map(|it| Span::of(it, place)).collect::<PyResult<Vec<_>>>()?;
-        let regions = register_spans(py, &agent, &spans, access)?;
+        let regions = register_spans(py, agent, &spans, access)?;
         for (region, span) in regions.iter().zip(spans) {
             if let Some(hold) = span.hold {
                 self.0.hold(region, hold);
