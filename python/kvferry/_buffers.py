@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 
 def span(buffer: Any) -> tuple[int, int, object, int | None]:
@@ -72,23 +73,10 @@ def _check_contiguous(shape: tuple[int, ...], strides: Sequence[int] | None, ite
         step *= length
 
 
-# Kinds of devices, and the structures, of DLPack.
+# DLPack: the kind of a CUDA device, and a DLTensor: data, kind and number of the device, dimensions, type (code, bits,
+# lanes), shape, strides, offset of the first byte.
 _DLPACK_CUDA = 2
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
+_DLTENSOR = struct.Struct("=QiiiBBHQQQ")
 
 
 def _dlpack_device(buffer: Any) -> int | None:
@@ -101,13 +89,14 @@ def _dlpack(buffer: Any) -> tuple[int, int, object, int | None]:
     capsule = buffer.__dlpack__(stream=-1)
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    tensor = _DLTensor.from_address(pointer(capsule, b"dltensor"))
-    shape = tuple(tensor.shape[: tensor.ndim])
-    item = tensor.bits * tensor.lanes // 8
-    strides = [step * item for step in tensor.strides[: tensor.ndim]] if tensor.strides else None
+    found = _DLTENSOR.unpack(ctypes.string_at(pointer(capsule, b"dltensor"), _DLTENSOR.size))
+    data, _, device, dimensions, _, bits, lanes, shape_at, strides_at, offset = found
+    integers = ctypes.c_int64 * dimensions
+    shape, item = tuple(integers.from_address(shape_at)), bits * lanes // 8
+    strides = [step * item for step in integers.from_address(strides_at)] if strides_at else None
     _check_contiguous(shape, strides, item)
     # The capsule frees what it has when it is dropped.
-    return int(tensor.data) + tensor.byte_offset, math.prod(shape) * item, (buffer, capsule), tensor.device_id
+    return int(data) + int(offset), math.prod(shape) * item, (buffer, capsule), device
 
 
 def view(addr: int, nbytes: int, owner: object) -> memoryview:

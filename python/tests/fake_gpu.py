@@ -43,13 +43,13 @@ class Array:
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     @property
-    def bytes(self) -> bytes:
+    def content(self) -> bytes:
         got = ctypes.create_string_buffer(self.nbytes)
         self._driver.call("fakecuda_read", c_uint64(self.address), got, c_size_t(self.nbytes))
         return got.raw
 
-    @bytes.setter
-    def bytes(self, data: bytes) -> None:
+    @content.setter
+    def content(self, data: bytes) -> None:
         self._driver.call("fakecuda_write", c_uint64(self.address), data, c_size_t(len(data)))
 
     def free(self) -> None:

@@ -83,8 +83,8 @@ class Backends:
         usable = set(names) or set(self.backends)
         if usable.isdisjoint(_KINDS.get(kind, ())):
             raise nixlBackendError(
-                f"no backend takes {kind.name}: kvferry's nixl moves host memory (DRAM) and memory of GPUs (VRAM), with "
-                "the backend POSIX also files (FILE)"
+                f"no backend takes {kind.name}: kvferry's nixl moves host memory (DRAM) and memory of GPUs (VRAM), "
+                "with the backend POSIX also files (FILE)"
             )
 
 

@@ -45,7 +45,7 @@ class Area:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is memory of a GPU, which transfers name by region: its address means something to its GPU only."""
+        """Whether it is memory of a GPU, which transfers name by region: its address is one of its GPU."""
         return self.file is None and self.remote.addr == 0
 
 
