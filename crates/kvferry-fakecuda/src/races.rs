@@ -199,7 +199,7 @@ impl Checker {
         }
     }
 
-    /// Compares the accesses of one batch with each other: its entries have no order.
+    /// Compares accesses that have no order among themselves, such as the entries of a batch.
     pub(crate) fn check_within(&mut self, touches: &[Touch], what: &str) {
         let mut sorted = touches.to_vec();
         sorted.sort_by_key(|touch| touch.start);
@@ -209,7 +209,7 @@ impl Checker {
             if touch.start < write_end || touch.write && touch.start < read_end {
                 let start = touch.start;
                 self.find(format!(
-                    "overlap within {what} at {start:#x}: its entries have no order"
+                    "overlap within {what} at {start:#x}: nothing orders its accesses"
                 ));
                 return;
             }

@@ -61,6 +61,16 @@ fn a_version_above_the_drivers_and_one_below_the_symbols_are_told_apart() {
 }
 
 #[test]
+fn a_client_attaches_to_the_library_that_is_loaded_and_sees_the_same_state() {
+    let cuda = ready(&[]);
+    let device = cuda.alloc(4096).unwrap();
+    let attached = kvferry_fakecuda::control::Fake::attach().unwrap();
+    attached.write(device, b"same").unwrap();
+    assert_eq!(cuda.fake.read(device, 4).unwrap(), b"same");
+    assert_eq!(attached.counter("allocations"), 1);
+}
+
+#[test]
 fn a_hidden_symbol_is_denied_until_it_is_shown() {
     let cuda = ready(&[("hide", "cuMemcpyBatchAsync")]);
     assert_eq!(cuda.find("cuMemcpyBatchAsync", 12080), Err(500));

@@ -183,6 +183,35 @@ fn findings_name_both_accesses() {
 }
 
 #[test]
+fn findings_show_where_both_operations_were_submitted_when_stacks_are_on() {
+    let e = Engine::new();
+    e.cuda.fake.set("stacks", "on");
+    e.kernel(e.compute, "the writer", &[], &[e.block]);
+    e.cuda.copy(e.host, e.block, BLOCK, e.copies).unwrap();
+    let text = e.cuda.fake.findings().join("\n");
+    let named = |name: &str| text.contains(name);
+    assert!(named("fakecuda_launch") && named("cuMemcpyAsync"), "{text}");
+}
+
+#[test]
+fn a_kernel_that_reads_other_bytes_than_it_expects_is_a_finding() {
+    let e = Engine::new();
+    let reads = [(e.block, BLOCK as u64)];
+    let check = |expect| {
+        let name = "check";
+        let kernel = FakeKernel { name, reads: &reads, expect, ..FakeKernel::default() };
+        e.cuda.fake.launch(e.compute, &kernel).unwrap();
+        e.cuda.wait_stream(e.compute).unwrap();
+        e.cuda.fake.counter("kernel_mismatches")
+    };
+    e.kernel(e.compute, "write 0x42", &[], &[e.block]);
+    assert_eq!(check(Some(0x42)), 0);
+    assert_eq!(check(None), 0);
+    assert_eq!(check(Some(0x43)), 1);
+    assert!(e.cuda.fake.findings()[0].contains("expected 0x43"));
+}
+
+#[test]
 fn the_legacy_stream_orders_blocking_streams_and_no_others() {
     let e = Engine::new();
     let blocking = e.cuda.stream_with(0).unwrap();

@@ -7,7 +7,6 @@ use std::ffi::{c_char, c_int, c_void};
 
 use super::{In, Out, Text, enter_early};
 use crate::abi::{Error, Result};
-use crate::config::Config;
 use crate::counters::NAMES;
 use crate::faults::Fault;
 use crate::ops::{Entry, Move, Source, Touches, Work};
@@ -292,13 +291,5 @@ pub(crate) unsafe extern "C" fn fakecuda_launch(stream: usize, kernel: In<FakeKe
         };
         session.submit(handle, order)?;
         Ok(())
-    })
-}
-
-/// Whether a text is a configuration that `FAKECUDA` may have.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn fakecuda_check_config(text: Text) -> c_int {
-    enter_early("fakecuda_check_config", |_| {
-        Config::parse(&text.read()?).map(|_| ()).map_err(|_| Error::INVALID_VALUE)
     })
 }
