@@ -6,7 +6,7 @@ use crate::memory::Place;
 use crate::ops::{Entry, Move, Source, Touches, Work};
 use crate::races::Touch;
 use crate::state::{Session, State};
-use crate::streams::Order;
+use crate::submit::Order;
 use crate::timeline::Engine;
 
 /// One copy of a batch as the caller describes it.

@@ -59,6 +59,20 @@ pub(crate) struct HostRange {
     pub(crate) device: usize,
 }
 
+/// Physical memory with a handle.
+#[derive(Debug)]
+pub(crate) struct VmmHandle {
+    pub(crate) segment: Arc<Segment>,
+    pub(crate) device: usize,
+    pub(crate) handle_types: i32,
+    pub(crate) rdma_capable: u8,
+    /// `cuMemCreate`, imports and `cuMemRetainAllocationHandle` each count one. Mappings keep
+    /// the memory when it is 0.
+    pub(crate) references: u64,
+    /// This process created the memory, and the device's memory counts it.
+    pub(crate) charged: bool,
+}
+
 /// What lies at a range of addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {

@@ -36,6 +36,16 @@ pub(crate) enum Work {
     Kernel(Box<Kernel>),
 }
 
+/// A host function that is due.
+#[derive(Debug)]
+pub(crate) struct Callback {
+    pub(crate) function: HostFn,
+    pub(crate) user: usize,
+    pub(crate) stream: usize,
+    pub(crate) op: u64,
+    pub(crate) point: Arc<Point>,
+}
+
 /// A PTX kernel in the course of its run.
 #[derive(Debug)]
 pub(crate) struct Kernel {

@@ -5,25 +5,12 @@
 //! lock is free between steps, so the program sees copies half done.
 
 use std::ffi::c_void;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use crate::abi::HostFn;
-use crate::ops::Work;
-use crate::races::Point;
-use crate::state::{Session, State, contended, wake_hosts};
+use crate::ops::{Callback, Work};
+use crate::state::{Session, State, contended, wake_hosts, wake_scheduler};
 use crate::thread;
-
-/// A host function that is due.
-#[derive(Debug)]
-pub(crate) struct Callback {
-    function: HostFn,
-    user: usize,
-    stream: usize,
-    op: u64,
-    point: Arc<Point>,
-}
 
 /// What the scheduler can do next.
 #[derive(Debug)]
@@ -37,7 +24,7 @@ enum Choice {
 }
 
 /// Starts both threads. The callbacks end when the process does.
-pub(crate) fn start() -> Sender<Callback> {
+fn start() -> Sender<Callback> {
     let (sender, receiver) = channel();
     std::thread::Builder::new()
         .name("fakecuda-engine".to_owned())
@@ -91,6 +78,14 @@ fn run_callbacks(receiver: &Receiver<Callback>) {
 }
 
 impl State {
+    /// Starts the scheduler at the first operation, and wakes it.
+    pub(crate) fn work_ready(&mut self) {
+        if self.callbacks.is_none() {
+            self.callbacks = Some(start());
+        }
+        wake_scheduler();
+    }
+
     /// All that can be done now. `wait`: how long until more can, when nothing else happens.
     fn choices(&self, wait: &mut Option<Duration>) -> Vec<Choice> {
         let now = Instant::now();

@@ -12,15 +12,13 @@ use crate::config::Config;
 use crate::counters::{Counters, own_process};
 use crate::devices::{Device, Primary, visible};
 use crate::faults::{Fault, Faults};
-use crate::memory::{Kind, Memory};
+use crate::memory::{Kind, Memory, VmmHandle};
 use crate::modules::Module;
-use crate::ops::Work;
+use crate::ops::{Callback, Work};
 use crate::races::Checker;
-use crate::scheduler::{self, Callback};
 use crate::streams::{Event, Stream};
 use crate::thread;
 use crate::timeline::Timeline;
-use crate::vmm::VmmHandle;
 
 /// Everything the driver knows, behind one lock.
 #[derive(Debug)]
@@ -147,6 +145,11 @@ pub(crate) fn contended() -> bool {
     WAITING.load(Ordering::Relaxed) > 0
 }
 
+/// Wakes the scheduler.
+pub(crate) fn wake_scheduler() {
+    driver().work.notify_one();
+}
+
 /// Wakes the threads that wait for completions.
 pub(crate) fn wake_hosts() {
     driver().host.notify_all();
@@ -237,14 +240,6 @@ impl State {
         let queued = self.streams.values().flat_map(|stream| &stream.queue).map(|op| op.id);
         let queued: FxHashSet<u64> = queued.collect();
         self.pending.iter().filter(|op| !queued.contains(op)).count()
-    }
-
-    /// Starts the scheduler at the first operation, and wakes it.
-    pub(crate) fn work_ready(&mut self) {
-        if self.callbacks.is_none() {
-            self.callbacks = Some(scheduler::start());
-        }
-        driver().work.notify_one();
     }
 
     /// The key of the calling thread's vector clock.

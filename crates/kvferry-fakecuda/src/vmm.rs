@@ -4,26 +4,12 @@ use std::sync::Arc;
 
 use crate::abi::{Error, Result};
 use crate::ipc::{Use, import_descriptor};
-use crate::memory::{Kind, Mapping, UNWRITTEN};
+use crate::memory::{Kind, Mapping, UNWRITTEN, VmmHandle};
 use crate::segments::Segment;
 use crate::state::State;
 
 /// The multiple of which sizes and addresses must be.
 pub(crate) const GRANULARITY: u64 = 2 << 20;
-
-/// Physical memory with a handle.
-#[derive(Debug)]
-pub(crate) struct VmmHandle {
-    pub(crate) segment: Arc<Segment>,
-    pub(crate) device: usize,
-    pub(crate) handle_types: i32,
-    pub(crate) rdma_capable: u8,
-    /// `cuMemCreate`, imports and `cuMemRetainAllocationHandle` each count one. Mappings keep
-    /// the memory when it is 0.
-    pub(crate) references: u64,
-    /// This process created the memory, and the device's memory counts it.
-    pub(crate) charged: bool,
-}
 
 impl State {
     pub(crate) fn create_vmm(

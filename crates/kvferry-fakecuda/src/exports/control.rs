@@ -7,12 +7,12 @@ use std::ffi::{c_char, c_int, c_void};
 
 use super::{In, Out, Text, enter_early};
 use crate::abi::{Error, Result};
-use crate::counters::NAMES;
 use crate::faults::Fault;
+use crate::gauges::NAMES;
 use crate::ops::{Entry, Move, Source, Touches, Work};
 use crate::races::{Point, Touch};
 use crate::state::wake_hosts;
-use crate::streams::Order;
+use crate::submit::Order;
 use crate::thread;
 use crate::timeline::Engine;
 

@@ -12,7 +12,7 @@ use crate::memory::Place;
 use crate::ops::{Entry, Move, Source, Touches, Work};
 use crate::races::Touch;
 use crate::state::Session;
-use crate::streams::Order;
+use crate::submit::Order;
 use crate::timeline::Engine;
 
 #[unsafe(no_mangle)]

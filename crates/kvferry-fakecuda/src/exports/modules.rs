@@ -10,7 +10,7 @@ use crate::modules::Module;
 use crate::ops::{Kernel, Touches, Work};
 use crate::ptx::{Function, Launch, parse};
 use crate::state::Session;
-use crate::streams::Order;
+use crate::submit::Order;
 use crate::timeline::Engine;
 
 /// `CU_JIT_ERROR_LOG_BUFFER` and its size.

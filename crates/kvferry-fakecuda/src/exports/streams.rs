@@ -7,7 +7,8 @@ use crate::abi::{CAPTURE_GLOBAL, CAPTURE_RELAXED, Error, HostFn, Result, STREAM_
 use crate::faults::Fault;
 use crate::ops::{Touches, Work};
 use crate::state::Session;
-use crate::streams::{Capture, Order, Stream};
+use crate::streams::{Capture, Stream};
+use crate::submit::Order;
 use crate::thread;
 use crate::timeline::Engine;
 
