@@ -16,6 +16,8 @@ pub(crate) struct Counters {
     /// Batch copies that a capture dropped with success.
     pub(crate) captured_batches: u64,
     pub(crate) copied_bytes: u64,
+    /// Sources in any order that were read after the call and before their copy's turn.
+    pub(crate) early_reads: u64,
     /// Host sources that changed before their copy completed.
     pub(crate) source_changed: u64,
     /// Bytes that a fake kernel expected and did not find.

@@ -6,7 +6,7 @@ use crate::memory::Kind;
 use crate::state::State;
 
 /// Names of [`State::counter`], fault hits and calls by symbol excepted.
-pub(crate) const NAMES: [&str; 28] = [
+pub(crate) const NAMES: [&str; 29] = [
     "contexts",
     "contexts_created",
     "streams",
@@ -27,6 +27,7 @@ pub(crate) const NAMES: [&str; 28] = [
     "captured",
     "captured_batches",
     "copied_bytes",
+    "early_reads",
     "source_changed",
     "kernel_mismatches",
     "kernel_threads",
@@ -82,6 +83,7 @@ impl State {
             "captured" => counters.captured,
             "captured_batches" => counters.captured_batches,
             "copied_bytes" => counters.copied_bytes,
+            "early_reads" => counters.early_reads,
             "source_changed" => counters.source_changed,
             "kernel_mismatches" => counters.kernel_mismatches,
             "kernel_threads" => counters.kernel_threads,

@@ -49,6 +49,7 @@ impl State {
                 // A source that is gone ends the operation when its turn comes.
                 if self.memory.read(*address, &mut read).is_ok() {
                     *bytes = Some(read);
+                    self.counters.early_reads += 1;
                 }
             }
         }

@@ -46,7 +46,7 @@ fn device_memory_has_a_poison_before_it_is_written_and_another_after_it_is_freed
 
 #[test]
 fn a_destination_is_poisoned_from_the_start_of_its_copy_and_filled_in_torn_parts() {
-    let cuda = ready(&[("delay_us", "0"), ("step_us", "5000")]);
+    let cuda = ready(&[("delay_us", "0"), ("step_us", "20000")]);
     let len = 4 << 20;
     let (host, device) = (cuda.alloc_host(len).unwrap(), cuda.alloc(len).unwrap());
     cuda.fake.write(host, &vec![1; len]).unwrap();
@@ -80,14 +80,16 @@ fn a_held_engine_starts_nothing_and_others_go_on() {
     cuda.wait_stream(up).unwrap();
 }
 
-/// Copies while the host changes the source after the call, and tells whether the copy shows the
-/// bytes of the call.
-fn shows_the_call(cuda: &Driver, order: i32) -> bool {
+/// Copies while the host changes the source after the call, and after `early` sources were read
+/// in between. Tells whether the copy shows the bytes of the call.
+fn shows_the_call(cuda: &Driver, order: i32, early: u64) -> bool {
     let (host, device, before) = pair(cuda, 1);
     let stream = cuda.stream().unwrap();
     cuda.fake.hold(ALL_ENGINES);
     cuda.batch(&[(device, host, LEN)], order, stream).unwrap();
-    std::thread::sleep(std::time::Duration::from_millis(20));
+    while cuda.fake.counter("early_reads") < early {
+        std::thread::yield_now();
+    }
     cuda.fake.write(host, &vec![0x99; LEN]).unwrap();
     cuda.fake.release();
     cuda.wait_stream(stream).unwrap();
@@ -100,21 +102,22 @@ fn shows_the_call(cuda: &Driver, order: i32) -> bool {
 fn stream_sources_are_read_at_execution_and_sources_of_the_call_during_it() {
     let cuda = ready(&[]);
     for _ in 0..5 {
-        assert!(!shows_the_call(cuda, STREAM));
-        assert!(shows_the_call(cuda, DURING));
+        assert!(!shows_the_call(cuda, STREAM, 0));
+        assert!(shows_the_call(cuda, DURING, 0));
     }
 }
 
 #[test]
 fn sources_in_any_order_are_read_at_the_call_between_or_at_execution() {
     let cuda = ready(&[("any_order", "call")]);
-    assert!(shows_the_call(cuda, ANY));
+    assert!(shows_the_call(cuda, ANY, 0));
     cuda.fake.set("any_order", "between");
-    assert!(shows_the_call(cuda, ANY));
+    assert!(shows_the_call(cuda, ANY, 1));
     cuda.fake.set("any_order", "execution");
-    assert!(!shows_the_call(cuda, ANY));
+    assert!(!shows_the_call(cuda, ANY, 1));
+    assert_eq!(cuda.fake.counter("early_reads"), 1);
     cuda.fake.set("any_order", "seeded");
-    let early = (0..30).filter(|_| shows_the_call(cuda, ANY)).count();
+    let early = (0..30).filter(|_| shows_the_call(cuda, ANY, 0)).count();
     assert!((5..30).contains(&early), "{early} of 30 were read before the copy ran");
 }
 
