@@ -152,6 +152,43 @@ pub unsafe extern "C" fn kvferry_region_register(
     })
 }
 
+/// Registers `len` bytes of a GPU at `address`, as `cudaMalloc` or the driver's virtual memory functions gave them.
+/// `device` is the number of the GPU in this process that owns them, or -1 for whichever does. Else as
+/// `kvferry_region_register`. Transfers name in `after` of their options what they come after.
+///
+/// The first region of a GPU loads the CUDA driver, `libcuda.so.1`. The memory stays allocated until
+/// `kvferry_region_unregister` has returned `KVFERRY_OK`.
+///
+/// `KVFERRY_INVALID_ARGUMENT`: there is no driver, or the range is not in an allocation of the GPU.
+///
+/// Any thread. After a fork: `KVFERRY_FORKED`.
+///
+/// # Safety
+/// `name` is null or text; `error` is null or a structure whose field `size` is right.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvferry_region_register_cuda(
+    agent: *const kvferry_agent,
+    address: u64,
+    len: usize,
+    device: i32,
+    access: u32,
+    name: *const c_char,
+    region: *mut *mut kvferry_region,
+    error: *mut kvferry_error,
+) -> c_int {
+    guard::run(error, || {
+        let access = access_of(access)?;
+        let register = |agent: &Agent| {
+            let memory =
+                kvferry_cuda::memory(address, len as u64, (device != -1).then_some(device))
+                    .map_err(|error| Failure::invalid(error.to_string()))?;
+            Ok(agent.register_device(memory, access)?)
+        };
+        // SAFETY: the caller's promise.
+        unsafe { make(agent, name, region, register) }
+    })
+}
+
 /// Allocates `len` zeroed bytes and registers them; `kvferry_region_unregister` frees them. From 1 MiB
 /// on, agents of the same user on this host map the memory, which is the fastest way to copy.
 ///

@@ -9,6 +9,8 @@ use crate::handles::{self, SharedBatch};
 use crate::peer::{kvferry_peer, limit};
 use crate::structs::{self, Versioned};
 use kvferry::{Agent, Batch, Notification, Options, Peer, Transfer, TransferStats};
+use kvferry_cuda::Order;
+use kvferry_sys::cuda::{RawEvent, RawStream};
 use std::ffi::{c_char, c_int, c_void};
 use std::os::fd::AsRawFd;
 use std::time::Duration;
@@ -49,6 +51,25 @@ pub struct kvferry_transfer_stats {
 // SAFETY: `repr(C)`, begins with its size, and holds numbers only.
 unsafe impl Versioned for kvferry_transfer_stats {}
 
+/// The caller has waited for what uses the memory of GPUs.
+pub const KVFERRY_AFTER_HOST: u32 = 0;
+/// What a stream (`CUstream`, `cudaStream_t`) has when the transfer is started. 0 and 1 are the default stream, 2 the
+/// calling thread's.
+pub const KVFERRY_AFTER_STREAM: u32 = 1;
+/// What was before an event's (`CUevent`, `cudaEvent_t`) last record.
+pub const KVFERRY_AFTER_EVENT: u32 = 2;
+
+/// Work that a transfer of memory of GPUs comes after.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct kvferry_after {
+    /// `KVFERRY_AFTER_`.
+    pub kind: u32,
+    pub reserved: u32,
+    /// The stream or the event; 0 for `KVFERRY_AFTER_HOST`.
+    pub handle: u64,
+}
+
 /// Settings of a transfer. Set `size` to `sizeof(kvferry_transfer_options)`, and the rest to zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -67,6 +88,10 @@ pub struct kvferry_transfer_options {
     pub done: kvferry_done,
     /// Passed to `done`.
     pub user: *mut c_void,
+    /// What the transfer comes after, at least one, where local memory is a GPU's. Streams and events exist until the
+    /// call returns.
+    pub after: *const kvferry_after,
+    pub after_count: usize,
 }
 
 // SAFETY: `repr(C)`, begins with its size; zeroes are no function. Other bytes are what the caller wrote.
@@ -77,6 +102,7 @@ struct Wish {
     options: Options<'static>,
     done: kvferry_done,
     user: *mut c_void,
+    after: Vec<Order>,
 }
 
 /// # Safety
@@ -85,15 +111,26 @@ unsafe fn read(options: *const kvferry_transfer_options) -> Result<Wish, Failure
     // SAFETY: the caller's promise.
     let theirs = unsafe { structs::read(options, "the transfer's options") }?;
     // SAFETY: the caller's promise.
-    let (name, message) = unsafe {
+    let (name, message, after) = unsafe {
         let message = guard::array(theirs.notify_message, theirs.notify_len, "the message")?;
-        (guard::optional_text(theirs.notify_name, "the notification's name")?, message)
+        let after = guard::array(theirs.after, theirs.after_count, "after")?;
+        (guard::optional_text(theirs.notify_name, "the notification's name")?, message, after)
     };
+    let after = after.iter().map(order_of).collect::<Result<_, _>>()?;
     let notify = name.map(|name| Notification::new(name, message));
     let streams = (theirs.streams > 0).then_some(theirs.streams as usize);
     let timeout = limit(theirs.timeout_ms);
     let options = Options { timeout, notify, streams, ..Options::default() };
-    Ok(Wish { options, done: theirs.done, user: theirs.user })
+    Ok(Wish { options, done: theirs.done, user: theirs.user, after })
+}
+
+fn order_of(after: &kvferry_after) -> Result<Order, Failure> {
+    match after.kind {
+        KVFERRY_AFTER_HOST => Ok(Order::Host),
+        KVFERRY_AFTER_STREAM => Ok(Order::Stream(RawStream(after.handle))),
+        KVFERRY_AFTER_EVENT => Ok(Order::Event(RawEvent(after.handle))),
+        kind => Err(Failure::invalid(format!("{kind} is no KVFERRY_AFTER_"))),
+    }
 }
 
 fn stats_of(stats: &TransferStats) -> kvferry_transfer_stats {
@@ -180,9 +217,16 @@ impl Route {
     }
 }
 
-/// The batch as it is now: the caller may change it while the transfer runs.
-fn snapshot(batch: *const kvferry_batch) -> Result<Batch, Failure> {
-    Ok(handles::look_up::<SharedBatch, _>(batch)?.lock().clone())
+/// The batch as it is now, in order behind `after`: the caller may change it while the transfer runs.
+///
+/// # Safety
+/// Streams and events in `after` exist.
+unsafe fn snapshot(batch: *const kvferry_batch, after: &[Order]) -> Result<Batch, Failure> {
+    let mut batch = handles::look_up::<SharedBatch, _>(batch)?.lock().clone();
+    // SAFETY: the caller's promise.
+    unsafe { kvferry_cuda::order(&mut batch, after) }
+        .map_err(|error| Failure::invalid(error.to_string()))?;
+    Ok(batch)
 }
 
 /// # Safety
@@ -200,7 +244,9 @@ pub(crate) unsafe fn run(
         if wish.done.is_some() {
             return Err(Failure::invalid("a call that waits takes no callback"));
         }
-        let moved = route.run(&snapshot(batch)?, &wish.options)?;
+        // SAFETY: the caller's promise.
+        let batch = unsafe { snapshot(batch, &wish.after) }?;
+        let moved = route.run(&batch, &wish.options)?;
         // SAFETY: the caller's promise.
         unsafe { report(Ok(moved), stats) }
     })
@@ -222,7 +268,9 @@ pub(crate) unsafe fn start(
             let what = "the place for the transfer is NULL, and there is no callback";
             return Err(Failure::invalid(what));
         }
-        let started = route.start(&snapshot(batch)?, &wish.options)?;
+        // SAFETY: the caller's promise.
+        let batch = unsafe { snapshot(batch, &wish.after) }?;
+        let started = route.start(&batch, &wish.options)?;
         if !transfer.is_null() {
             let handle = handles::pointer(handles::add(started.clone()));
             // SAFETY: the caller's promise.

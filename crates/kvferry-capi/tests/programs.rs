@@ -33,6 +33,17 @@ fn kvferry_h_does_what_it_says() {
 }
 
 #[test]
+fn memory_of_gpus_is_moved_in_order() {
+    let driver = kvferry_fakecuda::control::library_path();
+    for language in LANGUAGES {
+        let program = Program::build("tests/c/gpu.c", Compiler::Gcc, language, &["-ldl"]);
+        let Some(program) = program else { continue };
+        let driver: &'static str = text(&driver).to_owned().leak();
+        program.with("KVFERRY_LIBCUDA", driver).run(&[driver]);
+    }
+}
+
+#[test]
 fn kvferry_tasks_h_does_what_it_says() {
     builds_and_runs("tests/c/tasks.c", &LANGUAGES, &[]);
 }

@@ -1,0 +1,96 @@
+/* Memory of GPUs on the fake driver, whose path is the argument. */
+#include "kvferry.h"
+
+#include <dlfcn.h>
+
+#include "check.h"
+
+#define SIZE (1u << 16)
+
+static kvferry_error error;
+static void *driver;
+
+/* A function of the driver. */
+static void *named(const char *name) {
+    void *found = dlsym(driver, name);
+    CHECK(found != NULL);
+    return found;
+}
+
+/* Object and function pointers are of one size wherever the driver is. */
+#define CALL(name, types, ...)                            \
+    do {                                                  \
+        int(*function) types;                             \
+        void *found = named(name);                        \
+        memcpy(&function, &found, sizeof function);       \
+        CHECK(function(__VA_ARGS__) == 0);                \
+    } while (0)
+
+int main(int argc, char **argv) {
+    CHECK(argc == 2);
+    driver = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
+    CHECK(driver != NULL);
+    error.size = sizeof error;
+    kvferry_agent *a, *b;
+    CHECK(kvferry_agent_start(NULL, &a, &error) == 0 && kvferry_agent_start(NULL, &b, &error) == 0);
+
+    void *context, *stream;
+    uint64_t memory;
+    CALL("cuInit", (unsigned), 0);
+    CALL("cuDevicePrimaryCtxRetain", (void **, int), &context, 0);
+    CALL("cuCtxPushCurrent_v2", (void *), context);
+    CALL("cuMemAlloc_v2", (uint64_t *, size_t), &memory, SIZE);
+    CALL("cuStreamCreate", (void **, unsigned), &stream, 1);
+    static unsigned char source[SIZE], target[SIZE];
+    fill(source, SIZE, 1);
+    CALL("fakecuda_write", (uint64_t, const unsigned char *, size_t), memory, source, SIZE);
+
+    kvferry_region *gpu, *host;
+    CHECK(kvferry_region_register_cuda(a, memory, SIZE, 1, KVFERRY_ACCESS_NONE, NULL, &gpu, &error) ==
+          KVFERRY_INVALID_ARGUMENT);
+    CHECK(strstr(error.text, "not of GPU 1") != NULL);
+    CHECK(kvferry_region_register_cuda(a, (uint64_t)(uintptr_t)source, SIZE, -1, KVFERRY_ACCESS_NONE, NULL, &gpu,
+                                       &error) == KVFERRY_INVALID_ARGUMENT);
+    CHECK(strstr(error.text, "register it as host memory") != NULL);
+    CHECK(kvferry_region_register_cuda(a, memory, SIZE, -1, KVFERRY_ACCESS_NONE, NULL, &gpu, &error) == 0);
+    CHECK(kvferry_region_register(b, target, SIZE, KVFERRY_ACCESS_READ | KVFERRY_ACCESS_WRITE, "kv", &host, &error) == 0);
+    char address[300];
+    kvferry_peer *peer;
+    kvferry_remote remote;
+    CHECK(kvferry_agent_address(b, address, sizeof address, &error) == 0);
+    CHECK(kvferry_peer_open(a, address, &peer, &error) == 0);
+    CHECK(kvferry_peer_region(peer, "kv", 0, &remote, &error) == 0);
+    kvferry_batch *batch;
+    kvferry_range range = {0, 0, SIZE};
+    CHECK(kvferry_batch_new(1, &batch, &error) == 0);
+    CHECK(kvferry_batch_push(batch, gpu, &remote, &range, 1, &error) == 0);
+
+    CHECK(kvferry_write(peer, batch, NULL, NULL, &error) == KVFERRY_INVALID_ARGUMENT);
+    CHECK(strstr(error.text, "say what the transfer comes after") != NULL);
+    kvferry_after after[2] = {{KVFERRY_AFTER_STREAM, 0, (uint64_t)(uintptr_t)stream}, {KVFERRY_AFTER_HOST, 0, 0}};
+    kvferry_transfer_options options;
+    memset(&options, 0, sizeof options);
+    options.size = sizeof options;
+    options.after = after;
+    options.after_count = 2;
+    CHECK(kvferry_write(peer, batch, &options, NULL, &error) == 0);
+    CHECK(memcmp(source, target, SIZE) == 0);
+    after[0].kind = 7;
+    CHECK(kvferry_read(peer, batch, &options, NULL, &error) == KVFERRY_INVALID_ARGUMENT);
+    memset(target, 5, SIZE);
+    after[0] = after[1];
+    kvferry_transfer *transfer;
+    CHECK(kvferry_read_async(peer, batch, &options, &transfer, &error) == 0);
+    CHECK(kvferry_transfer_wait(transfer, UINT64_MAX, NULL, &error) == 0);
+    CALL("fakecuda_read", (uint64_t, unsigned char *, size_t), memory, source, SIZE);
+    CHECK(memcmp(source, target, SIZE) == 0);
+
+    CHECK(kvferry_transfer_free(transfer, &error) == 0);
+    CHECK(kvferry_batch_free(batch, &error) == 0);
+    CHECK(kvferry_peer_free(peer, &error) == 0);
+    CHECK(kvferry_region_unregister(gpu, &error) == 0 && kvferry_region_unregister(host, &error) == 0);
+    CALL("cuMemFree_v2", (uint64_t), memory);
+    CHECK(kvferry_agent_free(a, &error) == 0 && kvferry_agent_free(b, &error) == 0);
+    puts("ok");
+    return 0;
+}
