@@ -123,6 +123,16 @@
 // Peers may write.
 #define KVFERRY_ACCESS_WRITE 2
 
+// The caller has waited for what uses the memory of GPUs.
+#define KVFERRY_AFTER_HOST 0
+
+// What a stream (`CUstream`, `cudaStream_t`) has when the transfer is started. 0 and 1 are the default stream, 2 the
+// calling thread's.
+#define KVFERRY_AFTER_STREAM 1
+
+// What was before an event's (`CUevent`, `cudaEvent_t`) last record.
+#define KVFERRY_AFTER_EVENT 2
+
 // Past the page cache where ranges and memory are aligned.
 #define KVFERRY_DIRECT_AUTO 0
 
@@ -277,6 +287,15 @@ typedef void (*kvferry_done)(void *user,
                              const struct kvferry_error *error,
                              const struct kvferry_transfer_stats *stats);
 
+// Work that a transfer of memory of GPUs comes after.
+typedef struct kvferry_after {
+  // `KVFERRY_AFTER_`.
+  uint32_t kind;
+  uint32_t reserved;
+  // The stream or the event; 0 for `KVFERRY_AFTER_HOST`.
+  uint64_t handle;
+} kvferry_after;
+
 // Settings of a transfer. Set `size` to `sizeof(kvferry_transfer_options)`, and the rest to zero.
 typedef struct kvferry_transfer_options {
   size_t size;
@@ -293,6 +312,10 @@ typedef struct kvferry_transfer_options {
   kvferry_done done;
   // Passed to `done`.
   void *user;
+  // What the transfer comes after, at least one, where local memory is a GPU's. Streams and events exist until the
+  // call returns.
+  const struct kvferry_after *after;
+  size_t after_count;
 } kvferry_transfer_options;
 
 // A message that arrived. Set `size` to `sizeof(kvferry_notification)`, and the rest to zero. The
@@ -408,6 +431,25 @@ int kvferry_region_register(const struct kvferry_agent *agent,
                             const char *name,
                             struct kvferry_region **region,
                             struct kvferry_error *error);
+
+// Registers `len` bytes of a GPU at `address`, as `cudaMalloc` or the driver's virtual memory functions gave them.
+// `device` is the number of the GPU in this process that owns them, or -1 for whichever does. Else as
+// `kvferry_region_register`. Transfers name in `after` of their options what they come after.
+//
+// The first region of a GPU loads the CUDA driver, `libcuda.so.1`. The memory stays allocated until
+// `kvferry_region_unregister` has returned `KVFERRY_OK`.
+//
+// `KVFERRY_INVALID_ARGUMENT`: there is no driver, or the range is not in an allocation of the GPU.
+//
+// Any thread. After a fork: `KVFERRY_FORKED`.
+int kvferry_region_register_cuda(const struct kvferry_agent *agent,
+                                 uint64_t address,
+                                 size_t len,
+                                 int32_t device,
+                                 uint32_t access,
+                                 const char *name,
+                                 struct kvferry_region **region,
+                                 struct kvferry_error *error);
 
 // Allocates `len` zeroed bytes and registers them; `kvferry_region_unregister` frees them. From 1 MiB
 // on, agents of the same user on this host map the memory, which is the fastest way to copy.

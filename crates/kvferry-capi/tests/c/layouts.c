@@ -25,7 +25,7 @@ IS(sizeof(segment_id_t) == 4 && sizeof(batch_id_t) == 8);
 IS(sizeof(kvferry_remote) == 40);
 IS(sizeof(kvferry_error) == 512 && offsetof(kvferry_error, text) == 16);
 IS(sizeof(kvferry_agent_options) == 96);
-IS(sizeof(kvferry_transfer_options) == 64);
+IS(sizeof(kvferry_transfer_options) == 80 && offsetof(kvferry_transfer_options, after) == 64);
 IS(sizeof(kvferry_transfer_stats) == 56);
 IS(sizeof(kvferry_region_info) == 40);
 IS(sizeof(kvferry_file_options) == 40);
