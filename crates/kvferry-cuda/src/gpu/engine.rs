@@ -230,9 +230,7 @@ fn have_happened(after: &After) -> io::Result<bool> {
 
 /// Fails all work: the GPU has no streams. What comes later starts another thread, which tries again.
 fn refuse(shared: &Shared, error: &cuda::Error) {
-    if error.is_sticky() {
-        shared.lose(&error.to_string());
-    }
+    shared.is_lost_by(error);
     let (copies, waits) = {
         let mut inbox = shared.inbox.lock();
         inbox.is_running = false;

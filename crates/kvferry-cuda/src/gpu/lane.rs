@@ -71,7 +71,9 @@ impl Lane {
             Direction::In => SourceOrder::Any,
         };
         let submitted = submit(shared, &self.stream, copy, plan, order);
-        if let Err(error) = event.record(&self.stream) {
+        // The first error may be of another call.
+        let recorded = event.record(&self.stream).or_else(|_| event.record(&self.stream));
+        if let Err(error) = recorded {
             return self.lose(shared, submitted, error);
         }
         self.calls += submitted.calls;
@@ -82,7 +84,8 @@ impl Lane {
     pub(super) fn poll(&mut self, shared: &Shared) -> bool {
         let mut has_ended = false;
         while let Some(first) = self.running.front() {
-            match first.event.query() {
+            // The first error may be of another call.
+            match first.event.query().or_else(|_| first.event.query()) {
                 Ok(false) => break,
                 Ok(true) => {
                     let Running { submitted, event } = self.running.pop_front().expect("the first");
@@ -104,9 +107,8 @@ impl Lane {
 
     /// Ends a batch that no event tells of.
     fn lose(&self, shared: &Shared, submitted: Submitted, error: cuda::Error) {
-        if error.is_sticky() {
+        if shared.is_lost_by(&error) {
             // The driver has ended all work of the context.
-            shared.lose(&error.to_string());
             let Submitted { copy, .. } = submitted;
             return end(shared, copy, Err(error));
         }
@@ -136,9 +138,7 @@ fn no_streams() -> std::io::Error {
 pub(super) fn end(shared: &Shared, copy: DeviceCopy, result: Result<(), cuda::Error>) {
     if let Err(error) = &result {
         Counts::add(&shared.counts.failed, 1);
-        if error.is_sticky() {
-            shared.lose(&error.to_string());
-        }
+        shared.is_lost_by(error);
     }
     copy.complete(result.map_err(|error| Error::Driver(error).into()));
 }

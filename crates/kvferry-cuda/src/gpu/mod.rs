@@ -27,7 +27,7 @@ use crate::job::Direction;
 use allocations::Allocations;
 use engine::Engine;
 use kvferry::{After, Device, DeviceCopy, DeviceMemory, DevicePiece, Happened, StagePool};
-use kvferry_sys::cuda::Context;
+use kvferry_sys::cuda::{self, Context, Event};
 use kvferry_sys::sync::{Condvar, Mutex};
 use std::fmt;
 use std::io;
@@ -223,6 +223,17 @@ impl Shared {
         if self.lost.set(why.to_owned()).is_ok() {
             tracing::error!(device = self.device, why, "the GPU is lost; restart the process");
         }
+    }
+
+    /// Whether an error means that the GPU is lost, which is then noted: the driver repeats the error. A call may also
+    /// report, once, what another library's call has caused.
+    fn is_lost_by(&self, error: &cuda::Error) -> bool {
+        let is_lost =
+            error.is_sticky() && Event::new(&self.context).is_err_and(|again| again.is_sticky());
+        if is_lost {
+            self.lose(&error.to_string());
+        }
+        is_lost
     }
 
     /// Whether two pieces that follow each other lie in one allocation.

@@ -157,3 +157,34 @@ fn an_agent_that_is_shut_down_while_the_gpu_is_slow_waits_for_its_copies() {
     assert_eq!(memory.len(), len);
     assert_eq!(rig.fake.findings(), Vec::<String>::new());
 }
+
+#[test]
+fn an_error_that_a_call_did_not_cause_fails_its_transfer_at_most() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[("delay_us", "200")]);
+    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+    let gpu = rig.memory(0, 8192, 1);
+    let region = register(&near, &gpu);
+    let to = far.allocate(8192, Access::READ_WRITE).expect("memory");
+    let batch = scattered(&region, &to, 4, 1024);
+    let peer = peer_of(&near, &far);
+    for at in 1..=30 {
+        rig.fake.fault(Fault::ForeignError, at, 1);
+        for write in [true, false] {
+            let outcome = match write {
+                true => peer.write(&batch, &options()).map(drop),
+                false => peer.read(&batch, &options()).map(drop),
+            };
+            if let Err(error) = outcome {
+                assert_eq!(error.quiesced(), Some(true), "call {at}: {error}");
+                // Nothing copies, so that the memory may be used.
+                rig.fake.write(gpu.address(), &[at as u8; 8192]).expect("mapped");
+            }
+        }
+        rig.fake.clear_faults();
+        let outcome = peer.write(&batch, &options());
+        assert!(outcome.is_ok(), "call {at}: {outcome:?}");
+        assert_eq!(counters().leaked, 0, "call {at}");
+    }
+    assert_eq!(rig.fake.findings(), Vec::<String>::new());
+}
