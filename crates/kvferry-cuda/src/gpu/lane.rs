@@ -86,10 +86,11 @@ impl Lane {
         while let Some(first) = self.running.front() {
             // The first error may be of another call.
             match first.event.query().or_else(|_| first.event.query()) {
-                Ok(false) => break,
-                Ok(true) => {
+                // The stream ends its work in order: an event may be lost, but not two in a row.
+                Ok(false) if !self.has_second_ended() => break,
+                Ok(is_reached) => {
                     let Running { submitted, event } = self.running.pop_front().expect("the first");
-                    self.spare.push(event);
+                    self.spare.extend(is_reached.then_some(event));
                     self.calls -= submitted.calls;
                     let Submitted { copy, error, .. } = submitted;
                     end(shared, copy, error.map_or(Ok(()), Err));
@@ -103,6 +104,10 @@ impl Lane {
             has_ended = true;
         }
         has_ended
+    }
+
+    fn has_second_ended(&self) -> bool {
+        self.running.get(1).is_some_and(|second| second.event.query() == Ok(true))
     }
 
     /// Ends a batch that no event tells of.

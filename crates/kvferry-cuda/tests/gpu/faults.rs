@@ -188,3 +188,22 @@ fn an_error_that_a_call_did_not_cause_fails_its_transfer_at_most() {
     }
     assert_eq!(rig.fake.findings(), Vec::<String>::new());
 }
+
+#[test]
+fn an_event_that_never_signals_holds_up_no_batch_behind_it() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    let [near, far] = [(); 2].map(|()| impatient(TransportKind::TCP, Duration::from_secs(5)));
+    let gpu = rig.memory(0, 8192, 1);
+    let region = register(&near, &gpu);
+    let to = far.allocate(8192, Access::READ_WRITE).expect("memory");
+    let batch = scattered(&region, &to, 4, 1024);
+    let peer = peer_of(&near, &far);
+    rig.fake.fault(Fault::EventNeverSignals, 1, 1);
+    let first = peer.write_async(&batch, &options());
+    assert!(first.wait(Duration::from_millis(200)).is_none(), "no event tells of its end");
+    let second = peer.write_async(&batch, &options());
+    ended(&second).expect("written");
+    ended(&first).expect("what was before it in the stream has ended, too");
+    near.unregister(&region).expect("nothing copies");
+}
