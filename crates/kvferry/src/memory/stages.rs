@@ -96,7 +96,7 @@ impl StagePool {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
         }
         let bytes = stage_bytes.checked_mul(stages).ok_or(io::ErrorKind::InvalidInput)?;
-        let memory = Mapping::anonymous(bytes)?;
+        let memory = Mapping::kept_from_children(bytes)?;
         let state = State { free: (0..stages).rev().collect(), ..State::default() };
         Ok(Arc::new(Self { memory, stage_bytes, stages, state: Mutex::new(state) }))
     }
