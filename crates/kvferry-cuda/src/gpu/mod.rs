@@ -22,6 +22,7 @@ mod pace;
 mod pins;
 mod submit;
 
+use crate::edge::Edge;
 use crate::error::Error;
 use crate::job::Direction;
 use allocations::Allocations;
@@ -172,6 +173,10 @@ impl Device for Gpu {
     fn wait_for(&self, after: &After, happened: Happened) {
         if let Some(lost) = self.shared.lost() {
             return happened.complete(Err(lost.into()));
+        }
+        if !after.edges().iter().all(|edge| edge.is::<Edge>()) {
+            let what = "an edge that is not of a GPU: make it by kvferry_cuda::Edge";
+            return happened.complete(Err(io::Error::new(io::ErrorKind::InvalidInput, what)));
         }
         let refused = self.shared.give(|inbox| inbox.waits.push((after.clone(), happened)));
         if refused.is_err() {

@@ -182,3 +182,49 @@ fn a_default_stream_is_ordered_after_and_a_gpu_that_is_not_there_is_refused() {
         assert!(missing.to_string().contains("no CUDA device 9"), "{missing}");
     }
 }
+
+/// An edge of another device, which panics when it is dropped.
+struct Foreign(std::sync::Arc<std::sync::atomic::AtomicUsize>);
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        if std::thread::current().name() == Some("kvferry-gpu") {
+            panic!("dropped on the thread of the GPU");
+        }
+    }
+}
+
+#[test]
+fn edges_of_other_devices_never_reach_the_thread_of_the_gpu() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+    let gpu = rig.memory(0, LEN, 1);
+    let region = register(&near, &gpu);
+    let to = far.allocate(LEN, Access::WRITE).expect("memory");
+    let peer = peer_of(&near, &far);
+    peer.write(&whole(&region, &to, LEN), &options()).expect("written");
+    let compute = Stream::new(&rig.context(0)).expect("a stream");
+    rig.fake.hold(COMPUTE);
+    rig.launch(&compute, &FakeKernel { name: "stuck", ..FakeKernel::default() });
+    let dropped = std::sync::Arc::default();
+    {
+        // SAFETY: the stream exists.
+        let stuck = unsafe { Edge::after_stream(compute.raw(), 0) }.expect("an edge");
+        let edges: [std::sync::Arc<dyn std::any::Any + Send + Sync>; 2] = [
+            std::sync::Arc::new(stuck),
+            std::sync::Arc::new(Foreign(std::sync::Arc::clone(&dropped))),
+        ];
+        let mut batch = whole(&region, &to, LEN);
+        batch.set_after(kvferry::After::all(edges));
+        let brief = Options { timeout: Some(Duration::from_millis(100)), ..Options::default() };
+        let error = peer.write(&batch, &brief).expect_err("the GPU does not know it");
+        assert!(format!("{error:?}").contains("not of a GPU"), "{error:?}");
+    }
+    kvferry_testkit::eventually("it is dropped", || {
+        dropped.load(std::sync::atomic::Ordering::SeqCst) == 1
+    });
+    rig.fake.release();
+    peer.write(&whole(&region, &to, LEN), &options()).expect("written");
+}
