@@ -51,6 +51,7 @@ impl Engine {
             Err(_) => {
                 shared.lose("the thread that copies has panicked");
                 refuse(shared, &cuda::Error::NotSupported("a thread"));
+                engine.fail_all();
             }
         }
     }
@@ -92,6 +93,17 @@ impl Engine {
             }
         }
         shared.counts.read().leaked > 0
+    }
+
+    /// Fails what no driver has. The GPU is lost.
+    fn fail_all(&mut self) {
+        let shared = &self.shared;
+        [&mut self.out, &mut self.into].into_iter().for_each(|it| it.fail_queue(shared));
+        if let Some(lost) = shared.lost() {
+            for (_, happened) in std::mem::take(&mut self.waits) {
+                happened.complete(Err(lost.clone().into()));
+            }
+        }
     }
 
     /// Takes what has come; waits for it if there is nothing to do, or for a while. False: the last memory is gone.
@@ -216,11 +228,8 @@ fn fill(jobs: &mut Vec<Job>, shared: &Shared, direction: Direction, copy: &Devic
 
 /// Whether all edges have happened.
 fn have_happened(after: &After) -> io::Result<bool> {
-    for edge in after.edges() {
-        let Some(edge) = edge.downcast_ref::<Edge>() else {
-            let what = "an edge that is not of a GPU: make it by kvferry_cuda::Edge";
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
-        };
+    // Each is a GPU's: `Gpu::wait_for` takes no others.
+    for edge in after.edges().iter().filter_map(|edge| edge.downcast_ref::<Edge>()) {
         if !edge.has_happened().map_err(|error| io::Error::from(Error::Driver(error)))? {
             return Ok(false);
         }

@@ -117,13 +117,14 @@ impl Lane {
             let Submitted { copy, .. } = submitted;
             return end(shared, copy, Err(error));
         }
+        // Before anything that may panic: a drop would give its stage and its regions back.
+        std::mem::forget(submitted);
+        Counts::add(&shared.counts.leaked, 1);
         tracing::error!(
             device = shared.device,
             %error,
             "a copy of the GPU can't be followed: its memory stays in quarantine"
         );
-        Counts::add(&shared.counts.leaked, 1);
-        std::mem::forget(submitted);
     }
 
     /// Fails what the driver does not have.

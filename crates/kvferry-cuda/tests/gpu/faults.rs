@@ -2,11 +2,13 @@
 
 use crate::kit::*;
 use kvferry::{Access, ErrorKind, Options, TransportKind};
-use kvferry_cuda::{Error, Gpu};
+use kvferry_cuda::{Edge, Error, Gpu};
 use kvferry_fakecuda::Fault;
-use kvferry_sys::cuda::DeviceAllocation;
+use kvferry_fakecuda::control::{COMPUTE, FakeKernel};
+use kvferry_sys::cuda::{DeviceAllocation, Stream};
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::{Watchdog, eventually};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
 const KINDS: [TransportKind; 2] = [TransportKind::TCP, TransportKind::LOCAL];
@@ -206,4 +208,61 @@ fn an_event_that_never_signals_holds_up_no_batch_behind_it() {
     ended(&second).expect("written");
     ended(&first).expect("what was before it in the stream has ended, too");
     near.unregister(&region).expect("nothing copies");
+}
+
+/// Panics at each warning, as a broken subscriber of a program may, while a test has said so.
+struct Panics;
+
+static PANICS: AtomicBool = AtomicBool::new(false);
+
+impl tracing::Subscriber for Panics {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() <= tracing::Level::WARN
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        let is_of_gpu = event.metadata().target().starts_with("kvferry_cuda::gpu");
+        if is_of_gpu && PANICS.swap(false, SeqCst) {
+            panic!("a subscriber panics");
+        }
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn a_panic_of_the_thread_of_a_gpu_ends_what_no_driver_has() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+    let gpu = rig.memory(0, 8192, 1);
+    let region = register(&near, &gpu);
+    let to = far.allocate(8192, Access::READ_WRITE).expect("memory");
+    let peer = peer_of(&near, &far);
+    let compute = Stream::new(&rig.context(0)).expect("a stream");
+    rig.fake.hold(COMPUTE);
+    rig.launch(&compute, &FakeKernel { name: "stuck", ..FakeKernel::default() });
+    let mut batch = scattered(&region, &to, 4, 1024);
+    // SAFETY: the stream exists.
+    batch.set_after(Edge::all([unsafe { Edge::after_stream(compute.raw(), 0) }.expect("an edge")]));
+    let waits = peer.write_async(&batch, &options());
+    assert!(waits.wait(Duration::from_millis(20)).is_none(), "the kernel has not run");
+    tracing::subscriber::set_global_default(Panics).expect("the first");
+    PANICS.store(true, SeqCst);
+    rig.fake.fault(Fault::PinOom, 1, 1);
+    let error = peer.write(&scattered(&region, &to, 4, 1024), &options()).expect_err("a panic");
+    assert_eq!(error.quiesced(), Some(true), "{error}");
+    let error = ended(&waits).expect_err("the thread is gone");
+    assert!(format!("{error:?}").contains("has panicked"), "{error:?}");
+    rig.fake.release();
 }
