@@ -53,7 +53,27 @@ def test_a_write_and_a_read_of_gpu_memory_move_its_bytes(
     array.free()
 
 
-@pytest.mark.parametrize("kind", ["stream", "event", "handle", "list"])
+class CupyStream:
+    def __init__(self, stream: Stream) -> None:
+        self.ptr = stream.cuda_stream
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record(self, event: object = None) -> None: ...
+
+
+class CupyEvent:
+    def __init__(self, event: Event) -> None:
+        self.ptr = event.cuda_event
+
+    def record(self, stream: object = None) -> None: ...
+
+
+class CupyMemory:
+    ptr = 1 << 40
+
+
+@pytest.mark.parametrize("kind", ["stream", "event", "handle", "list", "cupy stream", "cupy event"])
 def test_a_write_comes_after_what_it_names(driver: Driver, agent: kvferry.Agent, far: kvferry.Agent, kind: str) -> None:
     array, host, stream = Array(driver, NBYTES), bytearray(NBYTES), Stream(driver)
     region, remote = agent.register(array), far.register(host)
@@ -66,6 +86,8 @@ def test_a_write_comes_after_what_it_names(driver: Driver, agent: kvferry.Agent,
         "event": Event(driver, stream),
         "handle": stream.cuda_stream,
         "list": [stream, "host", Event(driver, stream)],
+        "cupy stream": CupyStream(stream),
+        "cupy event": CupyEvent(Event(driver, stream)),
     }[kind]
     transfer = agent.peer(far.address).write_async(batch, after=after)
     assert transfer.wait(0.02) is None, "the kernel has not run"
@@ -84,7 +106,7 @@ def test_without_an_order_a_transfer_of_gpu_memory_is_refused(
     for call in (peer.write, peer.read, peer.write_async, peer.read_async):
         with pytest.raises(kvferry.InvalidArgumentError, match="say what the transfer comes after"):
             call(batch)
-    for wrong in ("now", 1.5, [object()]):
+    for wrong in ("now", 1.5, [object()], -1, 1 << 64, CupyMemory()):
         with pytest.raises(TypeError, match="after must be a stream"):
             peer.write(batch, after=wrong)  # type: ignore[arg-type]
     # Memory of the host needs none, and takes one.
@@ -105,6 +127,10 @@ def test_what_is_no_gpu_memory_is_refused(driver: Driver, agent: kvferry.Agent) 
         agent.register((array.address, 16), device=0)
     with pytest.raises(kvferry.InvalidArgumentError, match="not within the allocation"):
         agent.register((array.address, NBYTES + 1), device="cuda")
+    # It does not say its number: the driver does.
+    assert agent.register(array, device="cuda:1").nbytes == NBYTES
+    with pytest.raises(kvferry.InvalidArgumentError, match="not of GPU 0"):
+        agent.register(array, device="cuda:0")
     with pytest.raises(ValueError, match="device must be"):
         agent.register((array.address, 16), device="tpu")
     with pytest.raises(ValueError, match="not on that device"):

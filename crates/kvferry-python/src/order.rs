@@ -10,7 +10,11 @@ use pyo3::types::{PyList, PyString, PyTuple};
 
 /// The values of `after`, in their order.
 #[derive(Default)]
-pub(crate) struct Orders(Vec<Order>);
+pub(crate) struct Orders {
+    orders: Vec<Order>,
+    /// The objects that own the streams and events. The caller's list may change meanwhile.
+    _owners: Vec<Py<PyAny>>,
+}
 
 impl Orders {
     /// None, "host", a stream, an event, or a list or tuple of these.
@@ -21,12 +25,18 @@ impl Orders {
         }
         if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() {
             for item in value.try_iter()? {
-                orders.0.push(one(&item?)?);
+                orders.push(item?)?;
             }
         } else {
-            orders.0.push(one(value)?);
+            orders.push(value.clone())?;
         }
         Ok(orders)
+    }
+
+    fn push(&mut self, value: Bound<'_, PyAny>) -> PyResult<()> {
+        self.orders.push(one(&value)?);
+        self._owners.push(value.unbind());
+        Ok(())
     }
 
     /// Has transfers of a batch come after them. A batch with memory of a GPU needs at least one.
@@ -34,14 +44,15 @@ impl Orders {
         if batch.devices().is_empty() {
             return Ok(());
         }
-        // SAFETY: the Python caller names streams and events that exist, and holds them during the call.
-        unsafe { kvferry_cuda::order(batch, &self.0) }
-            .map_err(|e| error::invalid(py, &e.to_string()))
+        // Detached: a call of the driver may wait for one that itself waits for the interpreter.
+        // SAFETY: the Python caller names streams and events that exist, and `_owners` holds their objects.
+        let ordered = py.detach(|| unsafe { kvferry_cuda::order(batch, &self.orders) });
+        ordered.map_err(|e| error::invalid(py, &e.to_string()))
     }
 }
 
 /// A stream is named by its handle, or by what torch (`cuda_stream`), cupy (`ptr`) and cuda.core (`__cuda_stream__`) give; an
-/// event by torch's `cuda_event`.
+/// event by what torch (`cuda_event`) and cupy (`ptr`) give.
 fn one(value: &Bound<'_, PyAny>) -> PyResult<Order> {
     let py = value.py();
     if let Ok(text) = value.cast::<PyString>() {
@@ -62,11 +73,20 @@ fn one(value: &Bound<'_, PyAny>) -> PyResult<Order> {
         let (_, stream) = protocol.call0()?.extract::<(u64, u64)>()?;
         return Ok(Order::Stream(RawStream(stream)));
     }
-    if let Some(stream) = value.getattr_opt(intern!(py, "ptr"))? {
-        return Ok(Order::Stream(RawStream(stream.extract()?)));
+    if let Some(handle) = value.getattr_opt(intern!(py, "ptr"))? {
+        // Of the two, only a stream can wait. Memory has neither method.
+        if value.hasattr(intern!(py, "wait_event"))? {
+            return Ok(Order::Stream(RawStream(handle.extract()?)));
+        }
+        if value.hasattr(intern!(py, "record"))? {
+            return Ok(Order::Event(RawEvent(handle.extract()?)));
+        }
+        return Err(unknown(value));
     }
-    value.extract().map(|stream| Order::Stream(RawStream(stream))).map_err(|_| {
-        let kind = value.get_type();
-        PyTypeError::new_err(format!("after must be a stream, an event or \"host\", not {kind}"))
-    })
+    value.extract().map(|stream| Order::Stream(RawStream(stream))).map_err(|_| unknown(value))
+}
+
+fn unknown(value: &Bound<'_, PyAny>) -> PyErr {
+    let kind = value.get_type();
+    PyTypeError::new_err(format!("after must be a stream, an event or \"host\", not {kind}"))
 }

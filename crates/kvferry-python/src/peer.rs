@@ -153,8 +153,8 @@ impl Peer {
     ) -> PyResult<TransferStats> {
         self.shared.agent(py)?;
         let mut work = work?;
-        let settings = settings.unwrap_or_default();
-        work.order(py, &settings.after)?;
+        let mut settings = settings.unwrap_or_default();
+        work.order(py, &std::mem::take(&mut settings.after))?;
         let (peer, batch) = (&self.peer, work.batch());
         blocking::run(py, |interrupt| call(peer, batch, &settings.into_options(Some(interrupt))))
             .map(TransferStats)
@@ -169,8 +169,8 @@ impl Peer {
     ) -> PyResult<Transfer> {
         self.shared.agent(py)?;
         let mut work = work?;
-        let settings = settings.unwrap_or_default();
-        work.order(py, &settings.after)?;
+        let mut settings = settings.unwrap_or_default();
+        work.order(py, &std::mem::take(&mut settings.after))?;
         let batch = work.into_batch();
         let options = settings.into_options(None);
         let transfer = py.detach(|| call(&self.peer, &batch, &options));
