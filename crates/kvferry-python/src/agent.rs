@@ -75,7 +75,10 @@ fn register_span(
         // agent is shut down; for a bare address the Python caller promises it.
         Place::Host => unsafe { agent.register(pointer(span.addr), span.len, access) },
         Place::Gpu(device) => {
-            let memory = kvferry_cuda::memory(span.addr as u64, span.len as u64, device)
+            let (address, len) = (span.addr as u64, span.len as u64);
+            // Detached: the first call loads the driver, which takes up to seconds.
+            let memory = py
+                .detach(|| kvferry_cuda::memory(address, len, device))
                 .map_err(|e| error::invalid(py, &e.to_string()))?;
             agent.register_device(memory, access)
         }

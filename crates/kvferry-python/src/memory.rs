@@ -298,11 +298,12 @@ impl Span {
         let py = obj.py();
         let span = py.import(intern!(py, "kvferry._buffers"))?.getattr(intern!(py, "span"))?;
         let (addr, len, hold, gpu) = span.call1((obj,))?.extract::<(_, _, _, Option<i32>)>()?;
-        let own = match gpu {
-            None => Place::Host,
-            // The object does not say which.
-            Some(..0) => Place::Gpu(None),
-            Some(number) => Place::Gpu(Some(number)),
+        let own = match (gpu, place) {
+            (None, _) => Place::Host,
+            // The object does not say which: the driver does.
+            (Some(..0), Place::Gpu(_)) => place,
+            (Some(..0), Place::Host) => Place::Gpu(None),
+            (Some(number), _) => Place::Gpu(Some(number)),
         };
         let fits =
             place == Place::Host || place == own || (place == Place::Gpu(None) && gpu.is_some());
