@@ -232,3 +232,19 @@ def test_nixl_moves_vram_between_agents(driver: Driver) -> None:
     assert host == bytes([2]) * block
     here.shutdown()
     there.shutdown()
+
+
+def test_nixl_refuses_ranges_of_vram_that_overlap(driver: Driver) -> None:
+    from kvferry.nixl import nixl_agent, nixl_agent_config
+    from kvferry.nixl._errors import nixlBackendError
+
+    agent, array = nixl_agent("here", nixl_agent_config()), Array(driver, 8192)
+    whole = [(array.address, 8192, 0, "")]
+    agent.register_memory(whole, "VRAM")
+    for start, length in ((0, 4096), (4096, 4096), (1024, 16)):
+        with pytest.raises(nixlBackendError, match="overlap"):
+            agent.register_memory([(array.address + start, length, 0, "")], "VRAM")
+    agent.register_memory(whole, "VRAM")
+    # All of it is found in the one range.
+    agent.prep_xfer_dlist("", [(array.address + 2048, 6144, 0)], "VRAM")
+    agent.shutdown()

@@ -127,7 +127,15 @@ class Local:
             raise nixlBackendError(
                 f"{error}. kvferry registers a range twice if both are equal, not if they overlap"
             ) from error
-        self.memory[addr, length] = Area(addr, length, device, region.remote(), region=region)
+        area = Area(addr, length, device, region.remote(), region=region)
+        # kvferry finds overlaps of memory of the host only.
+        if known is None and area.is_gpu and Areas([area]).without(self.areas) == []:
+            agent.unregister(region)
+            raise nixlBackendError(
+                f"{length} bytes at {addr:#x} overlap a registered range of a GPU; a range can be registered twice if "
+                "both are equal"
+            )
+        self.memory[addr, length] = area
         self._areas = None
 
     def _file(self, offset: int, length: int, device: int) -> Area | None:
