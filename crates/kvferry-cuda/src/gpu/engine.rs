@@ -17,6 +17,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
+/// Time between two looks at all waits, as a multiple of what the first took: many waits that never end must not take
+/// the thread from its copies.
+const WAITS_REST: u32 = 8;
 /// Single copies in a step of a plan, at most.
 const OUTSTANDING_MAX: u32 = 512;
 
@@ -25,6 +28,8 @@ pub(super) struct Engine {
     out: Lane,
     into: Lane,
     waits: Vec<(After, Happened)>,
+    /// Time of the next look at the waits.
+    waits_due: Instant,
     pins: Pins,
     calibration: Calibration,
     planner: Planner,
@@ -62,6 +67,7 @@ impl Engine {
             into: Lane::new(shared, Direction::In)?,
             shared: Arc::clone(shared),
             waits: Vec::new(),
+            waits_due: Instant::now(),
             pins: Pins::default(),
             calibration: Calibration::default(),
             planner: Planner::default(),
@@ -182,6 +188,10 @@ impl Engine {
 
     /// Ends the waits for edges that have happened. Returns whether there was one.
     fn poll_waits(&mut self) -> bool {
+        let began = Instant::now();
+        if self.waits.is_empty() || began < self.waits_due {
+            return false;
+        }
         let shared = &self.shared;
         let mut has_ended = false;
         for (after, happened) in std::mem::take(&mut self.waits) {
@@ -201,6 +211,8 @@ impl Engine {
                 }
             }
         }
+        let ended = Instant::now();
+        self.waits_due = ended + (ended - began) * WAITS_REST;
         has_ended
     }
 }
