@@ -10,10 +10,14 @@ from contextlib import ExitStack
 
 import kvferry
 import pytest
+from fake_gpu import LIBRARY as FAKE_DRIVER
 from kit import OVER_TCP, Child
 from kvferry._engine import identity
 
 LOOPBACK = "127.0.0.1:0"
+
+# A process looks for the CUDA driver once, whichever test makes it do so.
+os.environ["KVFERRY_LIBCUDA"] = str(FAKE_DRIVER)
 
 # A shell makes commands in the background ignore SIGINT, and child processes inherit that: the tests of Ctrl-C would hang.
 # Child processes reset a signal that has a handler here.
@@ -23,7 +27,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(autouse=True)
 def _settings_come_from_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if (name.startswith(("KVFERRY_", "MC_")) and name != "KVFERRY_CACHE") or name in ("HOST_IP", "POD_IP"):
+        kept = name in ("KVFERRY_CACHE", "KVFERRY_LIBCUDA")
+        if (name.startswith(("KVFERRY_", "MC_")) and not kept) or name in ("HOST_IP", "POD_IP"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("KVFERRY_TRANSPORTS", OVER_TCP)
 

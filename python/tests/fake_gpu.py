@@ -103,7 +103,6 @@ class Driver:
     """The fake driver, which kvferry loads as well."""
 
     def __init__(self) -> None:
-        os.environ["KVFERRY_LIBCUDA"] = str(LIBRARY)
         self._library = ctypes.CDLL(str(LIBRARY), mode=os.RTLD_NOW | os.RTLD_LOCAL)
         self.call("cuInit", c_uint(0))
 

@@ -21,9 +21,7 @@ def loaded() -> Driver:
 
 
 @pytest.fixture
-def driver(loaded: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    # The first use of the driver by kvferry looks there.
-    monkeypatch.setenv("KVFERRY_LIBCUDA", str(LIBRARY))
+def driver(loaded: Driver) -> Iterator[Driver]:
     yield loaded
     loaded.hold(0)
     assert loaded.findings() == ""
