@@ -120,10 +120,11 @@ class Plan:
         self.remote = other.remote
         self.is_file = other.kind is nixl_mem_t.FILE_SEG
         self.areas, self.others = _used(local, which), _used(other, whose)
+        self.is_gpu = any(area.is_gpu for area in [*self.areas, *self.others])
         self.descriptors = len(here)
         self.batch = kvferry.Batch()
         with as_nixl():
-            if self.is_file or any(area.is_gpu for area in [*self.areas, *self.others]):
+            if self.is_file or self.is_gpu:
                 self._by_region(local, other, here, there, lengths, which, whose)
             elif len(here):
                 self._to_memory(local.areas[which[0]], other.areas[whose[0]], here, there, lengths)
@@ -199,15 +200,17 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
 
     def _submit(self, message: bytes) -> kvferry.Transfer:
         plan = self._plan
-        # As NIXL's callers do, this one has waited for what uses the memory: "host".
+        # NIXL's callers have waited for what uses the memory of GPUs.
+        keywords: dict[str, Any] = {"after": "host"} if plan.is_gpu else {}
         if plan.is_file:
             files = self._agent._core().files
             call = files.write_async if self._write else files.read_async
-            return call(plan.batch, after="host")
+            return call(plan.batch, **keywords)
         peer = self._agent._peer(plan.remote)
         submit = peer.write_async if self._write else peer.read_async
-        notify = (NOTIFICATION, message) if message else None
-        return submit(plan.batch, notify=notify, after="host")
+        if message:
+            keywords["notify"] = (NOTIFICATION, message)
+        return submit(plan.batch, **keywords)
 
     def _check(self) -> str:
         self._agent._must_not_be_forked()
