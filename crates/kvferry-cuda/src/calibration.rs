@@ -1,4 +1,4 @@
-//! What copies take on one device, as a value that can be stored.
+//! Times of copies on one device, as a value that can be stored.
 
 use crate::cost::{Cost, Curve, Method};
 use crate::fit;
@@ -67,7 +67,7 @@ impl Costs {
     }
 }
 
-/// What copies take on one device with one driver.
+/// Times of copies on one device with one driver.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Calibration {
@@ -129,7 +129,7 @@ impl Calibration {
         }
     }
 
-    /// Whether it was measured on this device with this driver.
+    /// True if the calibration was measured on this device with this driver.
     pub fn is_of(&self, device: &DeviceKey) -> bool {
         self.device.as_ref() == Some(device)
     }
@@ -178,7 +178,7 @@ pub enum CalibrationError {
     /// The text is not that of a calibration.
     #[error("malformed calibration: {error}")]
     Malformed {
-        /// What the parser found.
+        /// The parser's error.
         error: serde_json::Error,
     },
     /// The text has another version.

@@ -1,11 +1,11 @@
-//! What the planner may use.
+//! Methods and limits of the planner.
 
 use crate::job::Job;
 
-/// What a device, its driver and the caller allow.
+/// Methods that a device, its driver and the caller allow, and their limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capabilities {
-    /// Whether the driver has the batch call.
+    /// The driver has the batch call.
     pub batch: bool,
     /// The kernel, if it is loaded and host memory is mapped.
     pub kernel: Option<KernelLimits>,
@@ -47,7 +47,7 @@ impl Capabilities {
     pub const ENGINE: Self =
         Self { batch: true, kernel: None, staging: None, outstanding_max: 512, merges: true };
 
-    /// What is wrong with the limits.
+    /// The first limit that is out of range, in words.
     pub(crate) fn fault(&self) -> Option<&'static str> {
         let staging_is_aligned = |s: Staging| s.address.is_multiple_of(LINE) && s.bytes >= 4096;
         if self.outstanding_max == 0 {
@@ -97,7 +97,7 @@ impl KernelLimits {
         jobs.push(Job { src, dst, len });
     }
 
-    /// Whether the kernel copies so many bytes.
+    /// True if the kernel copies jobs of so many bytes.
     pub(crate) fn takes(&self, bytes: u64) -> bool {
         bytes <= self.slice_bytes * SLICES_MAX
     }

@@ -68,7 +68,7 @@ impl Edge {
         After::all(edges.into_iter().map(|edge| Arc::new(edge) as Arc<dyn Any + Send + Sync>))
     }
 
-    /// Whether the work has run.
+    /// True once the work has run.
     pub(crate) fn has_happened(&self) -> Result<bool, cuda::Error> {
         self.event.query()
     }

@@ -318,7 +318,7 @@ impl Fake {
         self.number("fakecuda_advance", ns);
     }
 
-    /// Destroys the primary context of a device, whoever holds it.
+    /// Destroys the primary context of a device, although users have retained it.
     pub fn destroy_context(&self, device: usize) {
         self.number("fakecuda_destroy_context", device as u64);
     }

@@ -14,7 +14,7 @@ impl Allocations {
         self.0.insert(base, end);
     }
 
-    /// Whether two addresses are in one known allocation.
+    /// True if one known allocation has both addresses.
     pub(super) fn is_one(&self, one: u64, other: u64) -> bool {
         let found = self.0.range(..=one.min(other)).next_back();
         found.is_some_and(|(_, &end)| one.max(other) < end)

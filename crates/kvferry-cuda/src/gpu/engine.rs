@@ -91,9 +91,7 @@ impl Engine {
                 self.start(Direction::In, copy);
             }
             let has_ended = self.out.poll(&shared) | self.into.poll(&shared) | self.poll_waits();
-            if shared.lost.get().is_some() {
-                [&mut self.out, &mut self.into].into_iter().for_each(|it| it.fail_queue(&shared));
-            }
+            [&mut self.out, &mut self.into].into_iter().for_each(|it| it.fail_queue(&shared));
             if has_ended {
                 self.pace.begin_anew(Instant::now());
             }
@@ -238,7 +236,7 @@ fn fill(jobs: &mut Vec<Job>, shared: &Shared, direction: Direction, copy: &Devic
     }
 }
 
-/// Whether all edges have happened.
+/// True once all edges have happened.
 fn have_happened(after: &After) -> io::Result<bool> {
     // Each is a GPU's: `Gpu::wait_for` takes no others.
     for edge in after.edges().iter().filter_map(|edge| edge.downcast_ref::<Edge>()) {

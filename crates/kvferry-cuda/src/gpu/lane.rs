@@ -127,17 +127,14 @@ impl Lane {
         );
     }
 
-    /// Fails what the driver does not have.
+    /// Fails what the driver does not have, if the GPU is lost.
     pub(super) fn fail_queue(&mut self, shared: &Shared) {
+        let Some(lost) = shared.lost() else { return };
         for copy in std::mem::take(&mut self.queue) {
             Counts::add(&shared.counts.failed, 1);
-            copy.complete(Err(shared.lost().map_or_else(no_streams, Into::into)));
+            copy.complete(Err(lost.clone().into()));
         }
     }
-}
-
-fn no_streams() -> std::io::Error {
-    std::io::Error::other("the GPU has no stream")
 }
 
 /// Completes a batch.

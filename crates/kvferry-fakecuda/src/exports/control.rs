@@ -246,7 +246,7 @@ pub(crate) unsafe extern "C" fn fakecuda_advance(ns: u64) -> c_int {
     })
 }
 
-/// Destroys the primary context of a device, whoever holds it.
+/// Destroys the primary context of a device, although users have retained it.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn fakecuda_destroy_context(device: c_int) -> c_int {
     enter_early("fakecuda_destroy_context", |session| {

@@ -166,7 +166,7 @@ pub(crate) unsafe extern "C" fn cuDeviceGetAttribute(
             88 | 100 => 0,
             // VMM, file descriptors, GPUDirect RDMA with VMM and without, its flush.
             102 | 103 | 110 | 116 | 117 => 1,
-            // Writes of other devices are ordered for nobody.
+            // No device sees another device's writes in order.
             118 => 0,
             124 => c_int::from(dmabuf),
             125 => 1,

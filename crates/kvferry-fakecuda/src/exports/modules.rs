@@ -41,7 +41,7 @@ pub(crate) unsafe extern "C" fn cuModuleLoadDataEx(
                 let mut bytes: Vec<c_char> = text.bytes().map(|b| b as c_char).collect();
                 bytes.truncate((room as usize).saturating_sub(1));
                 bytes.push(0);
-                // Without a buffer there is nobody to tell.
+                // The caller gave no buffer for the log.
                 let _ = Out(buffer.cast()).set_slice(&bytes, room as usize);
             }
             error
