@@ -100,6 +100,7 @@ wheel-published: $(VENV)/.dist-tools
 	@$(BIN)/auditwheel show target/dist/kvferry-*.whl | tee /dev/stderr | grep '^"manylinux_2_17' >/dev/null
 
 wheel-dist: wheel-published ## Build the wheel to publish, for manylinux_2_17: target/dist
+	$(call part,compressing it again,$(BIN)/python crates/kvferry-python/recompress target/dist/kvferry-*.whl)
 	@test "$$(stat -c %s target/dist/kvferry-*.whl)" -le $(WHEEL_BYTES_MAX) || \
 	    { echo 'the wheel exceeds $(WHEEL_BYTES_MAX) bytes'; exit 1; }
 
