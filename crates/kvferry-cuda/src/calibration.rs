@@ -121,6 +121,22 @@ impl Calibration {
         Ok(calibration)
     }
 
+    /// Costs by which plans use one method wherever they can: to measure it, and for tests. What can't be gathered is copied
+    /// by the kernel, and what that can't copy, by single copies.
+    #[doc(hidden)]
+    pub fn only(method: Method) -> Self {
+        let flat =
+            |ns| Cost { call_ns: 0.0, entry: Curve::new([ns; Curve::POINTS]).expect("equal") };
+        let (cheap, dear) = (Some(flat(0.0)), flat(1e9));
+        let only = |wanted: Method| cheap.filter(|_| method == wanted);
+        let kernel = cheap.filter(|_| matches!(method, Method::Kernel | Method::Gather));
+        let into = Costs { copy: dear, batch: only(Method::Batch), kernel, gather: None };
+        // A copy out of the staging must cost something, and less than two copies of the engine.
+        let out =
+            Costs { kernel: only(Method::Kernel), gather: only(Method::Gather), ..into.clone() };
+        Self { out, into, ..Self::default() }
+    }
+
     /// The costs of a direction.
     pub fn costs(&self, direction: Direction) -> &Costs {
         match direction {

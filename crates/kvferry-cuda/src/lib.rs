@@ -22,6 +22,7 @@ mod fit;
 pub mod gpu;
 mod job;
 mod memory;
+mod models;
 mod order;
 pub mod plan;
 pub mod ptx;

@@ -1,36 +1,47 @@
 //! The thread of a GPU.
 
-use super::lane::Lane;
+#![allow(
+    unsafe_code,
+    reason = "the driver copies to and from memory of batches, which their owner keeps"
+)]
+
+use super::calibrate::Calibrator;
+use super::kernel::{Kernels, Refusal};
+use super::lanes::Lanes;
 use super::pace::Pace;
-use super::pins::Pins;
+use super::pins::{Pinned, Pins};
+use super::settings::Settings;
+use super::submit::{Calls, OUTSTANDING_MAX, submit};
 use super::{Counts, Shared, fail};
 use crate::calibration::Calibration;
 use crate::capabilities::Capabilities;
+use crate::cost::Method;
 use crate::edge::Edge;
 use crate::error::Error;
 use crate::job::{Direction, Job};
-use crate::plan::{Plan, Planner};
+use crate::plan::{Plan, PlanError, Planner};
 use kvferry::{After, DeviceCopy, Happened};
-use kvferry_sys::cuda;
+use kvferry_sys::cuda::{self, Stream};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 /// Time between two looks at all waits, as a multiple of what the first took: many waits that never end must not take
 /// the thread from its copies.
 const WAITS_REST: u32 = 8;
-/// Single copies in a step of a plan, at most.
-const OUTSTANDING_MAX: u32 = 512;
 
 pub(super) struct Engine {
     shared: Arc<Shared>,
-    out: Lane,
-    into: Lane,
+    out: Lanes,
+    into: Lanes,
     waits: Vec<(After, Happened)>,
     /// Time of the next look at the waits.
     waits_due: Instant,
     pins: Pins,
+    kernels: Kernels,
+    calibrator: Calibrator,
     calibration: Calibration,
     planner: Planner,
     plan: Plan,
@@ -62,14 +73,19 @@ impl Engine {
     }
 
     fn new(shared: &Arc<Shared>) -> Result<Self, cuda::Error> {
+        let settings = Settings::get();
+        let (calibrator, calibration) = Calibrator::new(&shared.context, settings);
+        shared.calibration.lock().clone_from(&calibration);
         Ok(Self {
-            out: Lane::new(shared, Direction::Out)?,
-            into: Lane::new(shared, Direction::In)?,
+            out: Lanes::new(shared)?,
+            into: Lanes::new(shared)?,
             shared: Arc::clone(shared),
             waits: Vec::new(),
             waits_due: Instant::now(),
             pins: Pins::default(),
-            calibration: Calibration::default(),
+            kernels: Kernels::new(&shared.context, settings),
+            calibrator,
+            calibration,
             planner: Planner::default(),
             plan: Plan::default(),
             jobs: Vec::new(),
@@ -95,8 +111,27 @@ impl Engine {
             if has_ended {
                 self.pace.begin_anew(Instant::now());
             }
+            self.calibrate();
         }
         shared.counts.read().leaked > 0
+    }
+
+    /// Measures one point of the calibration, if there are any and nothing is copied.
+    fn calibrate(&mut self) {
+        if self.shared.lost().is_some() {
+            self.calibrator.stop();
+        }
+        let is_idle = self.out.is_idle() && self.into.is_idle() && self.waits.is_empty();
+        if !is_idle || !self.calibrator.is_due() {
+            return;
+        }
+        while self.calibrator.begins() && self.make_ready(true, true) {}
+        let Self { shared, out, into, kernels, calibrator, .. } = self;
+        let streams = [out, into].map(|lanes| &lanes.lane(false).stream);
+        if let Some(calibration) = calibrator.step(&shared.context, streams, kernels) {
+            shared.calibration.lock().clone_from(&calibration);
+            self.calibration = calibration;
+        }
     }
 
     /// Fails what no driver has. The GPU is lost.
@@ -122,6 +157,9 @@ impl Engine {
             if is_idle && inbox.has_ended {
                 return false;
             }
+            if is_idle && self.calibrator.is_due() {
+                return true;
+            }
             if !is_idle && pause.is_zero() {
                 drop(inbox);
                 std::thread::yield_now();
@@ -135,8 +173,8 @@ impl Engine {
         for (direction, copy) in inbox.copies.drain(..) {
             self.pace.begin_anew(now);
             match direction {
-                Direction::Out => self.out.queue.push_back(copy),
-                Direction::In => self.into.queue.push_back(copy),
+                Direction::Out => self.out.push(copy),
+                Direction::In => self.into.push(copy),
             }
         }
         if !inbox.waits.is_empty() {
@@ -152,36 +190,94 @@ impl Engine {
             Counts::add(&shared.counts.failed, 1);
             return copy.complete(Err(lost.into()));
         }
-        let is_pinned = self.pins.pin(shared, &copy);
+        let pinned = self.pins.pin(shared, &copy);
         fill(&mut self.jobs, shared, direction, &copy);
-        let capabilities = Capabilities {
-            // A batch of pageable memory is not promised to work.
-            batch: is_pinned && shared.context.driver().batch_call().is_some(),
-            outstanding_max: OUTSTANDING_MAX,
-            // Those of one allocation are joined already.
-            merges: false,
-            ..Capabilities::ENGINE
-        };
-        let planned = self.planner.plan(
-            &self.jobs,
-            direction,
-            &self.calibration,
-            &capabilities,
-            &mut self.plan,
-        );
-        if let Err(error) = planned {
-            Counts::add(&shared.counts.failed, 1);
+        if let Err(error) = self.plan(direction, pinned) {
+            Counts::add(&self.shared.counts.failed, 1);
             return copy.complete(Err(io::Error::new(io::ErrorKind::InvalidInput, error)));
         }
+        let shared = &self.shared;
         let (bytes, pieces) = (copy.len() as u64, copy.pieces().len() as u64);
-        let (lane, bytes_of) = match direction {
-            Direction::Out => (&mut self.out, &shared.counts.bytes_out),
-            Direction::In => (&mut self.into, &shared.counts.bytes_in),
+        let bytes_of = match direction {
+            Direction::Out => &shared.counts.bytes_out,
+            Direction::In => &shared.counts.bytes_in,
         };
         Counts::add(bytes_of, bytes);
         Counts::add(&shared.counts.batches, 1);
         Counts::add(&shared.counts.pieces, pieces);
-        lane.start(shared, copy, &self.plan);
+        self.calibrator.note(bytes, pieces);
+        self.submit(direction, pinned, copy);
+    }
+
+    /// Plans the copies of a batch, and makes ready what the plan needs.
+    fn plan(&mut self, direction: Direction, pinned: Pinned) -> Result<(), PlanError> {
+        loop {
+            let allowed = self.capabilities(direction, pinned);
+            let (jobs, calibration) = (&self.jobs, &self.calibration);
+            self.planner.plan(jobs, direction, calibration, &allowed, &mut self.plan)?;
+            let has = |method| self.plan.steps.iter().any(|step| step.method == method);
+            if !self.make_ready(has(Method::Kernel), has(Method::Gather)) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Makes the kernel ready, and the memory to gather in. True if what plans may use has changed.
+    fn make_ready(&mut self, kernel: bool, gather: bool) -> bool {
+        match self.kernels.prepare(kernel, gather) {
+            Ok(has_changed) => {
+                let bytes = self.kernels.staging_bytes() as u64;
+                self.shared.counts.staging_bytes.store(bytes, Relaxed);
+                has_changed
+            }
+            Err(refusal) => {
+                refuse_kernel(&self.shared, &refusal);
+                true
+            }
+        }
+    }
+
+    fn capabilities(&self, direction: Direction, pinned: Pinned) -> Capabilities {
+        let lanes = match direction {
+            Direction::Out => &self.out,
+            Direction::In => &self.into,
+        };
+        let kernel = self.kernels.limits().filter(|_| pinned == Pinned::Mapped);
+        Capabilities {
+            // A batch of pageable memory is not promised to work.
+            batch: pinned != Pinned::No && self.shared.context.driver().batch_call().is_some(),
+            kernel,
+            staging: self.kernels.staging(lanes.turn()),
+            outstanding_max: OUTSTANDING_MAX,
+            // Those of one allocation are joined already.
+            merges: false,
+        }
+    }
+
+    /// Gives the driver the copies of the plan. If it refuses a launch, they are all made by the copy engine behind it.
+    fn submit(&mut self, direction: Direction, pinned: Pinned, copy: DeviceCopy) {
+        let allowed = Capabilities { kernel: None, ..self.capabilities(direction, pinned) };
+        let Self { shared, out, into, kernels, calibration, planner, plan, jobs, .. } = self;
+        let is_of_kernel =
+            plan.steps.iter().any(|it| matches!(it.method, Method::Kernel | Method::Gather));
+        let lane = match direction {
+            Direction::Out => out.lane(is_of_kernel),
+            Direction::In => into.lane(is_of_kernel),
+        };
+        lane.start(shared, copy, |stream: &Stream, calls: &mut Calls| {
+            // SAFETY: the pieces are in regions that the batch holds, and the stage is the batch's. The lane keeps both until
+            // it has seen an event behind the calls, or for ever. A gate keeps others from the regions' memory meanwhile, and
+            // nothing writes the stage of a batch that is given to a device.
+            let made = unsafe { submit(&shared.counts, stream, direction, plan, kernels, calls) };
+            let Err(refusal) = made else { return };
+            if kernels.has_failed() {
+                refuse_kernel(shared, &refusal);
+            }
+            if planner.plan(jobs, direction, calibration, &allowed, plan).is_ok() {
+                // SAFETY: as above. No plan without a kernel is refused.
+                let _ = unsafe { submit(&shared.counts, stream, direction, plan, kernels, calls) };
+            }
+        });
     }
 
     /// Ends the waits for edges that have happened. Returns whether there was one.
@@ -213,6 +309,14 @@ impl Engine {
         self.waits_due = ended + (ended - began) * WAITS_REST;
         has_ended
     }
+}
+
+/// Notes that the kernel, or the memory that it gathers in, is not used again.
+fn refuse_kernel(shared: &Shared, refusal: &Refusal) {
+    Counts::add(&shared.counts.kernel_refused, 1);
+    refusal.driver().into_iter().for_each(|error| _ = shared.is_lost_by(error));
+    let device = shared.device;
+    tracing::warn!(device, %refusal, "small pieces of the GPU's memory are copied by the copy engine, more slowly");
 }
 
 /// The copies of a batch. Neighbours in one allocation are one.

@@ -1,23 +1,19 @@
-//! Batches of one direction, which the driver copies one after the other on a stream of their own.
+//! Batches that the driver copies one after the other on a stream of their own.
 
-use super::submit::{Submitted, submit};
+use super::submit::Calls;
 use super::{Counts, Shared};
 use crate::error::Error;
-use crate::job::Direction;
-use crate::plan::Plan;
 use kvferry::DeviceCopy;
-use kvferry_sys::cuda::{self, Event, SourceOrder, Stream};
+use kvferry_sys::cuda::{self, Event, Stream};
 use std::collections::VecDeque;
+use std::mem::ManuallyDrop;
 
 /// Calls in a stream, beyond which the next batch waits here. At about a thousand, each further call waits for the device.
 const CALLS_MAX: usize = 512;
 
 #[derive(Debug)]
 pub(super) struct Lane {
-    direction: Direction,
-    stream: Stream,
-    /// Batches that wait for room in the stream.
-    pub(super) queue: VecDeque<DeviceCopy>,
+    pub(super) stream: Stream,
     running: VecDeque<Running>,
     calls: usize,
     /// Events that can be recorded again.
@@ -31,12 +27,17 @@ struct Running {
     event: Event,
 }
 
+/// A batch, whose stage and regions stay until it is completed, and what was called for it.
+#[derive(Debug)]
+struct Submitted {
+    copy: DeviceCopy,
+    calls: Calls,
+}
+
 impl Lane {
-    pub(super) fn new(shared: &Shared, direction: Direction) -> Result<Self, cuda::Error> {
+    pub(super) fn new(shared: &Shared) -> Result<Self, cuda::Error> {
         Ok(Self {
-            direction,
             stream: Stream::new(&shared.context)?,
-            queue: VecDeque::new(),
             running: VecDeque::new(),
             calls: 0,
             spare: Vec::new(),
@@ -44,19 +45,21 @@ impl Lane {
     }
 
     pub(super) fn is_idle(&self) -> bool {
-        self.queue.is_empty() && self.running.is_empty()
+        self.running.is_empty()
     }
 
-    /// The next batch that the stream has room for.
-    pub(super) fn next(&mut self) -> Option<DeviceCopy> {
-        if self.calls >= CALLS_MAX {
-            return None;
-        }
-        self.queue.pop_front()
+    /// Whether the stream has room for the calls of a batch.
+    pub(super) fn has_room(&self) -> bool {
+        self.calls < CALLS_MAX
     }
 
-    /// Gives a batch to the driver.
-    pub(super) fn start(&mut self, shared: &Shared, copy: DeviceCopy, plan: &Plan) {
+    /// Gives a batch to the driver, by the calls that `submit` makes on the stream.
+    pub(super) fn start(
+        &mut self,
+        shared: &Shared,
+        copy: DeviceCopy,
+        submit: impl FnOnce(&Stream, &mut Calls),
+    ) {
         let event = match self.spare.pop() {
             Some(event) => event,
             None => match Event::new(&shared.context) {
@@ -65,18 +68,16 @@ impl Lane {
                 Err(error) => return end(shared, copy, Err(error)),
             },
         };
-        let order = match self.direction {
-            Direction::Out => SourceOrder::Stream,
-            // Nothing writes the stage before the batch has ended.
-            Direction::In => SourceOrder::Any,
-        };
-        let submitted = submit(shared, &self.stream, copy, plan, order);
+        // What the driver has must not be dropped by a panic.
+        let mut submitted = ManuallyDrop::new(Submitted { copy, calls: Calls::default() });
+        submit(&self.stream, &mut submitted.calls);
+        let submitted = ManuallyDrop::into_inner(submitted);
         // The first error may be of another call.
         let recorded = event.record(&self.stream).or_else(|_| event.record(&self.stream));
         if let Err(error) = recorded {
             return self.lose(shared, submitted, error);
         }
-        self.calls += submitted.calls;
+        self.calls += submitted.calls.count;
         self.running.push_back(Running { submitted, event });
     }
 
@@ -91,13 +92,13 @@ impl Lane {
                 Ok(is_reached) => {
                     let Running { submitted, event } = self.running.pop_front().expect("the first");
                     self.spare.extend(is_reached.then_some(event));
-                    self.calls -= submitted.calls;
-                    let Submitted { copy, error, .. } = submitted;
-                    end(shared, copy, error.map_or(Ok(()), Err));
+                    self.calls -= submitted.calls.count;
+                    let Submitted { copy, calls } = submitted;
+                    end(shared, copy, calls.error.map_or(Ok(()), Err));
                 }
                 Err(error) => {
                     let Running { submitted, .. } = self.running.pop_front().expect("the first");
-                    self.calls -= submitted.calls;
+                    self.calls -= submitted.calls.count;
                     self.lose(shared, submitted, error);
                 }
             }
@@ -125,15 +126,6 @@ impl Lane {
             %error,
             "a copy of the GPU can't be followed: its memory stays in quarantine"
         );
-    }
-
-    /// Fails what the driver does not have, if the GPU is lost.
-    pub(super) fn fail_queue(&mut self, shared: &Shared) {
-        let Some(lost) = shared.lost() else { return };
-        for copy in std::mem::take(&mut self.queue) {
-            Counts::add(&shared.counts.failed, 1);
-            copy.complete(Err(lost.clone().into()));
-        }
     }
 }
 

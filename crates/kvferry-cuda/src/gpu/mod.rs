@@ -16,12 +16,18 @@
 //! batches fail, those that come later too, and other GPUs go on.
 
 mod allocations;
+mod calibrate;
 mod engine;
+mod kernel;
 mod lane;
+mod lanes;
 mod pace;
 mod pins;
+mod settings;
 mod submit;
+mod tables;
 
+use crate::calibration::Calibration;
 use crate::edge::Edge;
 use crate::error::Error;
 use crate::job::Direction;
@@ -42,6 +48,12 @@ pub const STAGES: usize = 64;
 /// Pieces of one batch, at most: a stage of blocks of 1 KiB.
 pub const PIECES_MAX: usize = 4096;
 
+/// Streams of one direction.
+const LANES: usize = 2;
+
+#[doc(hidden)]
+pub use settings::Settings;
+
 /// A GPU's context, its stages, and the thread that copies.
 pub struct Gpu {
     shared: Arc<Shared>,
@@ -58,6 +70,8 @@ pub(crate) struct Shared {
     changed: Condvar,
     allocations: Mutex<Allocations>,
     counts: Counts,
+    /// What copies take, as the thread plans them.
+    calibration: Mutex<Calibration>,
     /// The sticky error that the driver reported first.
     lost: OnceLock<String>,
 }
@@ -97,6 +111,7 @@ impl Gpu {
             changed: Condvar::new(),
             allocations: Mutex::default(),
             counts: Counts::default(),
+            calibration: Mutex::default(),
             lost: OnceLock::new(),
         });
         let gpu = Arc::new(Self { shared });
@@ -122,6 +137,11 @@ impl Gpu {
     /// What the GPU has done.
     pub fn counters(&self) -> Counters {
         self.shared.counts.read()
+    }
+
+    /// What copies take on this GPU: as measured, or what is assumed until then. Its `device` tells which.
+    pub fn calibration(&self) -> Calibration {
+        self.shared.calibration.lock().clone()
     }
 
     /// Whether a sticky error has made the GPU unusable for this process.
@@ -283,6 +303,14 @@ counters! {
     single_calls,
     /// Calls of the driver that made many copies.
     batch_calls,
+    /// Launches of the kernel that copied between the GPU's memory and stages.
+    kernel_calls,
+    /// Launches of the kernel that gathered inside the GPU's memory.
+    gather_calls,
+    /// Refusals of the driver for which the kernel, or gathering by it, is not used again.
+    kernel_refused,
+    /// Bytes of the GPU's memory that copies are gathered in.
+    staging_bytes,
     /// Stages that are pinned.
     pinned_stages,
     /// Stages that could not be pinned: copies are slow, and go one by one.

@@ -18,13 +18,23 @@ enum Pin {
     Unused,
     Pinned {
         _until_drop: HostRegistration,
+        is_mapped: bool,
     },
     Refused,
 }
 
+/// What the driver knows of a stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pinned {
+    No,
+    Yes,
+    /// Kernels find it at the same address as the process.
+    Mapped,
+}
+
 impl Pins {
-    /// Whether the stage of a batch is pinned, now or before.
-    pub(super) fn pin(&mut self, shared: &Shared, copy: &DeviceCopy) -> bool {
+    /// Pins the stage of a batch, unless it was pinned before.
+    pub(super) fn pin(&mut self, shared: &Shared, copy: &DeviceCopy) -> Pinned {
         let begin = shared.stages.as_ptr() as usize;
         let index = (copy.as_ptr() as usize - begin) / STAGE_BYTES;
         if self.0.len() <= index {
@@ -33,7 +43,11 @@ impl Pins {
         if matches!(self.0[index], Pin::Unused) {
             self.0[index] = Self::register(shared, index);
         }
-        matches!(self.0[index], Pin::Pinned { .. })
+        match self.0[index] {
+            Pin::Pinned { is_mapped: true, .. } => Pinned::Mapped,
+            Pin::Pinned { .. } => Pinned::Yes,
+            Pin::Unused | Pin::Refused => Pinned::No,
+        }
     }
 
     fn register(shared: &Shared, index: usize) -> Pin {
@@ -45,7 +59,8 @@ impl Pins {
         match unsafe { HostRegistration::new(&shared.context, span) } {
             Ok(registration) => {
                 Counts::add(&shared.counts.pinned_stages, 1);
-                Pin::Pinned { _until_drop: registration }
+                let is_mapped = registration.device_address() == Ok(at as u64);
+                Pin::Pinned { _until_drop: registration, is_mapped }
             }
             Err(error) => {
                 Counts::add(&shared.counts.unpinned_stages, 1);

@@ -5,71 +5,104 @@
     reason = "the driver copies to and from memory of batches, which their owner keeps"
 )]
 
-use super::{Counts, Shared};
+use super::Counts;
+use super::kernel::{Kernels, Refusal};
+use super::tables::Table;
 use crate::cost::Method;
-use crate::plan::Plan;
-use kvferry::DeviceCopy;
+use crate::job::{Direction, Job};
+use crate::plan::{Plan, Step};
 use kvferry_sys::cuda::{self, CopyBatch, SourceOrder, Stream, copy_async, copy_batch};
 
-/// What the driver reads until a batch has ended.
-#[derive(Debug)]
-pub(super) struct Submitted {
-    /// The batch, whose stage and regions stay until it is completed.
-    pub(super) copy: DeviceCopy,
-    _lists: Vec<CopyBatch>,
+/// Single copies that a stream may hold, at most.
+pub(super) const OUTSTANDING_MAX: u32 = 512;
+
+/// What the driver reads until an event behind the calls has been reached.
+#[derive(Debug, Default)]
+pub(super) struct Calls {
+    lists: Vec<CopyBatch>,
+    tables: Vec<Table>,
     /// Calls that may be in the stream.
-    pub(super) calls: usize,
-    /// The first call that failed.
+    pub(super) count: usize,
+    /// The first call of a copy that failed.
     pub(super) error: Option<cuda::Error>,
 }
 
-/// Gives the driver the copies of a batch. If a call fails, those after it are not made. The caller keeps the result until
-/// an event behind it has been reached, or for ever.
-pub(super) fn submit(
-    shared: &Shared,
+/// Gives the driver the copies of a plan. If a call fails, those after it are not made. An error is one of the kernel:
+/// all copies of the plan may be made again, by other calls behind these.
+///
+/// # Safety
+/// The memory of the plan's jobs stays allocated, and on the host mapped, until an event behind the calls has been
+/// reached. Nothing else writes it meanwhile, nor reads what is written. `calls` stays, too.
+pub(super) unsafe fn submit(
+    counts: &Counts,
     stream: &Stream,
-    copy: DeviceCopy,
+    direction: Direction,
     plan: &Plan,
-    order: SourceOrder,
-) -> Submitted {
-    let mut submitted = Submitted { copy, _lists: Vec::new(), calls: 0, error: None };
-    for (at, step) in plan.steps.iter().enumerate() {
-        let jobs = plan.jobs_of(step).iter();
-        let copies = jobs
-            .map(|job| (job.dst, job.src, usize::try_from(job.len).expect("a stage is shorter")));
+    kernels: &mut Kernels,
+    calls: &mut Calls,
+) -> Result<(), Refusal> {
+    let order = match direction {
+        Direction::Out => SourceOrder::Stream,
+        // Nothing writes the stage before the batch has ended.
+        Direction::In => SourceOrder::Any,
+    };
+    for step in &plan.steps {
+        let jobs = plan.jobs_of(step);
         let made = match step.method {
             Method::Batch => {
-                submitted.calls += 1;
-                Counts::add(&shared.counts.batch_calls, 1);
-                submitted._lists.push(copies.collect());
-                let list = submitted._lists.last().expect("it was pushed");
-                // SAFETY: the pieces are in regions that the batch holds, and the stage is the batch's. Both stay until
-                // the caller has seen an event behind this call. A gate keeps others from the regions' memory meanwhile,
-                // and nothing writes the stage of a batch that is given to a device.
+                Counts::add(&counts.batch_calls, 1);
+                calls.count += 1;
+                calls.lists.push(jobs.iter().map(copy).collect());
+                let list = calls.lists.last().expect("it was pushed");
+                // SAFETY: the caller keeps the memory, and the list, until an event behind this call.
                 unsafe { copy_batch(stream, list, order) }.map_err(|failed| failed.error)
             }
             Method::Copy => {
-                let is_first = at == 0;
-                // A stream holds about a thousand calls; the next one would wait for the device, with its lock held.
-                let waited = if is_first { Ok(()) } else { stream.synchronize() };
-                submitted.calls += step.count;
-                Counts::add(&shared.counts.single_calls, step.count as u64);
-                waited.and_then(|()| {
-                    for (to, from, len) in copies {
-                        // SAFETY: as above.
-                        unsafe { copy_async(stream, to, from, len) }?;
-                    }
-                    Ok(())
-                })
+                Counts::add(&counts.single_calls, step.count as u64);
+                // SAFETY: as above.
+                unsafe { copy_singly(stream, step, jobs, calls) }
             }
             Method::Kernel | Method::Gather => {
-                unreachable!("no plan has a kernel: none is allowed")
+                let is_gather = step.method == Method::Gather;
+                let count = if is_gather { &counts.gather_calls } else { &counts.kernel_calls };
+                Counts::add(count, 1);
+                calls.count += 1;
+                // SAFETY: as above. Memory of the device to gather in is the stream's.
+                unsafe { kernels.launch(stream, jobs, &mut calls.tables) }?;
+                Ok(())
             }
         };
         if let Err(error) = made {
-            submitted.error = Some(error);
+            calls.error = Some(error);
             break;
         }
     }
-    submitted
+    Ok(())
+}
+
+/// The copies of a step, each by a call.
+///
+/// # Safety
+/// That of [`submit`].
+unsafe fn copy_singly(
+    stream: &Stream,
+    step: &Step,
+    jobs: &[Job],
+    calls: &mut Calls,
+) -> Result<(), cuda::Error> {
+    let is_full = calls.count > 0 && calls.count + step.count > OUTSTANDING_MAX as usize;
+    calls.count += step.count;
+    if is_full {
+        // A stream holds about a thousand calls; the next one would wait for the device, with its lock held.
+        stream.synchronize()?;
+    }
+    for (to, from, len) in jobs.iter().map(copy) {
+        // SAFETY: the caller keeps the memory until an event behind this call.
+        unsafe { copy_async(stream, to, from, len) }?;
+    }
+    Ok(())
+}
+
+fn copy(job: &Job) -> (u64, u64, usize) {
+    (job.dst, job.src, usize::try_from(job.len).expect("a stage is shorter"))
 }

@@ -10,6 +10,9 @@ use crate::job::{Direction, Job};
 /// Copies that single calls make, at most, where there is a batch call.
 pub(super) const SINGLES_MAX: usize = 4;
 
+/// Copies of a plan whose selection is improved, at most: that takes time with their cube.
+const IMPROVED_MAX: usize = 12;
+
 /// The methods that a plan may use, with their costs.
 pub(super) struct Model<'a> {
     pub(super) copy: &'a Cost,
@@ -253,8 +256,11 @@ impl Chooser {
                 self.selection.leave(jobs, start);
                 found = self.try_selection(model, parts, jobs, found).0;
             } else if is_clear {
-                break;
+                return found;
             }
+        }
+        if jobs.len() <= IMPROVED_MAX {
+            found = self.improve(model, parts, jobs, found);
         }
         found
     }
@@ -268,6 +274,16 @@ impl Chooser {
         jobs: &[Job],
         best: f64,
     ) -> (f64, Option<u64>) {
+        let Gathered { ns, engine, last_window } = self.gathered(model, parts, jobs);
+        if ns < best {
+            self.selection.copy_to(&mut self.is_engine);
+            (self.engine, self.rest) = (engine, Rest::Gather(parts.limits, parts.staging));
+        }
+        (ns.min(best), last_window)
+    }
+
+    /// What the selection takes.
+    fn gathered(&self, model: &Model<'_>, parts: Parts<'_>, jobs: &[Job]) -> Gathered {
         let Parts { cost, limits, staging } = parts;
         let mut engine = Engine::default();
         let (mut ns, mut bytes, mut slices) = (0.0, 0, 0);
@@ -290,6 +306,9 @@ impl Chooser {
             }
             bytes += job.len;
         }
+        if run.is_none() {
+            return Gathered { ns: model.engine_ns(&engine), engine, last_window: None };
+        }
         ns += run.map_or(0.0, |(start, end)| model.copy.single(end - start));
         let mut windows = Tally::new(model.copy);
         let is_one = bytes <= staging.bytes && slices <= u64::from(limits.jobs_max);
@@ -305,12 +324,47 @@ impl Chooser {
                 .sum::<f64>();
         }
         ns += windows.count.max(1) as f64 * cost.call_ns + model.engine_ns(&engine);
-        if ns < best {
-            self.selection.copy_to(&mut self.is_engine);
-            (self.engine, self.rest) = (engine, Rest::Gather(limits, staging));
-        }
-        (ns.min(best), (windows.count > 1).then_some(windows.last_start))
+        let last_window = (windows.count > 1).then_some(windows.last_start);
+        Gathered { ns, engine, last_window }
     }
+
+    /// Looks for a better selection than those tried: gives copies that follow each other to the engine, or gathers them, as
+    /// long as that helps. The forms that selections minimise are rough where few copies are dear.
+    fn improve(&mut self, model: &Model<'_>, parts: Parts<'_>, jobs: &[Job], best: f64) -> f64 {
+        match self.rest {
+            Rest::Gather(..) => self.selection.copy_from(&self.is_engine),
+            Rest::None | Rest::Kernel(_) => _ = self.selection.select(&self.items, Select::All),
+        }
+        let mut least = self.gathered(model, parts, jobs).ns;
+        let mut has_improved = true;
+        while has_improved {
+            has_improved = false;
+            for first in 0..jobs.len() {
+                for end in first + 1..=jobs.len() {
+                    for is_engine in [false, true] {
+                        let Some(before) = self.selection.give(first..end, is_engine) else {
+                            continue;
+                        };
+                        let ns = self.gathered(model, parts, jobs).ns;
+                        if ns < least {
+                            (least, has_improved) = (ns, true);
+                        } else {
+                            self.selection.restore(first..end, before);
+                        }
+                    }
+                }
+            }
+        }
+        self.try_selection(model, parts, jobs, best).0
+    }
+}
+
+/// What gathering a selection takes, with the copy engine beside it.
+struct Gathered {
+    ns: f64,
+    engine: Engine,
+    /// The destination at which the last window begins, if there are several.
+    last_window: Option<u64>,
 }
 
 /// Whether two jobs take the same time.

@@ -7,6 +7,7 @@
 use super::choose::{Item, SINGLES_MAX};
 use crate::cost::Cost;
 use crate::job::Job;
+use std::ops::Range;
 
 /// Copies among which the few for single calls are sought. For more, those would save little.
 const FEW_OF_MAX: usize = 128;
@@ -80,6 +81,27 @@ impl Selection {
 
     pub(super) fn copy_to(&self, is_engine: &mut Vec<bool>) {
         is_engine.clone_from(&self.is_engine);
+    }
+
+    pub(super) fn copy_from(&mut self, is_engine: &[bool]) {
+        self.is_engine.clear();
+        self.is_engine.extend_from_slice(is_engine);
+    }
+
+    /// Gives these copies, of the first 64, to the engine, or gathers them. Returns those that the engine had before as bits;
+    /// `None` if nothing has changed.
+    pub(super) fn give(&mut self, range: Range<usize>, is_engine: bool) -> Option<u64> {
+        let part = &mut self.is_engine[range];
+        let before = part.iter().rev().fold(0, |bits, had| bits << 1 | u64::from(*had));
+        let has_changed = part.contains(&!is_engine);
+        part.fill(is_engine);
+        has_changed.then_some(before)
+    }
+
+    /// Undoes what [`Selection::give`] has done.
+    pub(super) fn restore(&mut self, range: Range<usize>, before: u64) {
+        let part = self.is_engine[range].iter_mut().enumerate();
+        part.for_each(|(at, is_engine)| *is_engine = before >> at & 1 == 1);
     }
 
     /// Leaves the copies from this destination on to the engine.

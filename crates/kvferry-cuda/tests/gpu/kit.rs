@@ -36,8 +36,12 @@ impl Rig {
         static FAKE: OnceLock<Fake> = OnceLock::new();
         let fake = FAKE.get_or_init(|| {
             let path = library_path();
-            // SAFETY: it is set once, and kvferry reads it after that.
-            unsafe { std::env::set_var("KVFERRY_LIBCUDA", &path) };
+            // SAFETY: they are set once, and kvferry reads them after that.
+            unsafe {
+                std::env::set_var("KVFERRY_LIBCUDA", &path);
+                // Tests of calibrations set it on.
+                std::env::set_var("KVFERRY_GPU_CALIBRATE", "off");
+            }
             Fake::load(&path).expect("the fake driver loads")
         });
         Self { fake: *fake, _alone: None }

@@ -3,7 +3,9 @@
 #![cfg(any(debug_assertions, feature = "testing"))]
 
 mod bytes;
+mod calibrate;
 mod faults;
+mod kernel;
 mod kit;
 mod order;
 mod refused;

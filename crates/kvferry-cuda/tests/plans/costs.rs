@@ -218,6 +218,14 @@ fn plans_of_few_jobs_take_at_most_a_tenth_more_than_the_best_choice() {
 }
 
 #[test]
+fn plans_of_few_jobs_take_at_most_a_tenth_more_on_other_tables() {
+    for seed in 21..26 {
+        compare(seed, 20_000, 1..7, exhaustive);
+        compare(seed + 10, 1_000, 7..11, exhaustive);
+    }
+}
+
+#[test]
 fn plans_of_many_jobs_take_at_most_a_tenth_more_than_the_best_thresholds() {
     compare(13, 2_000, 11..300, by_thresholds);
     compare(14, 200, 1000..1025, by_thresholds);

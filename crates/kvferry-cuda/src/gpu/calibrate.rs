@@ -1,0 +1,289 @@
+//! Measures what copies take on a GPU.
+//!
+//! The points of [`samples`] are measured one by one while the GPU's thread has nothing to copy, once enough batches of
+//! small pieces have come for the result to matter. The process keeps the result for the GPU. A GPU that takes too long
+//! keeps the times that are assumed of its model.
+
+#![allow(unsafe_code, reason = "the driver copies between memory that the measurement owns")]
+
+use super::Counts;
+use super::kernel::{Kernels, Refusal};
+use super::settings::Settings;
+use super::submit::{Calls, OUTSTANDING_MAX, submit};
+use crate::calibration::{BATCH_ENTRIES, Calibration, DeviceKey};
+use crate::capabilities::Capabilities;
+use crate::cost::Method;
+use crate::job::Direction;
+use crate::plan::{Plan, Step};
+use crate::samples::{self, BYTES_MAX, Point, ROUNDS, Sample};
+use kvferry_sys::cuda::{
+    self, Context, DeviceAllocation, DeviceUuid, Event, HostRegistration, Stream,
+};
+use kvferry_sys::map::Mapping;
+use kvferry_sys::sync::Mutex;
+use std::io;
+use std::time::{Duration, Instant};
+
+/// Batches of small pieces after which measuring pays.
+const BATCHES: u32 = 16;
+/// A batch of so many pieces, which have not more bytes than this on average, is one of small pieces.
+const PIECES: u64 = 16;
+const PIECE_BYTES: u64 = 128 << 10;
+
+/// Time of all measurements, at most. What is measured by then counts.
+const TIME_MAX: Duration = Duration::from_millis(50);
+/// The longest time of one point. After it the GPU is taken to be stuck.
+const POINT_MAX: Duration = Duration::from_millis(20);
+
+/// Calibrations that this process has measured.
+static MEASURED: Mutex<Vec<Calibration>> = Mutex::new(Vec::new());
+
+#[derive(Debug)]
+pub(super) struct Calibrator {
+    state: State,
+    patience: Option<Duration>,
+}
+
+#[derive(Debug)]
+enum State {
+    /// Nothing is measured, now or later.
+    Over,
+    /// So many batches of small pieces are still to come.
+    Waits {
+        key: DeviceKey,
+        batches: u32,
+    },
+    Measures {
+        key: DeviceKey,
+        run: Option<Box<Run>>,
+    },
+}
+
+/// Measurements in progress.
+#[derive(Debug)]
+struct Run {
+    points: Vec<Point>,
+    samples: Vec<Sample>,
+    /// Time that was spent.
+    spent: Duration,
+    rounds: usize,
+    time_max: Duration,
+    point_max: Duration,
+    limits: Capabilities,
+    memory: Memory,
+    event: Event,
+    /// Those of the point.
+    calls: Calls,
+}
+
+/// Memory that the points are copied between. The fields are dropped in their order: the host's is unpinned before it is
+/// unmapped.
+#[derive(Debug)]
+struct Memory {
+    scattered: DeviceAllocation,
+    registration: HostRegistration,
+    packed: Mapping,
+}
+
+/// Why nothing more is measured.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error(transparent)]
+    Driver(#[from] cuda::Error),
+    #[error(transparent)]
+    Memory(#[from] io::Error),
+    #[error(transparent)]
+    Kernel(#[from] Refusal),
+    #[error("a copy takes more than {0:?}")]
+    Stuck(Duration),
+}
+
+impl Calibrator {
+    /// With the calibration to begin with.
+    pub(super) fn new(context: &Context, settings: Settings) -> (Self, Calibration) {
+        let patience = settings.patience;
+        let with = |state, calibration| (Self { state, patience }, calibration);
+        if let Some(method) = settings.method {
+            return with(State::Over, Calibration::only(method));
+        }
+        let device = context.device();
+        let assumed =
+            device.name().map_or_else(|_| Calibration::default(), |it| Calibration::of_model(&it));
+        let (Ok(DeviceUuid(uuid)), false) = (device.uuid(), settings.is_uncalibrated) else {
+            return with(State::Over, assumed);
+        };
+        let key = DeviceKey::new(uuid, context.driver().version().unsigned_abs());
+        if let Some(known) = MEASURED.lock().iter().find(|known| known.is_of(&key)) {
+            return with(State::Over, known.clone());
+        }
+        with(State::Waits { key, batches: BATCHES }, assumed)
+    }
+
+    /// Notes a batch.
+    pub(super) fn note(&mut self, bytes: u64, pieces: u64) {
+        let is_small = pieces >= PIECES && bytes <= pieces * PIECE_BYTES;
+        if let State::Waits { key, batches } = &mut self.state
+            && is_small
+        {
+            *batches -= 1;
+            if *batches == 0 {
+                self.state = State::Measures { key: key.clone(), run: None };
+            }
+        }
+    }
+
+    /// Whether a point is to be measured.
+    pub(super) fn is_due(&self) -> bool {
+        matches!(self.state, State::Measures { .. })
+    }
+
+    /// Whether the next point is the first.
+    pub(super) fn begins(&self) -> bool {
+        matches!(self.state, State::Measures { run: None, .. })
+    }
+
+    pub(super) fn stop(&mut self) {
+        self.state = State::Over;
+    }
+
+    /// Measures the next point, by streams that have no work. Returns the calibration after the last one.
+    pub(super) fn step(
+        &mut self,
+        context: &Context,
+        streams: [&Stream; 2],
+        kernels: &mut Kernels,
+    ) -> Option<Calibration> {
+        let State::Measures { key, run } = std::mem::replace(&mut self.state, State::Over) else {
+            return None;
+        };
+        let device = context.device().ordinal();
+        let refused =
+            |error: &Failure| tracing::info!(device, %error, "times of copies can't be measured");
+        let patience = self.patience;
+        let run = run.map_or_else(|| Run::new(context, kernels, patience).map(Box::new), Ok);
+        let mut run = run.inspect_err(refused).ok()?;
+        if let Err(error) = run.step(streams, kernels) {
+            refused(&error);
+            if !run.has_ended(streams) {
+                // The driver may still copy.
+                std::mem::forget(run);
+            }
+            return None;
+        }
+        if !run.is_over() {
+            self.state = State::Measures { key, run: Some(run) };
+            return None;
+        }
+        let (samples, spent) = (run.samples.len(), run.spent);
+        let fitted = Calibration::fit(key, &run.samples);
+        let measured = fitted.inspect_err(|error| tracing::info!(device, %error, "no calibration"));
+        let measured = measured.ok().filter(|_| samples >= run.points.len())?;
+        tracing::debug!(device, samples, ?spent, "times of copies were measured");
+        MEASURED.lock().push(measured.clone());
+        Some(measured)
+    }
+}
+
+impl Run {
+    fn new(
+        context: &Context,
+        kernels: &Kernels,
+        patience: Option<Duration>,
+    ) -> Result<Self, Failure> {
+        let memory = Memory::new(context)?;
+        let is_mapped = memory.registration.device_address()? == memory.packed.as_ptr() as u64;
+        let kernel = kernels.limits().filter(|_| is_mapped);
+        let limits = Capabilities {
+            batch: context.driver().batch_call().is_some(),
+            kernel,
+            staging: kernels.staging(0).filter(|_| kernel.is_some()),
+            outstanding_max: OUTSTANDING_MAX,
+            merges: false,
+        };
+        let points = samples::points(&limits);
+        let rounds = if patience.is_some() { 1 } else { ROUNDS };
+        let samples = Vec::with_capacity(points.len() * rounds);
+        let (spent, event, calls) = (Duration::ZERO, Event::new(context)?, Calls::default());
+        let [time_max, point_max] = [TIME_MAX, POINT_MAX].map(|most| patience.unwrap_or(most));
+        Ok(Self { points, samples, spent, time_max, point_max, limits, memory, event, calls })
+    }
+
+    fn is_over(&self) -> bool {
+        self.samples.len() == self.points.len() * self.rounds || self.spent >= self.time_max
+    }
+
+    /// Whether no call of a measurement that failed is in progress.
+    fn has_ended(&self, streams: [&Stream; 2]) -> bool {
+        let began = Instant::now();
+        streams.into_iter().all(|stream| {
+            while began.elapsed() < self.point_max && stream.query() == Ok(false) {
+                std::thread::yield_now();
+            }
+            stream.query() == Ok(true)
+        })
+    }
+
+    /// Measures the next point.
+    fn step(&mut self, streams: [&Stream; 2], kernels: &mut Kernels) -> Result<(), Failure> {
+        let point = self.points[self.samples.len() % self.points.len()];
+        let plan = self.plan(&point);
+        let stream = streams[usize::from(point.direction == Direction::In)];
+        let counts = Counts::default();
+        let began = Instant::now();
+        // SAFETY: the memory is the measurement's, and the staging the stream's. Both stay until the event behind the calls has
+        // been reached: a measurement whose calls may not have ended is leaked.
+        unsafe { submit(&counts, stream, point.direction, &plan, kernels, &mut self.calls) }?;
+        if let Some(error) = self.calls.error.take() {
+            return Err(error.into());
+        }
+        self.event.record(stream)?;
+        while !self.event.query()? {
+            if began.elapsed() > self.point_max {
+                return Err(Failure::Stuck(self.point_max));
+            }
+            std::hint::spin_loop();
+        }
+        let elapsed = began.elapsed();
+        self.calls = Calls::default();
+        self.spent += elapsed;
+        let ns = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX).max(1);
+        self.samples.push(Sample { point, ns });
+        Ok(())
+    }
+
+    /// The calls of a point.
+    fn plan(&self, point: &Point) -> Plan {
+        let packed = match (point.method, self.limits.staging) {
+            (Method::Gather, Some(staging)) => staging.address,
+            _ => self.memory.packed.as_ptr() as u64,
+        };
+        let mut plan = Plan::default();
+        let jobs = point.jobs(self.memory.scattered.address(), packed);
+        let is_of_kernel = matches!(point.method, Method::Kernel | Method::Gather);
+        match self.limits.kernel.filter(|_| is_of_kernel) {
+            Some(kernel) => jobs.for_each(|job| kernel.divide(&job, &mut plan.jobs)),
+            None => plan.jobs.extend(jobs),
+        }
+        let count = plan.jobs.len();
+        let in_call = if point.method == Method::Batch { BATCH_ENTRIES as usize } else { count };
+        let steps = (0..count).step_by(in_call).map(|first| Step {
+            method: point.method,
+            first,
+            count: in_call.min(count - first),
+        });
+        plan.steps.extend(steps);
+        plan
+    }
+}
+
+impl Memory {
+    fn new(context: &Context) -> Result<Self, Failure> {
+        let bytes = usize::try_from(BYTES_MAX).expect("a few megabytes");
+        let scattered = DeviceAllocation::new(context, bytes)?;
+        let packed = Mapping::kept_from_children(bytes)?;
+        // SAFETY: the pages stay mapped until the registration is dropped, which comes first. No copy uses them then: a
+        // measurement is leaked unless its last copy has ended.
+        let registration = unsafe { HostRegistration::new(context, packed.span(0, bytes)) }?;
+        Ok(Self { scattered, registration, packed })
+    }
+}

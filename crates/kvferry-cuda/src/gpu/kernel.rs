@@ -1,0 +1,202 @@
+//! The kernel on one GPU: compiled when a plan first has it, and not used again once the driver has refused it.
+//!
+//! A launch takes few multiprocessors, so that the engine's kernels have the others. Copies that are gathered go through
+//! memory of the device, which is allocated with the first of them.
+
+#![allow(unsafe_code, reason = "the driver runs the kernel on memory that the caller keeps")]
+
+use super::settings::Settings;
+use super::tables::{JOBS_MAX, Table, TableError, Tables};
+use crate::capabilities::{KernelLimits, Staging};
+use crate::job::Job;
+use crate::ptx;
+use kvferry_sys::cuda::{
+    self, Context, DeviceAllocation, Function, Grid, LoadError, Module, Stream, launch,
+};
+
+/// Lanes that gather.
+const LANES: usize = super::LANES;
+
+/// Bytes of the device's memory through which one lane gathers: a stage, and what several runs in it waste. Together they
+/// are whole pages of 2 MiB, which the driver allocates.
+const STAGING_BYTES: usize = super::STAGE_BYTES + (1 << 20);
+
+/// One block of eight warps for so many multiprocessors. Each lane of a direction may have a launch at the same time.
+const MULTIPROCESSORS_PER_BLOCK: u32 = 16;
+const BLOCKS_MAX: u32 = 8;
+
+/// The kernel is compiled for this compute capability or a later one.
+const OLDEST_CAPABILITY: (u32, u32) = (7, 0);
+
+/// Launches that fail one after the other until the kernel is not used again.
+const FAILURES_MAX: u32 = 3;
+
+const LIMITS: KernelLimits = KernelLimits { jobs_max: JOBS_MAX as u32, slice_bytes: 16 << 10 };
+
+/// An address that stands for the device's memory in plans, until there is some.
+const UNALLOCATED: u64 = 1 << 40;
+
+#[derive(Debug)]
+pub(super) struct Kernels {
+    context: Context,
+    settings: Settings,
+    kernel: Part<Loaded>,
+    staging: Part<DeviceAllocation>,
+    tables: Tables,
+    /// Launches that have failed since the last that has not.
+    failures: u32,
+}
+
+#[derive(Debug)]
+struct Loaded {
+    function: Function,
+    blocks_max: u32,
+}
+
+/// What is made when it is used first.
+#[derive(Debug)]
+enum Part<T> {
+    Unused,
+    Ready(T),
+    Refused,
+}
+
+/// Why the kernel, or what it needs, can't be used.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Refusal {
+    #[error("the GPU has compute capability {0}.{1}, the kernel needs 7.0")]
+    TooOld(u32, u32),
+    #[error("the driver refuses the kernel: {0}")]
+    Load(#[from] LoadError),
+    #[error("the driver refuses a call for the kernel: {0}")]
+    Driver(#[from] cuda::Error),
+    #[error("no memory of the GPU to gather in: {0}")]
+    Staging(cuda::Error),
+    #[error(transparent)]
+    Table(#[from] TableError),
+}
+
+impl Refusal {
+    /// The driver's error, if it is one.
+    pub(super) fn driver(&self) -> Option<&cuda::Error> {
+        match self {
+            Self::TooOld(..) | Self::Table(TableError::Memory(_)) => None,
+            Self::Load(refused) => Some(&refused.error),
+            Self::Driver(error) | Self::Staging(error) | Self::Table(TableError::Driver(error)) => {
+                Some(error)
+            }
+        }
+    }
+}
+
+impl Kernels {
+    pub(super) fn new(context: &Context, settings: Settings) -> Self {
+        Self {
+            context: context.clone(),
+            settings,
+            kernel: Part::Unused,
+            staging: Part::Unused,
+            tables: Tables::default(),
+            failures: 0,
+        }
+    }
+
+    /// What plans may use, unless it is refused when [`Kernels::prepare`] makes it ready.
+    pub(super) fn limits(&self) -> Option<KernelLimits> {
+        let is_usable = !matches!(self.kernel, Part::Refused) && self.failures < FAILURES_MAX;
+        is_usable.then_some(LIMITS)
+    }
+
+    /// Memory of the device through which the lane gathers.
+    pub(super) fn staging(&self, lane: usize) -> Option<Staging> {
+        let start = match &self.staging {
+            Part::Unused => UNALLOCATED,
+            Part::Ready(memory) => memory.address(),
+            Part::Refused => return None,
+        };
+        assert!(lane < LANES, "each lane has its own");
+        Some(Staging {
+            address: start + (lane * STAGING_BYTES) as u64,
+            bytes: STAGING_BYTES as u64,
+        })
+    }
+
+    /// Bytes of the device's memory that copies take.
+    pub(super) fn staging_bytes(&self) -> usize {
+        match &self.staging {
+            Part::Ready(memory) => memory.len(),
+            Part::Unused | Part::Refused => 0,
+        }
+    }
+
+    /// Makes ready what plans of these methods need. True if what plans may use has changed: a plan that was made before is
+    /// to be made again, as after an error.
+    pub(super) fn prepare(&mut self, kernel: bool, gather: bool) -> Result<bool, Refusal> {
+        if !kernel && !gather {
+            return Ok(false);
+        }
+        if matches!(self.kernel, Part::Unused) {
+            // Refused, unless it is ready at the end.
+            self.kernel = Part::Refused;
+            self.kernel = Part::Ready(Loaded::new(&self.context, self.settings.blocks_max)?);
+        }
+        if !matches!(self.kernel, Part::Ready(_)) {
+            return Ok(false);
+        }
+        if gather && matches!(self.staging, Part::Unused) {
+            self.staging = Part::Refused;
+            let memory = DeviceAllocation::new(&self.context, LANES * STAGING_BYTES);
+            self.staging = Part::Ready(memory.map_err(Refusal::Staging)?);
+            return Ok(true);
+        }
+        Ok(false)
+    }
+
+    /// Gives the stream a launch that copies the jobs. The table is kept until an event behind the call has been reached.
+    ///
+    /// # Safety
+    /// What [`launch`] requires of the memory of the jobs.
+    pub(super) unsafe fn launch(
+        &mut self,
+        stream: &Stream,
+        jobs: &[Job],
+        tables: &mut Vec<Table>,
+    ) -> Result<(), Refusal> {
+        let Part::Ready(Loaded { function, blocks_max }) = &self.kernel else {
+            return Err(cuda::Error::NotSupported("a kernel that is not ready").into());
+        };
+        let table = self.tables.write(&self.context, jobs)?;
+        let count = u32::try_from(jobs.len()).expect("a table has fewer");
+        let grid = Grid {
+            blocks: ptx::blocks(count, *blocks_max),
+            threads: ptx::THREADS,
+            shared_bytes: 0,
+        };
+        let arguments = [table.device_address(), u64::from(count)];
+        // A call that fails may have made the launch.
+        tables.push(table);
+        // SAFETY: the kernel has these two parameters. The table stays with `tables`, and the caller promises the rest.
+        unsafe { launch(stream, function, grid, &arguments) }?;
+        self.failures = 0;
+        Ok(())
+    }
+
+    /// Notes that a launch has failed. True if the kernel is not used again.
+    pub(super) fn has_failed(&mut self) -> bool {
+        self.failures += 1;
+        self.failures == FAILURES_MAX
+    }
+}
+
+impl Loaded {
+    fn new(context: &Context, blocks_max: Option<u32>) -> Result<Self, Refusal> {
+        let info = context.device().info()?;
+        let (major, minor) = info.compute_capability;
+        if (major, minor) < OLDEST_CAPABILITY {
+            return Err(Refusal::TooOld(major, minor));
+        }
+        let function = Module::load_ptx(context, ptx::TEXT)?.function(ptx::ENTRY)?;
+        let part = (info.multiprocessors / MULTIPROCESSORS_PER_BLOCK).clamp(1, BLOCKS_MAX);
+        Ok(Self { function, blocks_max: blocks_max.unwrap_or(part) })
+    }
+}

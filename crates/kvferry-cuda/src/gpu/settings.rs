@@ -1,0 +1,90 @@
+//! Settings of the environment.
+
+use crate::cost::Method;
+use kvferry_sys::sync::Mutex;
+use std::env;
+use std::time::Duration;
+
+/// How GPUs copy, for measurements and tests. A GPU takes the settings when its thread starts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Settings {
+    /// `KVFERRY_GPU_METHOD`: `copy`, `batch`, `kernel` or `gather` copies all that it can copy, whatever it takes.
+    pub method: Option<Method>,
+    /// `KVFERRY_GPU_CALIBRATE=off`: times are not measured.
+    pub is_uncalibrated: bool,
+    /// `KVFERRY_GPU_BLOCKS`: blocks of a launch of the kernel, at most.
+    pub blocks_max: Option<u32>,
+    /// Time of all measurements, and of each, at most. Each is made once then: a fake GPU takes longer than a real one.
+    pub patience: Option<Duration>,
+}
+
+/// Settings that stand in for those of the environment.
+static GIVEN: Mutex<Option<Settings>> = Mutex::new(None);
+
+impl Settings {
+    /// Stands in for the environment in this process; `None` ends that.
+    pub fn give(settings: Option<Self>) {
+        *GIVEN.lock() = settings;
+    }
+
+    pub(super) fn get() -> Self {
+        GIVEN.lock().unwrap_or_else(|| Self::of(|name| env::var(name).ok()))
+    }
+
+    fn of(variable: impl Fn(&str) -> Option<String>) -> Self {
+        let mut settings = Self::default();
+        let mut read = |name, parse: fn(&mut Self, &str) -> Option<()>| {
+            let value = variable(name).filter(|value| !value.is_empty());
+            if let Some(value) = value.filter(|value| parse(&mut settings, value).is_none()) {
+                tracing::warn!(name, value, "the setting is ignored: it has no such value");
+            }
+        };
+        read("KVFERRY_GPU_METHOD", |settings, value| {
+            settings.method = Some(match value {
+                "copy" => Method::Copy,
+                "batch" => Method::Batch,
+                "kernel" => Method::Kernel,
+                "gather" => Method::Gather,
+                _ => return None,
+            });
+            Some(())
+        });
+        read("KVFERRY_GPU_CALIBRATE", |settings, value| {
+            settings.is_uncalibrated = match value {
+                "off" => true,
+                "on" => false,
+                _ => return None,
+            };
+            Some(())
+        });
+        read("KVFERRY_GPU_BLOCKS", |settings, value| {
+            settings.blocks_max = Some(value.parse().ok().filter(|blocks| *blocks > 0)?);
+            Some(())
+        });
+        settings
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_are_those_of_the_environment_and_others_are_ignored() {
+        let of = |text: &'static str| {
+            Settings::of(move |name| {
+                let pairs = text.split(' ').filter_map(|pair| pair.split_once('='));
+                let found = pairs.into_iter().find(|(key, _)| *key == name);
+                found.map(|(_, value)| value.to_owned())
+            })
+        };
+        assert_eq!(of(""), Settings::default());
+        let all = "KVFERRY_GPU_METHOD=gather KVFERRY_GPU_CALIBRATE=off KVFERRY_GPU_BLOCKS=12";
+        let method = Some(Method::Gather);
+        let wanted =
+            Settings { method, is_uncalibrated: true, blocks_max: Some(12), patience: None };
+        assert_eq!(of(all), wanted);
+        let bad = "KVFERRY_GPU_METHOD=Kernel KVFERRY_GPU_CALIBRATE=0 KVFERRY_GPU_BLOCKS=0";
+        assert_eq!(of(bad), Settings::default());
+    }
+}
