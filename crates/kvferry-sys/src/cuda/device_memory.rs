@@ -1,9 +1,32 @@
-//! Device memory of our own, for tests, demonstrations and staging.
+//! Device memory of our own, for tests, demonstrations and staging, and how much a device has.
 
 use super::abi::*;
 use super::context::Context;
 use super::error::{Error, Result};
 use super::load::call;
+
+/// Bytes of a device's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// Bytes that no process has allocated.
+    pub free: u64,
+    /// All bytes.
+    pub total: u64,
+}
+
+impl Context {
+    /// How much memory the context's device has. Contexts of all processes count as allocated.
+    ///
+    /// # Errors
+    /// If the driver refuses, or in a forked child.
+    pub fn memory_info(&self) -> Result<MemoryInfo> {
+        let _entered = self.enter()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the driver writes two integers.
+        unsafe { call!(self.driver(), mem_get_info(&raw mut free, &raw mut total)) }?;
+        Ok(MemoryInfo { free: free as u64, total: total as u64 })
+    }
+}
 
 /// Memory of a device, freed on drop.
 #[derive(Debug)]

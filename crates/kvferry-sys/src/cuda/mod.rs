@@ -28,7 +28,7 @@ pub use callback::host_function;
 pub use context::{Context, Entered};
 pub use copy::{BatchCall, BatchError, CopyBatch, SourceOrder, copy_async, copy_batch, fill_async};
 pub use device::{Device, DeviceInfo, DeviceUuid, WritesOrdering};
-pub use device_memory::DeviceAllocation;
+pub use device_memory::{DeviceAllocation, MemoryInfo};
 pub use error::{DriverError, Error, OLDEST_VERSION, Result, Unavailable};
 pub use host_memory::HostRegistration;
 pub use ipc::{IpcHandle, IpcMapping, allocation_at};

@@ -170,6 +170,7 @@ table! {
     optional get_error_name: "cuGetErrorName" 6000 "cuGetErrorName" (CUresult, *mut *const c_char);
     optional get_error_string: "cuGetErrorString" 6000 "cuGetErrorString" (CUresult, *mut *const c_char);
     optional get_address_range: "cuMemGetAddressRange" 3020 "cuMemGetAddressRange_v2" (*mut CUdeviceptr, *mut usize, CUdeviceptr);
+    optional mem_get_info: "cuMemGetInfo" 3020 "cuMemGetInfo_v2" (*mut usize, *mut usize);
     optional mem_alloc: "cuMemAlloc" 3020 "cuMemAlloc_v2" (*mut CUdeviceptr, usize);
     optional mem_free: "cuMemFree" 3020 "cuMemFree_v2" (CUdeviceptr);
     optional host_register: "cuMemHostRegister" 6050 "cuMemHostRegister_v2" (*mut c_void, usize, c_uint);

@@ -139,6 +139,25 @@ fn a_host_function_sees_what_the_stream_has_done() {
 }
 
 #[test]
+fn an_allocation_is_missing_from_the_memory_that_is_free() {
+    let Some(context) = device("free memory") else { return };
+    const BYTES: usize = 256 << 20;
+    // Other processes may use the device meanwhile.
+    let is_less = || {
+        let before = context.memory_info().expect("it is known");
+        let memory = DeviceAllocation::new(&context, BYTES).expect("256 MiB");
+        let after = context.memory_info().expect("it is known");
+        assert!(
+            before.total == after.total && before.free <= before.total,
+            "{before:?}, {after:?}"
+        );
+        drop(memory);
+        before.free.saturating_sub(after.free) >= BYTES as u64
+    };
+    assert!((0..10).any(|_| is_less()));
+}
+
+#[test]
 fn kinds_of_memory_are_told_apart() {
     let Some(context) = device("kinds of memory") else { return };
     let driver = context.driver();
