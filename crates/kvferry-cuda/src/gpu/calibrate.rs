@@ -205,7 +205,18 @@ impl Run {
         let samples = Vec::with_capacity(points.len() * rounds);
         let (spent, event, calls) = (Duration::ZERO, Event::new(context)?, Calls::default());
         let [time_max, point_max] = [TIME_MAX, POINT_MAX].map(|most| patience.unwrap_or(most));
-        Ok(Self { points, samples, spent, time_max, point_max, limits, memory, event, calls })
+        Ok(Self {
+            points,
+            samples,
+            spent,
+            rounds,
+            time_max,
+            point_max,
+            limits,
+            memory,
+            event,
+            calls,
+        })
     }
 
     fn is_over(&self) -> bool {

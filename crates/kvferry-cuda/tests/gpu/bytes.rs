@@ -25,7 +25,7 @@ fn scattered_pieces_go_from_gpu_to_gpu_and_back() {
                 assert!(got[at..at + piece] == sent[at..at + piece], "{kind}: {count} of {piece}");
                 assert!(got[at + piece..at + 2 * piece] == left[at + piece..at + 2 * piece]);
             }
-            rig.fake.write(theirs.address(), &left).expect("mapped");
+            rig.write(&theirs, 0, &left);
             peer.read(&batch, &options()).expect("read");
             let got = rig.bytes(&ours, 0, len);
             for at in (0..count).map(|i| 2 * i * piece) {
@@ -70,6 +70,9 @@ fn host_memory_and_memory_of_a_gpu_take_part_in_one_batch() {
 #[test]
 fn drivers_of_each_version_copy_the_same_bytes_by_the_calls_that_they_have() {
     let _bound = Watchdog::new(LIMIT);
+    if FakeRig::new(&[]).is_none() {
+        return;
+    }
     // A process loads one version.
     for (version, has_batches) in
         [("11.4", false), ("12.2", false), ("12.8", true), ("13.0", true), ("13.2", true)]
@@ -101,7 +104,7 @@ fn child_of_a_version() {
     let batch = scattered(&register(&near, &gpu), &to, count, piece);
     let peer = peer_of(&near, &far);
     peer.write(&batch, &options()).expect("written");
-    rig.fake.write(gpu.address(), &vec![0; len]).expect("mapped");
+    rig.write(&gpu, 0, &vec![0; len]);
     peer.read(&batch, &options()).expect("read");
     let (got, sent) = (rig.bytes(&gpu, 0, len), Pattern::new(1).bytes(len));
     for at in (0..count).map(|i| 2 * i * piece) {
@@ -155,7 +158,7 @@ fn connecting_and_closing_again_and_again_leaves_nothing_in_the_driver() {
 #[test]
 fn an_idle_agent_with_memory_of_a_gpu_calls_no_driver() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[]);
+    let Some(rig) = FakeRig::new(&[]) else { return };
     let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
     let gpu = rig.memory(0, 8192, 1);
     let to = far.allocate(8192, Access::WRITE).expect("memory");

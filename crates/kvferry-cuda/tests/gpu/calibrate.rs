@@ -28,7 +28,7 @@ struct Writes {
 }
 
 impl Writes {
-    fn new(rig: &Rig, count: usize, piece: usize) -> Self {
+    fn new(rig: &FakeRig, count: usize, piece: usize) -> Self {
         let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
         let len = 2 * count * piece;
         let gpu = rig.memory(0, len, 1);
@@ -47,7 +47,7 @@ fn calibration() -> Calibration {
     Gpu::all().first().expect("a GPU is in use").calibration()
 }
 
-fn key(rig: &Rig) -> DeviceKey {
+fn key(rig: &FakeRig) -> DeviceKey {
     let context = rig.context(0);
     let uuid = context.device().uuid().expect("a UUID").0;
     DeviceKey::new(uuid, context.driver().version().unsigned_abs())
@@ -56,7 +56,7 @@ fn key(rig: &Rig) -> DeviceKey {
 #[test]
 fn a_gpu_is_measured_once_after_some_batches_of_small_pieces() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[("delay_us", "0")]);
+    let Some(rig) = FakeRig::new(&[("delay_us", "0")]) else { return };
     Settings::give(Some(PATIENT));
     let writes = Writes::new(&rig, 40, 1024);
     writes.write(BATCHES - 1);
@@ -78,7 +78,7 @@ fn a_gpu_is_measured_once_after_some_batches_of_small_pieces() {
     rig.ends_clean();
     // The result stays.
     let writes = Writes::new(&rig, 40, 1024);
-    let samples = |rig: &Rig| rig.fake.counter("call:cuEventRecord");
+    let samples = |rig: &FakeRig| rig.fake.counter("call:cuEventRecord");
     writes.write(1);
     assert_eq!(calibration(), measured);
     let before = samples(&rig);
@@ -91,7 +91,7 @@ fn a_gpu_is_measured_once_after_some_batches_of_small_pieces() {
 #[test]
 fn batches_of_few_or_of_large_pieces_and_a_setting_keep_a_gpu_from_being_measured() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[]);
+    let Some(rig) = FakeRig::new(&[]) else { return };
     let off = Settings { is_uncalibrated: true, ..PATIENT };
     for (settings, count, piece) in [(PATIENT, 15, 1024), (PATIENT, 16, 130 << 10), (off, 40, 1024)]
     {
@@ -111,7 +111,7 @@ fn batches_of_few_or_of_large_pieces_and_a_setting_keep_a_gpu_from_being_measure
 #[test]
 fn a_slow_gpu_is_not_measured_for_longer_than_the_limit() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[]);
+    let Some(rig) = FakeRig::new(&[]) else { return };
     Settings::give(Some(Settings { patience: None, ..PATIENT }));
     let writes = Writes::new(&rig, 40, 1024);
     writes.write(BATCHES - 1);
@@ -136,7 +136,7 @@ fn a_slow_gpu_is_not_measured_for_longer_than_the_limit() {
 fn a_gpu_that_fails_while_it_is_measured_fails_no_transfer() {
     let _bound = Watchdog::new(LIMIT);
     for fault in [Fault::AllocOom, Fault::PinOom, Fault::JitRefused, Fault::LaunchRefused] {
-        let rig = Rig::new(&[("delay_us", "0")]);
+        let Some(rig) = FakeRig::new(&[("delay_us", "0")]) else { return };
         Settings::give(Some(PATIENT));
         let writes = Writes::new(&rig, 40, 1024);
         writes.write(BATCHES - 1);

@@ -1,10 +1,10 @@
 //! Faults of the driver and the GPU: nothing hangs, nothing is reused too early, others go on.
 
 use crate::kit::*;
+use crate::machine::Kernel;
 use kvferry::{Access, ErrorKind, Options, TransportKind};
 use kvferry_cuda::{Edge, Error, Gpu};
 use kvferry_fakecuda::Fault;
-use kvferry_fakecuda::control::{COMPUTE, FakeKernel};
 use kvferry_sys::cuda::{DeviceAllocation, Stream};
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::{Watchdog, eventually};
@@ -17,7 +17,7 @@ const KINDS: [TransportKind; 2] = [TransportKind::TCP, TransportKind::LOCAL];
 fn a_sticky_error_ends_all_transfers_of_its_gpu_and_no_others() {
     let _bound = Watchdog::new(LIMIT);
     for kind in KINDS {
-        let rig = Rig::new(&[]);
+        let Some(rig) = FakeRig::new(&[]) else { return };
         let (near, far) = (agent(kind), agent(kind));
         let (lost, well) = (rig.memory(0, 8192, 1), rig.memory(1, 8192, 2));
         let [lost_region, well_region] = [&lost, &well].map(|it| register(&near, it));
@@ -54,7 +54,7 @@ fn a_sticky_error_ends_all_transfers_of_its_gpu_and_no_others() {
 fn a_batch_call_that_fails_in_the_middle_fails_its_transfer_after_what_it_has_begun() {
     let _bound = Watchdog::new(LIMIT);
     for kind in KINDS {
-        let rig = Rig::new(&[]);
+        let Some(rig) = FakeRig::new(&[]) else { return };
         let (near, far) = (agent(kind), agent(kind));
         let len = 2 * 300 * 1024;
         let gpu = rig.memory(0, len, 1);
@@ -74,14 +74,14 @@ fn a_batch_call_that_fails_in_the_middle_fails_its_transfer_after_what_it_has_be
             peer.write(&batch, &options()).expect("written");
         }
         near.unregister(&region).expect("nothing copies");
-        assert_eq!(rig.fake.findings(), Vec::<String>::new());
+        assert_eq!(rig.findings(), Vec::<String>::new());
     }
 }
 
 #[test]
 fn a_copy_that_never_ends_leaves_its_memory_in_quarantine_and_its_transfer_ends() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[]);
+    let Some(rig) = FakeRig::new(&[]) else { return };
     let [near, far] = [(); 2].map(|()| impatient(TransportKind::TCP, Duration::from_millis(500)));
     let gpu = rig.memory(0, 8192, 1);
     let region = register(&near, &gpu);
@@ -107,7 +107,7 @@ fn counters_are_quiet() -> bool {
 #[test]
 fn memory_that_can_not_be_pinned_is_copied_one_piece_after_the_other() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[]);
+    let Some(rig) = FakeRig::new(&[]) else { return };
     rig.fake.fault(Fault::PinOom, 1, u64::MAX / 2);
     let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
     let (count, piece) = (200, 1024);
@@ -132,7 +132,7 @@ fn memory_that_can_not_be_pinned_is_copied_one_piece_after_the_other() {
 #[test]
 fn an_agent_that_is_shut_down_while_the_gpu_is_slow_waits_for_its_copies() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[("delay_us", "3000")]);
+    let Some(rig) = FakeRig::new(&[("delay_us", "3000")]) else { return };
     let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
     let len = 8 << 20;
     let gpu = rig.memory(0, len, 1);
@@ -151,19 +151,19 @@ fn an_agent_that_is_shut_down_while_the_gpu_is_slow_waits_for_its_copies() {
     }
     near.unregister(&region).expect("nothing copies");
     // A late copy would change what is written now, or be found as a race.
-    rig.fake.write(gpu.address(), &vec![5; len]).expect("mapped");
+    rig.write(&gpu, 0, &vec![5; len]);
     std::thread::sleep(Duration::from_millis(50));
     assert!(rig.bytes(&gpu, 0, len).iter().all(|byte| *byte == 5));
     near.shutdown();
     let memory: &DeviceAllocation = &gpu;
     assert_eq!(memory.len(), len);
-    assert_eq!(rig.fake.findings(), Vec::<String>::new());
+    assert_eq!(rig.findings(), Vec::<String>::new());
 }
 
 #[test]
 fn an_error_that_a_call_did_not_cause_fails_its_transfer_at_most() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[("delay_us", "200")]);
+    let Some(rig) = FakeRig::new(&[("delay_us", "200")]) else { return };
     let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
     let gpu = rig.memory(0, 8192, 1);
     let region = register(&near, &gpu);
@@ -180,7 +180,7 @@ fn an_error_that_a_call_did_not_cause_fails_its_transfer_at_most() {
             if let Err(error) = outcome {
                 assert_eq!(error.quiesced(), Some(true), "call {at}: {error}");
                 // Nothing copies, so that the memory may be used.
-                rig.fake.write(gpu.address(), &[at as u8; 8192]).expect("mapped");
+                rig.write(&gpu, 0, &[at as u8; 8192]);
             }
         }
         rig.fake.clear_faults();
@@ -188,13 +188,13 @@ fn an_error_that_a_call_did_not_cause_fails_its_transfer_at_most() {
         assert!(outcome.is_ok(), "call {at}: {outcome:?}");
         assert_eq!(counters().leaked, 0, "call {at}");
     }
-    assert_eq!(rig.fake.findings(), Vec::<String>::new());
+    assert_eq!(rig.findings(), Vec::<String>::new());
 }
 
 #[test]
 fn an_event_that_never_signals_holds_up_no_batch_behind_it() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[]);
+    let Some(rig) = FakeRig::new(&[]) else { return };
     let [near, far] = [(); 2].map(|()| impatient(TransportKind::TCP, Duration::from_secs(5)));
     let gpu = rig.memory(0, 8192, 1);
     let region = register(&near, &gpu);
@@ -243,15 +243,15 @@ impl tracing::Subscriber for Panics {
 #[test]
 fn a_panic_of_the_thread_of_a_gpu_ends_what_no_driver_has() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[]);
+    let Some(rig) = FakeRig::new(&[]) else { return };
     let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
     let gpu = rig.memory(0, 8192, 1);
     let region = register(&near, &gpu);
     let to = far.allocate(8192, Access::READ_WRITE).expect("memory");
     let peer = peer_of(&near, &far);
     let compute = Stream::new(&rig.context(0)).expect("a stream");
-    rig.fake.hold(COMPUTE);
-    rig.launch(&compute, &FakeKernel { name: "stuck", ..FakeKernel::default() });
+    rig.hold();
+    rig.launch(&compute, &Kernel { name: "stuck", ..Kernel::default() });
     let mut batch = scattered(&region, &to, 4, 1024);
     // SAFETY: the stream exists.
     batch.set_after(Edge::all([unsafe { Edge::after_stream(compute.raw(), 0) }.expect("an edge")]));
@@ -264,5 +264,5 @@ fn a_panic_of_the_thread_of_a_gpu_ends_what_no_driver_has() {
     assert_eq!(error.quiesced(), Some(true), "{error}");
     let error = ended(&waits).expect_err("the thread is gone");
     assert!(format!("{error:?}").contains("has panicked"), "{error:?}");
-    rig.fake.release();
+    rig.release();
 }

@@ -1,11 +1,11 @@
 //! The kernel copies small pieces, in the order and with the care of the copy engine.
 
 use crate::kit::*;
+use crate::machine::Kernel;
 use kvferry::{Access, Agent, Batch, ErrorKind, Options, Peer, Region, TransportKind};
 use kvferry_cuda::gpu::Settings;
 use kvferry_cuda::{Counters, Edge, Gpu, Method};
 use kvferry_fakecuda::Fault;
-use kvferry_fakecuda::control::{COMPUTE, FakeKernel};
 use kvferry_sys::cuda::{DeviceAllocation, Stream};
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::{Watchdog, eventually};
@@ -85,7 +85,7 @@ fn odd_pieces(random: &mut fastrand::Rng, len: usize) -> Vec<(usize, usize)> {
 #[test]
 fn pieces_of_any_length_and_alignment_are_copied_exactly_by_the_kernel() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[]);
+    let Some(rig) = FakeRig::new(&[]) else { return };
     let mut random = fastrand::Rng::with_seed(7);
     let len = 300_000;
     for method in BY_KERNEL {
@@ -124,7 +124,12 @@ fn differ(got: &[u8], wanted: &[u8], pieces: &[(usize, usize)], what: &str) {
     let count = (0..got.len()).filter(|at| got[*at] != wanted[*at]).count();
     let last = (0..got.len()).rfind(|at| got[*at] != wanted[*at]).unwrap();
     let piece = pieces.iter().position(|(at, len)| at + len > first);
-    panic!("{what}: {count} bytes {first}..={last}, piece {:?} of {} {:?}", piece, pieces.len(), piece.map(|p| pieces[p]));
+    panic!(
+        "{what}: {count} bytes {first}..={last}, piece {:?} of {} {:?}",
+        piece,
+        pieces.len(),
+        piece.map(|p| pieces[p])
+    );
 }
 
 /// The bytes of `inside` in the pieces, and those of `outside` elsewhere.
@@ -136,7 +141,7 @@ fn mixed(pieces: &[(usize, usize)], inside: &[u8], outside: &[u8]) -> Vec<u8> {
     bytes
 }
 
-fn ends_without_modules(rig: &Rig) {
+fn ends_without_modules(rig: &FakeRig) {
     for name in ["modules", "allocated_bytes", "host_registered_bytes"] {
         eventually(name, || rig.fake.counter(name) == 0);
     }
@@ -145,7 +150,7 @@ fn ends_without_modules(rig: &Rig) {
 #[test]
 fn the_kernel_copies_large_pieces_in_slices_and_between_gpus() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[]);
+    let Some(rig) = FakeRig::new(&[]) else { return };
     for method in BY_KERNEL {
         let _only = Only::by(method);
         let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
@@ -165,7 +170,7 @@ fn the_kernel_copies_large_pieces_in_slices_and_between_gpus() {
 #[test]
 fn a_thousand_scattered_blocks_take_at_most_eight_calls_of_the_driver() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[]);
+    let Some(rig) = FakeRig::new(&[]) else { return };
     let (count, piece) = (1024, 256);
     let len = 2 * count * piece;
     for method in [Method::Batch, Method::Kernel, Method::Gather] {
@@ -195,7 +200,7 @@ fn a_thousand_scattered_blocks_take_at_most_eight_calls_of_the_driver() {
 }
 
 /// Calls of the driver but those for the event of a batch.
-fn calls(rig: &Rig) -> u64 {
+fn calls(rig: &FakeRig) -> u64 {
     let calls = rig.calls();
     let others = calls.iter().filter(|(name, _)| !name.starts_with("call:cuEvent"));
     others.map(|(_, count)| count).sum()
@@ -205,7 +210,7 @@ fn calls(rig: &Rig) -> u64 {
 fn a_kernel_that_is_refused_is_refused_once_and_its_batches_go_by_copies() {
     let _bound = Watchdog::new(LIMIT);
     for method in BY_KERNEL {
-        let rig = Rig::new(&[]);
+        let Some(rig) = FakeRig::new(&[]) else { return };
         let _only = Only::by(method);
         rig.fake.fault(Fault::JitRefused, 1, u64::MAX);
         let loads = rig.fake.counter("call:cuModuleLoadDataEx");
@@ -229,7 +234,7 @@ fn a_kernel_that_is_refused_is_refused_once_and_its_batches_go_by_copies() {
 #[test]
 fn without_memory_of_the_gpu_to_gather_in_the_kernel_writes_to_the_stages() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[]);
+    let Some(rig) = FakeRig::new(&[]) else { return };
     let _only = Only::by(Method::Gather);
     let gpu = rig.memory(0, 256 << 10, 1);
     let pair = Pair::new(TransportKind::TCP, &gpu);
@@ -244,7 +249,7 @@ fn without_memory_of_the_gpu_to_gather_in_the_kernel_writes_to_the_stages() {
 #[test]
 fn the_memory_to_gather_in_is_stated_and_given_back() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[]);
+    let Some(rig) = FakeRig::new(&[]) else { return };
     let _only = Only::by(Method::Gather);
     let gpu = rig.memory(0, 256 << 10, 1);
     let pair = Pair::new(TransportKind::TCP, &gpu);
@@ -265,7 +270,7 @@ fn the_memory_to_gather_in_is_stated_and_given_back() {
 fn pageable_stages_are_never_copied_by_the_kernel() {
     let _bound = Watchdog::new(LIMIT);
     for method in BY_KERNEL {
-        let rig = Rig::new(&[]);
+        let Some(rig) = FakeRig::new(&[]) else { return };
         let _only = Only::by(method);
         rig.fake.fault(Fault::PinOom, 1, u64::MAX);
         let gpu = rig.memory(0, 256 << 10, 1);
@@ -284,7 +289,7 @@ fn pageable_stages_are_never_copied_by_the_kernel() {
 fn a_launch_that_is_refused_is_made_up_for_by_copies_and_three_in_a_row_end_the_kernel() {
     let _bound = Watchdog::new(LIMIT);
     for method in BY_KERNEL {
-        let rig = Rig::new(&[]);
+        let Some(rig) = FakeRig::new(&[]) else { return };
         let _only = Only::by(method);
         let gpu = rig.memory(0, 256 << 10, 1);
         let pair = Pair::new(TransportKind::TCP, &gpu);
@@ -315,7 +320,7 @@ fn a_launch_that_is_refused_is_made_up_for_by_copies_and_three_in_a_row_end_the_
 #[test]
 fn an_error_that_a_launch_did_not_cause_fails_no_transfer_of_others() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[("delay_us", "200")]);
+    let Some(rig) = FakeRig::new(&[("delay_us", "200")]) else { return };
     let _only = Only::by(Method::Gather);
     let gpu = rig.memory(0, 256 << 10, 1);
     let pair = Pair::new(TransportKind::TCP, &gpu);
@@ -346,7 +351,7 @@ fn a_sticky_error_of_a_kernel_loses_its_gpu_and_no_other() {
     for (method, fault) in
         [(Method::Kernel, Fault::IllegalAddress), (Method::Gather, Fault::LaunchFailed)]
     {
-        let rig = Rig::new(&[]);
+        let Some(rig) = FakeRig::new(&[]) else { return };
         let only = Only::by(method);
         let (lost, well) = (rig.memory(0, 64 << 10, 1), rig.memory(1, 64 << 10, 2));
         let pairs = [&lost, &well].map(|gpu| Pair::new(TransportKind::TCP, gpu));
@@ -370,7 +375,7 @@ fn a_sticky_error_of_a_kernel_loses_its_gpu_and_no_other() {
 #[test]
 fn a_kernel_that_never_ends_leaves_its_memory_in_quarantine_and_its_transfer_ends() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[]);
+    let Some(rig) = FakeRig::new(&[]) else { return };
     let _only = Only::by(Method::Kernel);
     let [near, far] = [(); 2].map(|()| impatient(TransportKind::TCP, Duration::from_millis(500)));
     let gpu = rig.memory(0, 64 << 10, 1);
@@ -393,7 +398,7 @@ fn a_kernel_that_never_ends_leaves_its_memory_in_quarantine_and_its_transfer_end
 fn a_transfer_that_is_cancelled_waits_for_its_kernels() {
     let _bound = Watchdog::new(LIMIT);
     for method in BY_KERNEL {
-        let rig = Rig::new(&[("delay_us", "3000")]);
+        let Some(rig) = FakeRig::new(&[("delay_us", "3000")]) else { return };
         let _only = Only::by(method);
         let len = 1 << 20;
         let gpu = rig.memory(0, len, 1);
@@ -423,17 +428,16 @@ fn the_kernel_comes_after_the_work_that_a_transfer_names_and_without_it_the_race
     let len = 64 << 10;
     for method in BY_KERNEL {
         for is_ordered in [true, false] {
-            let rig = Rig::new(&[]);
+            let Some(rig) = FakeRig::new(&[]) else { return };
             let _only = Only::by(method);
             let gpu = rig.memory(0, len, 1);
             let pair = Pair::new(TransportKind::TCP, &gpu);
             let compute = Stream::new(&rig.context(0)).expect("a stream");
             if is_ordered {
-                rig.fake.hold(COMPUTE);
+                rig.hold();
             }
-            let all = [(gpu.address(), len as u64)];
-            let kernel =
-                FakeKernel { name: "attention", writes: &all, fill: 7, ..FakeKernel::default() };
+            let all = Some((gpu.address(), len as u64));
+            let kernel = Kernel { name: "attention", writes: all, fill: 7, ..Kernel::default() };
             rig.launch(&compute, &kernel);
             let mut batch = scattered(&pair.region, &pair.to, 20, 1024);
             if is_ordered {
@@ -444,7 +448,7 @@ fn the_kernel_comes_after_the_work_that_a_transfer_names_and_without_it_the_race
             let transfer = pair.peer.write_async(&batch, &options());
             if is_ordered {
                 assert!(transfer.wait(Duration::from_millis(20)).is_none(), "it has not run");
-                rig.fake.release();
+                rig.release();
             }
             ended(&transfer).expect("written");
             let findings = rig.fake.findings();
@@ -459,7 +463,7 @@ fn the_kernel_comes_after_the_work_that_a_transfer_names_and_without_it_the_race
 fn batches_in_flight_have_tables_and_staging_of_their_own() {
     let _bound = Watchdog::new(LIMIT);
     for method in BY_KERNEL {
-        let rig = Rig::new(&[("delay_us", "300")]);
+        let Some(rig) = FakeRig::new(&[("delay_us", "300")]) else { return };
         let only = Only::by(method);
         let (count, piece, len) = (200, 512, 256 << 10);
         let gpus: Vec<_> = (0..6).map(|seed| rig.memory(0, len, seed)).collect();
@@ -489,7 +493,7 @@ fn batches_in_flight_have_tables_and_staging_of_their_own() {
 #[test]
 fn an_idle_agent_that_has_used_the_kernel_calls_no_driver() {
     let _bound = Watchdog::new(LIMIT);
-    let rig = Rig::new(&[]);
+    let Some(rig) = FakeRig::new(&[]) else { return };
     let _only = Only::by(Method::Gather);
     let gpu = rig.memory(0, 64 << 10, 1);
     let pair = Pair::new(TransportKind::TCP, &gpu);

@@ -1,68 +1,141 @@
-//! What the tests have in common: the fake driver, its memory, and agents.
+//! What the tests have in common: the machine, its memory, and agents.
 
+use crate::fake::FakeMachine;
+use crate::machine::{Kernel, Machine, Mode, machine};
 use kvferry::{
     Access, Agent, Batch, Error, Options, Peer, Region, Transfer, TransportKind, Transports,
 };
 use kvferry_cuda::{Counters, Gpu};
-use kvferry_fakecuda::control::{Fake, FakeKernel, library_path};
-use kvferry_sys::cuda::{Context, DeviceAllocation, Driver, Stream};
+use kvferry_fakecuda::control::Fake;
+use kvferry_sys::cuda::{Context, DeviceAllocation, Stream};
+use kvferry_testkit::PATIENCE;
 use kvferry_testkit::pattern::Pattern;
-use kvferry_testkit::{PATIENCE, eventually};
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::ffi::c_void;
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 /// A test ends within this time, or fails.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// The fake driver with these settings, which a process has once: its tests run one after the other.
+/// The machine, which a process has once: its tests run one after the other.
 pub(crate) struct Rig {
-    pub(crate) fake: Fake,
-    _alone: Option<MutexGuard<'static, ()>>,
+    machine: &'static dyn Machine,
+    _alone: MutexGuard<'static, ()>,
 }
 
 impl Rig {
+    /// The fake driver has these settings; a real one has none.
     pub(crate) fn new(settings: &[(&str, &str)]) -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let rig = Self { _alone: Some(alone), ..Self::shared() };
-        for (key, value) in settings {
-            rig.fake.set(key, value);
+        let rig = Self { machine: machine(), _alone: alone };
+        if Mode::get() == Mode::Fake {
+            settings.iter().for_each(|(key, value)| FakeMachine::get().fake.set(key, value));
         }
         rig
     }
 
-    /// The fake driver, beside other tests of the process.
-    pub(crate) fn shared() -> Self {
-        static FAKE: OnceLock<Fake> = OnceLock::new();
-        let fake = FAKE.get_or_init(|| {
-            let path = library_path();
-            // SAFETY: they are set once, and kvferry reads them after that.
-            unsafe {
-                std::env::set_var("KVFERRY_LIBCUDA", &path);
-                // Tests of calibrations set it on.
-                std::env::set_var("KVFERRY_GPU_CALIBRATE", "off");
-            }
-            Fake::load(&path).expect("the fake driver loads")
-        });
-        Self { fake: *fake, _alone: None }
+    /// Whether the driver is the fake one, for limits and numbers of rounds.
+    pub(crate) fn is_fake(&self) -> bool {
+        Mode::get() == Mode::Fake
     }
 
+    /// Whether a GPU runs the kernels.
+    pub(crate) fn is_real(&self) -> bool {
+        Mode::get() == Mode::Real
+    }
+
+    /// Rounds of a test that repeats the same work: `KVFERRY_TEST_ROUNDS`, else many where a GPU does them.
+    pub(crate) fn rounds(&self) -> usize {
+        let named = std::env::var("KVFERRY_TEST_ROUNDS").ok();
+        let default = if self.is_real() { 1000 } else { 25 };
+        named.map_or(default, |text| text.parse().expect("a number of rounds"))
+    }
+
+    /// Whether there are so many GPUs. If not, says what is skipped.
+    pub(crate) fn has_devices(&self, count: i32, what: &str) -> bool {
+        let devices = self.machine.devices();
+        if devices < count {
+            println!("SKIPPED: {what}: needs {count} GPUs, this machine has {devices}");
+        }
+        devices >= count
+    }
+
+    /// The context of a GPU, or of the last one if there are fewer.
     pub(crate) fn context(&self, device: i32) -> Context {
-        let driver = Driver::get().expect("the fake driver");
-        Context::primary(driver.device(device).expect("a device")).expect("a context")
+        self.machine.context(device.min(self.machine.devices() - 1))
     }
 
     /// Memory of a GPU with a pattern.
     pub(crate) fn memory(&self, device: i32, len: usize, seed: u64) -> DeviceAllocation {
         let memory = DeviceAllocation::new(&self.context(device), len).expect("memory");
-        self.fake.write(memory.address(), &Pattern::new(seed).bytes(len)).expect("it is mapped");
+        self.write(&memory, 0, &Pattern::new(seed).bytes(len));
         memory
     }
 
-    /// Runs a fake kernel after the stream's earlier work.
-    pub(crate) fn launch(&self, stream: &Stream, kernel: &FakeKernel<'_>) {
-        let _current = stream.context().enter().expect("current");
-        self.fake.launch(stream.raw().0 as usize, kernel).expect("it is launched");
+    pub(crate) fn write(&self, memory: &DeviceAllocation, at: usize, bytes: &[u8]) {
+        self.machine.write(memory.context(), memory.address() + at as u64, bytes);
+    }
+
+    pub(crate) fn bytes(&self, memory: &DeviceAllocation, at: usize, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.machine.read(memory.context(), memory.address() + at as u64, &mut bytes);
+        bytes
+    }
+
+    /// Runs a kernel after the stream's earlier work.
+    pub(crate) fn launch(&self, stream: &Stream, kernel: &Kernel<'_>) {
+        self.machine.launch(stream, kernel);
+    }
+
+    /// Keeps kernels from starting.
+    pub(crate) fn hold(&self) {
+        self.machine.hold();
+    }
+
+    /// Lets kernels start again.
+    pub(crate) fn release(&self) {
+        self.machine.release();
+    }
+
+    pub(crate) fn findings(&self) -> Vec<String> {
+        self.machine.findings()
+    }
+
+    pub(crate) fn clear_findings(&self) {
+        self.machine.clear_findings();
+    }
+
+    pub(crate) fn symbol(&self, name: &str) -> *mut c_void {
+        self.machine.symbol(name)
+    }
+
+    /// No access was unordered, and nothing of the driver is left.
+    pub(crate) fn ends_clean(&self) {
+        assert_eq!(self.findings(), Vec::<String>::new());
+        self.machine.ends_clean();
+    }
+}
+
+/// The fake driver and its faults, for tests that no other driver can run.
+pub(crate) struct FakeRig {
+    pub(crate) fake: Fake,
+    rig: Rig,
+}
+
+impl FakeRig {
+    /// `None` with another driver: the test says that it is skipped.
+    pub(crate) fn new(settings: &[(&str, &str)]) -> Option<Self> {
+        if Mode::get() != Mode::Fake {
+            let thread = std::thread::current();
+            let test = thread.name().unwrap_or("a test");
+            println!(
+                "SKIPPED: {test}: only the fake driver has such faults, versions and counters"
+            );
+            return None;
+        }
+        let rig = Rig::new(settings);
+        Some(Self { fake: FakeMachine::get().fake, rig })
     }
 
     /// Calls of the driver by its functions.
@@ -70,17 +143,13 @@ impl Rig {
         let counters = self.fake.counters().into_iter();
         counters.filter(|(name, _)| name.starts_with("call:cu")).collect()
     }
+}
 
-    pub(crate) fn bytes(&self, memory: &DeviceAllocation, at: usize, len: usize) -> Vec<u8> {
-        self.fake.read(memory.address() + at as u64, len).expect("it is mapped")
-    }
+impl std::ops::Deref for FakeRig {
+    type Target = Rig;
 
-    /// No access was unordered, and nothing of the driver is left.
-    pub(crate) fn ends_clean(&self) {
-        assert_eq!(self.fake.findings(), Vec::<String>::new());
-        for name in ["streams", "events", "host_registrations", "contexts", "allocations"] {
-            eventually(name, || self.fake.counter(name) == 0);
-        }
+    fn deref(&self) -> &Rig {
+        &self.rig
     }
 }
 

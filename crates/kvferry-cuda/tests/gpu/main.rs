@@ -1,12 +1,20 @@
-//! Memory of GPUs in transfers, on the fake driver.
+//! Memory of GPUs in transfers, on the fake driver or a real one: `KVFERRY_TEST_GPU`, see `machine.rs`.
 
 #![cfg(any(debug_assertions, feature = "testing"))]
 
 mod bytes;
 mod calibrate;
+mod fake;
 mod faults;
+mod hardware;
 mod kernel;
 mod kit;
+mod machine;
 mod order;
+mod ptx;
+mod real;
 mod refused;
+mod stress;
 mod suite;
+
+kvferry_testkit::child_processes!();

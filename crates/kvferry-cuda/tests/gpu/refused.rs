@@ -4,7 +4,7 @@ use crate::kit::*;
 use kvferry::{Access, TransportKind};
 use kvferry_cuda::{Error, memory};
 use kvferry_fakecuda::Fault;
-use kvferry_sys::cuda::{DeviceAllocation, HostRegistration};
+use kvferry_sys::cuda::{DeviceAllocation, Driver, HostRegistration, classify};
 use kvferry_sys::map::Mapping;
 use kvferry_testkit::Watchdog;
 
@@ -31,8 +31,12 @@ fn ranges_outside_an_allocation_are_refused() {
     let rig = Rig::new(&[("reuse", "0")]);
     let gpu = rig.memory(0, 1 << 20, 1);
     let refused = |address, len| memory(address, len, None).expect_err("refused").to_string();
-    assert!(refused(gpu.address(), (1 << 20) + 1).contains("not within the allocation"));
-    assert!(refused(gpu.address() + 10, 1 << 20).contains("not within the allocation"));
+    // A real driver may round up.
+    let driver = Driver::get().expect("a driver");
+    let len = classify(driver, gpu.address(), 1 << 20).expect("it is known").len;
+    assert!(len == 1 << 20 || !rig.is_fake(), "{len}");
+    assert!(refused(gpu.address(), len + 1).contains("not within the allocation"));
+    assert!(refused(gpu.address() + 10, len).contains("not within the allocation"));
     for (address, len) in [(0, 5), (gpu.address(), 0), (u64::MAX - 4, 5), (u64::MAX, 1)] {
         assert!(refused(address, len).contains("not a range"), "{address:#x}, {len}");
     }
@@ -45,6 +49,9 @@ fn ranges_outside_an_allocation_are_refused() {
 #[test]
 fn a_gpu_that_is_not_the_owner_is_refused_by_both_numbers() {
     let rig = Rig::new(&[]);
+    if !rig.has_devices(2, "the owner of memory") {
+        return;
+    }
     let gpu = DeviceAllocation::new(&rig.context(1), 4096).expect("memory");
     assert!(memory(gpu.address(), 4096, Some(1)).is_ok());
     let refused = memory(gpu.address(), 4096, Some(0)).expect_err("the other one");
@@ -55,7 +62,7 @@ fn a_gpu_that_is_not_the_owner_is_refused_by_both_numbers() {
 fn without_a_stream_or_an_event_transfers_fail_and_the_next_one_works() {
     let _bound = Watchdog::new(LIMIT);
     for fault in [Fault::StreamOom, Fault::EventOom] {
-        let rig = Rig::new(&[]);
+        let Some(rig) = FakeRig::new(&[]) else { return };
         let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
         let gpu = rig.memory(0, 8192, 1);
         let to = far.allocate(8192, Access::WRITE).expect("memory");

@@ -1,44 +1,47 @@
 //! The conformance suite on memory of a GPU.
 
-use crate::kit::Rig;
+use crate::machine::{Machine, machine};
 use kvferry::DeviceMemory;
-use kvferry_fakecuda::control::Fake;
 use kvferry_sys::cuda::DeviceAllocation;
 use kvferry_testkit::memory::{ProvidedMemory, provide};
 use kvferry_testkit::{AgentFabric, Effort};
 use std::sync::Arc;
 
 struct GpuMemory {
-    fake: Fake,
+    machine: &'static dyn Machine,
     allocation: DeviceAllocation,
+}
+
+impl GpuMemory {
+    fn address(&self, at: usize) -> u64 {
+        self.allocation.address() + at as u64
+    }
 }
 
 impl ProvidedMemory for GpuMemory {
     fn load(&self, at: usize, bytes: &mut [u8]) {
-        let read = self.fake.read(self.allocation.address() + at as u64, bytes.len());
-        bytes.copy_from_slice(&read.expect("it is mapped"));
+        self.machine.read(self.allocation.context(), self.address(at), bytes);
     }
 
     fn store(&self, at: usize, bytes: &[u8]) {
-        self.fake.write(self.allocation.address() + at as u64, bytes).expect("it is mapped");
+        self.machine.write(self.allocation.context(), self.address(at), bytes);
     }
 
     fn memory(&self, at: usize, len: usize) -> DeviceMemory {
-        let address = self.allocation.address() + at as u64;
-        kvferry_cuda::memory(address, len as u64, None).expect("memory of a GPU")
+        kvferry_cuda::memory(self.address(at), len as u64, None).expect("memory of a GPU")
     }
 
     fn misuse(&self) -> Vec<String> {
-        self.fake.findings()
+        self.machine.findings()
     }
 }
 
-/// A fabric whose provided memory is the fake GPU's. A scenario has the process for itself.
+/// A fabric whose provided memory is the GPU's. A scenario has the process for itself.
 fn on_gpu(transports: &'static str) -> AgentFabric {
     provide(|len| {
-        let rig = Rig::shared();
-        let allocation = DeviceAllocation::new(&rig.context(0), len).expect("memory");
-        Arc::new(GpuMemory { fake: rig.fake, allocation })
+        let machine = machine();
+        let allocation = DeviceAllocation::new(&machine.context(0), len).expect("memory");
+        Arc::new(GpuMemory { machine, allocation })
     });
     AgentFabric { effort: Effort::Brief, ..AgentFabric::new(transports) }
 }

@@ -1,0 +1,291 @@
+//! Faults that any driver with a GPU can have, the fake one included: each ends its transfers, and nothing writes late.
+
+use crate::kit::*;
+use crate::machine::Kernel;
+use kvferry::{Access, Batch, Options, TransportKind};
+use kvferry_cuda::{Edge, Error, Gpu};
+use kvferry_sys::cuda::{Grid, Module, Stream, launch};
+use kvferry_testkit::pattern::Pattern;
+use kvferry_testkit::process::{Child, ChildRegion};
+use kvferry_testkit::{Watchdog, eventually};
+use serde_json::{Value, json};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+const MIB: usize = 1 << 20;
+/// Names the test whose body this process runs.
+const ALONE: &str = "KVFERRY_GPU_TEST_ALONE";
+
+/// Runs `body` in a process of its own, which a fault may leave unusable.
+fn alone(body: impl FnOnce()) {
+    let thread = std::thread::current();
+    let test = thread.name().expect("the test's name");
+    if std::env::var(ALONE).is_ok_and(|name| name == test) {
+        return body();
+    }
+    let mut command = Command::new(std::env::current_exe().expect("a program"));
+    let command = command.args(["--exact", test, "--nocapture"]);
+    let ran = command.env(ALONE, test).output().expect("it starts");
+    let text = [&ran.stdout, &ran.stderr].map(|it| String::from_utf8_lossy(it).into_owned());
+    println!("{}", text[0]);
+    assert!(ran.status.success(), "{}: {}{}", ran.status, text[0], text[1]);
+    assert!(text[0].contains("1 passed"), "{test} did not run: {}", text[0]);
+}
+
+/// Stores to an address that no memory has.
+const ILLEGAL: &str = "
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry illegal(.param .u64 address)
+{
+    .reg .b64 %rd<2>;
+    ld.param.u64 %rd1, [address];
+    st.global.u32 [%rd1], 1;
+    ret;
+}
+";
+
+#[test]
+fn a_kernel_with_an_illegal_address_loses_the_gpu_and_host_transfers_go_on() {
+    alone(|| {
+        let _bound = Watchdog::new(LIMIT);
+        let rig = Rig::new(&[]);
+        let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+        let gpu = rig.memory(0, MIB, 1);
+        let region = register(&near, &gpu);
+        let to = far.allocate(MIB, Access::READ_WRITE).expect("memory");
+        let peer = peer_of(&near, &far);
+        let batch = whole(&region, &to, MIB);
+        peer.write(&batch, &options()).expect("written");
+        let context = rig.context(0);
+        let illegal = Module::load_ptx(&context, ILLEGAL).expect("it compiles");
+        let illegal = illegal.function("illegal").expect("it is there");
+        let [held, faulty] = [(); 2].map(|()| Stream::new(&context).expect("a stream"));
+        // The fake driver holds all kernels, so that none could fail meanwhile.
+        let waits = (!rig.is_fake()).then(|| {
+            rig.hold();
+            rig.launch(&held, &Kernel { name: "held", ..Kernel::default() });
+            let mut waits = whole(&region, &to, MIB);
+            // SAFETY: the stream exists.
+            let edge = unsafe { Edge::after_stream(held.raw(), 0) }.expect("an edge");
+            waits.set_after(Edge::all([edge]));
+            let waits = peer.write_async(&waits, &options());
+            assert!(waits.wait(Duration::from_millis(20)).is_none(), "the kernel is held");
+            waits
+        });
+        let grid = Grid { blocks: 1, threads: 1, shared_bytes: 0 };
+        // SAFETY: the kernel touches no memory: there is none at the address.
+        unsafe { launch(&faulty, &illegal, grid, &[0x10]) }.expect("launched");
+        assert!(faulty.synchronize().expect_err("it fails").is_sticky());
+        if let Some(waits) = waits {
+            let error = ended(&waits).expect_err("the GPU is lost");
+            assert_eq!(error.quiesced(), Some(true), "{error}");
+            let text = format!("{error:?}");
+            let is_told =
+                ["ILLEGAL_ADDRESS", "restart the process"].iter().any(|it| text.contains(it));
+            assert!(is_told, "{text}");
+        }
+        let error = peer.write(&batch, &options()).expect_err("the GPU is lost");
+        assert_eq!(error.quiesced(), Some(true), "{error}");
+        let error = peer.read(&batch, &options()).expect_err("it stays lost");
+        assert!(format!("{error:?}").contains("restart the process"), "{error:?}");
+        let refused = kvferry_cuda::memory(gpu.address(), 4096, None);
+        let is_refused =
+            refused.is_err_and(|why| matches!(why, Error::Lost { .. } | Error::Driver(_)));
+        assert!(is_refused, "memory of a lost GPU");
+        let host = near.allocate(MIB, Access::NONE).expect("memory");
+        host.write_at(0, &Pattern::new(3).bytes(MIB)).expect("inside");
+        peer.write(&whole(&host, &to, MIB), &options()).expect("host memory goes on");
+        let mut got = vec![0; MIB];
+        to.read_at(0, &mut got).expect("inside");
+        assert!(got == Pattern::new(3).bytes(MIB));
+        near.unregister(&region).expect("nothing copies");
+        near.shutdown();
+    });
+}
+
+#[test]
+fn a_forked_child_is_refused_the_gpu_and_its_parent_goes_on() {
+    alone(|| {
+        let _bound = Watchdog::new(LIMIT);
+        let rig = Rig::new(&[]);
+        let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+        let gpu = rig.memory(0, MIB, 1);
+        let region = register(&near, &gpu);
+        let to = far.allocate(MIB, Access::READ_WRITE).expect("memory");
+        let batch = whole(&region, &to, MIB);
+        let peer = peer_of(&near, &far);
+        peer.write(&batch, &options()).expect("written");
+        let address = gpu.address();
+        let is_refused = kvferry_testkit::forked::in_forked_process(|| {
+            let refused = kvferry_cuda::memory(address, 4096, None);
+            u8::from(refused.is_err_and(|why| matches!(why, Error::Driver(it) if it.is_forked())))
+        });
+        assert_eq!(is_refused, Some(1), "a forked child");
+        peer.read(&batch, &options()).expect("read");
+        assert!(rig.bytes(&gpu, 0, MIB) == Pattern::new(1).bytes(MIB));
+    });
+}
+
+/// A peer in a process of its own, with `len` bytes of host memory that hold the pattern of seed 2.
+fn peer_process(kind: TransportKind, len: usize) -> (Child, String, ChildRegion) {
+    let transports = if kind == TransportKind::TCP { "tcp" } else { "local,tcp" };
+    let config = json!({"name": "peer", "silence_ms": 2000, "transports": transports});
+    let (mut child, address) = Child::with_agent(config);
+    let region = child.allocate(len, "rw", 2);
+    (child, address, region)
+}
+
+fn blocks(region: &kvferry::Region, remote: &kvferry::RemoteRegion, block: usize) -> Batch {
+    let mut batch = Batch::new();
+    for at in (0..remote.len).step_by(block) {
+        batch.push(region, at, remote, at, block as u64).expect("inside");
+    }
+    batch
+}
+
+#[test]
+fn a_peer_killed_while_it_is_written_or_read_ends_the_transfer_and_no_late_byte_comes() {
+    let _bound = Watchdog::new(LIMIT);
+    const LEN: usize = 64 * MIB;
+    let rig = Rig::new(&[]);
+    for kind in [TransportKind::TCP, TransportKind::LOCAL] {
+        for write in [true, false] {
+            let near = impatient(kind, Duration::from_secs(2));
+            let gpu = rig.memory(0, LEN, 1);
+            let region = register(&near, &gpu);
+            let (mut child, address, remote) = peer_process(kind, LEN);
+            let peer = near.peer(&address).expect("an address");
+            let batch = blocks(&region, &remote.remote, 256 << 10);
+            peer.write(&batch, &options()).expect("written");
+            // The same again and again, so that the peer dies in the middle of one.
+            let began = Instant::now();
+            let mut transfers: Vec<_> = (0..64)
+                .map(|_| match write {
+                    true => peer.write_async(&batch, &options()),
+                    false => peer.read_async(&batch, &options()),
+                })
+                .collect();
+            // Long before the last one can have ended.
+            std::thread::sleep(Duration::from_millis(15));
+            child.kill();
+            let outcomes: Vec<_> = transfers.drain(..).map(|it| ended(&it)).collect();
+            let died = outcomes.iter().filter(|it| it.is_err()).count();
+            println!(
+                "FIGURE: {kind}, write {write}: {died} of 64 ended with an error, {:?}",
+                began.elapsed()
+            );
+            assert!(died > 0, "all had ended before the peer died");
+            // Of a write, the memory of the dead peer is not known to be left alone.
+            for error in outcomes.into_iter().filter_map(Result::err).filter(|_| !write) {
+                assert_eq!(error.quiesced(), Some(true), "{error}");
+            }
+            rig.write(&gpu, 0, &vec![0xa5; LEN]);
+            std::thread::sleep(Duration::from_millis(200));
+            assert!(rig.bytes(&gpu, 0, LEN).iter().all(|byte| *byte == 0xa5), "a late byte");
+            near.unregister(&region).expect("nothing copies");
+        }
+    }
+    assert_eq!(rig.findings(), Vec::<String>::new());
+}
+
+#[test]
+fn a_killed_writer_leaves_no_late_bytes_in_memory_of_a_gpu() {
+    let _bound = Watchdog::new(LIMIT);
+    const LEN: usize = 32 * MIB;
+    let rig = Rig::new(&[]);
+    for kind in [TransportKind::TCP, TransportKind::LOCAL] {
+        for block in [LEN, 16 << 10] {
+            let near = impatient(kind, Duration::from_secs(2));
+            let gpu = rig.memory(0, LEN, 1);
+            let region = register(&near, &gpu);
+            let (mut child, _, from) = peer_process(kind, LEN);
+            let command: Value = json!({
+                "op": "keep_writing", "peer": near.advertised(), "region": from.id,
+                "remote": region.remote().to_bytes(), "block": block, "count": LEN / block,
+            });
+            child.call(command);
+            let arrived = || Gpu::all().iter().any(|it| it.counters().bytes_in > LEN as u64);
+            eventually("something arrives", arrived);
+            child.kill();
+            eventually("the requests of the dead writer end", || {
+                let stats = near.stats();
+                (stats.requests_in_flight, stats.sessions) == (0, 0)
+            });
+            rig.write(&gpu, 0, &vec![0xa5; LEN]);
+            std::thread::sleep(Duration::from_millis(200));
+            let is_left = rig.bytes(&gpu, 0, LEN).iter().all(|byte| *byte == 0xa5);
+            assert!(is_left, "{kind}, {block}: late bytes of a dead writer");
+            near.unregister(&region).expect("nothing copies");
+        }
+    }
+    assert_eq!(rig.findings(), Vec::<String>::new());
+}
+
+#[test]
+fn a_kernel_that_waits_for_the_host_ends_nothing_but_its_own_transfer() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    for kind in [TransportKind::TCP, TransportKind::LOCAL] {
+        let (near, far) = (agent(kind), agent(kind));
+        let gpu = rig.memory(0, MIB, 1);
+        let region = register(&near, &gpu);
+        let to = far.allocate(MIB, Access::READ_WRITE).expect("memory");
+        let peer = peer_of(&near, &far);
+        let stuck = Stream::new(&rig.context(0)).expect("a stream");
+        rig.hold();
+        rig.launch(&stuck, &Kernel { name: "stuck", ..Kernel::default() });
+        let brief = Options { timeout: Some(Duration::from_millis(150)), ..Options::default() };
+        for write in [true, false] {
+            let mut batch = whole(&region, &to, MIB);
+            // SAFETY: the stream exists.
+            let edge = unsafe { Edge::after_stream(stuck.raw(), 0) }.expect("an edge");
+            batch.set_after(Edge::all([edge]));
+            let began = Instant::now();
+            let error = match write {
+                true => peer.write(&batch, &brief).map(drop),
+                false => peer.read(&batch, &brief).map(drop),
+            };
+            let error = error.expect_err("it never happens");
+            assert_eq!(error.kind(), kvferry::ErrorKind::Deadline, "{error}");
+            assert_eq!(error.quiesced(), Some(true), "{error}");
+            println!("FIGURE: {kind}, write {write}: ended after {:?}", began.elapsed());
+            // The memory is the caller's again.
+            peer.write(&whole(&region, &to, MIB), &options()).expect("written");
+        }
+        near.unregister(&region).expect("nothing copies");
+        rig.release();
+    }
+    assert_eq!(rig.findings(), Vec::<String>::new());
+}
+
+#[test]
+fn connecting_and_closing_leaves_the_memory_of_the_gpu_as_it_was() {
+    let rig = Rig::new(&[]);
+    let _bound = Watchdog::new(2 * LIMIT);
+    let context = rig.context(0);
+    let gpu = rig.memory(0, 64 << 10, 1);
+    let cycle = |kind| {
+        let (near, far) = (agent(kind), agent(kind));
+        let to = far.allocate(64 << 10, Access::READ_WRITE).expect("memory");
+        let batch = scattered(&register(&near, &gpu), &to, 8, 4096);
+        let peer = peer_of(&near, &far);
+        peer.write(&batch, &options()).expect("written");
+        peer.read(&batch, &options()).expect("read");
+    };
+    // The first ones load what stays.
+    (0..5).for_each(|_| cycle(TransportKind::TCP));
+    eventually("no GPU is in use", || Gpu::all().is_empty());
+    let before = context.memory_info().expect("it is known").free;
+    let cycles = rig.rounds();
+    for i in 0..cycles {
+        cycle(if i % 2 == 0 { TransportKind::TCP } else { TransportKind::LOCAL });
+    }
+    eventually("no GPU is in use", || Gpu::all().is_empty());
+    let after = context.memory_info().expect("it is known").free;
+    println!("FIGURE: {cycles} cycles: {before} bytes free before, {after} after");
+    assert!(before.abs_diff(after) <= 8 * MIB as u64, "{before} bytes were free, now {after}");
+    drop((gpu, context));
+    rig.ends_clean();
+}
