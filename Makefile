@@ -26,7 +26,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command command-dist wheel wheel-published wheel-dist wheel-measured demo test test-build test-wheel test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-scheduler bench-vllm bench-offload bench-sglang \
+.PHONY: help build command command-dist wheel wheel-published wheel-dist wheel-measured demo test test-build test-wheel test-rust test-slow test-docs test-python test-yama test-gpu gpu-pack soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-scheduler bench-vllm bench-offload bench-sglang \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan test-sanitizers lint lint-rust lint-format lint-clippy lint-deny lint-python \
     doc clean
 
@@ -173,6 +173,18 @@ test-yama: ## Test copying within a host under Yama, in a machine that KVFERRY_V
 	    echo user::65534:65534::/tmp:/bin/sh > /etc/passwd; name=$$(basename "$$test"); \
 	    for it in \$$(\$$name --list local:: | sed -n '/yama\|attach\|private_and_shared\|shared_memory/s/: test\$$//p'); do \
 	    su user -c \"\$$name \$$it --exact --nocapture\"; done"; fi
+
+# What `target/gpu/run` takes: TEST_GPU_ARGS="--only driver transfers".
+TEST_GPU_ARGS ?=
+HAS_CUDA = $(PYTHON) -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null
+
+# Nothing is built where there is nothing to run it on. `make gpu-pack` builds for another machine.
+test-gpu: ## Run the tests of GPUs on this machine's GPU; NOT MEASURED without one
+	@if $(HAS_CUDA); then $(MAKE) --no-print-directory gpu-pack && PYTHON='$(PYTHON)' target/gpu/run --out target/gpu-results $(TEST_GPU_ARGS); \
+	else echo 'NOT MEASURED: there is no CUDA driver (libcuda.so.1) here; make gpu-pack builds target/gpu for a machine with one'; fi
+
+gpu-pack: wheel-published ## Build target/gpu: the tests of GPUs for a machine with one, started by target/gpu/run
+	$(call part,packing the tests of GPUs,CARGO='$(CARGO)' e2e/gpu/pack target/dist/kvferry-*.whl)
 
 soak: ## Every fault again and again for SOAK_SECONDS, half of it over each transport; counters back to zero, no growth
 	$(call part,soak of $(SOAK_SECONDS) s,SOAK_SECONDS=$(SOAK_SECONDS) $(CARGO) test -p kvferry --test endurance soak:: -- --ignored --nocapture)

@@ -1,0 +1,1 @@
+"""The tests of GPUs, run from programs that were built elsewhere."""

@@ -1,0 +1,104 @@
+"""What this machine, its driver and its GPUs can do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from . import process
+
+#: `nvidia-smi -q` says much more, which is kept as text.
+SMI_FIELDS = (
+    "name,driver_version,vbios_version,pci.bus_id,pcie.link.gen.current,pcie.link.gen.max,"
+    "pcie.link.width.current,memory.total,memory.used,compute_mode,persistence_mode,mig.mode.current,ecc.mode.current,"
+    "clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
+)
+
+
+def probe(packed: Path, out: Path) -> dict[str, Any]:
+    """The probe, which is also written to probe.json. With the key `unavailable` if there is no GPU."""
+    found: dict[str, Any] = {"machine": _machine(), "nvidia_smi": _smi(out)}
+    ended = process.run([str(packed / "bin" / "gpu_probe")], out / "probe.log", 120)
+    try:
+        found |= json.loads(ended.output[ended.output.index("{") :])
+    except ValueError:
+        found["unavailable"] = f"the probe {ended.how}: {ended.output.strip()[-400:]}"
+    if "unavailable" not in found and not found.get("gpus"):
+        found["unavailable"] = "the driver has no GPU"
+    (out / "probe.json").write_text(json.dumps(found, indent=2) + "\n")
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    said: dict[str, Any] = {"kernel": platform.release(), "python": platform.python_version(), "cores": os.cpu_count()}
+    said["cores_allowed"] = len(os.sched_getaffinity(0))
+    said["memlock_bytes"] = [value if value != resource.RLIM_INFINITY else "unlimited" for value in (soft, hard)]
+    said["processor"] = _line("/proc/cpuinfo", "model name")
+    said["memory"] = _line("/proc/meminfo", "MemTotal")
+    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
+    said["numa_nodes"] = {node.name: _read(node / "cpulist") for node in nodes}
+    with contextlib.suppress(OSError):
+        said["shared_memory_bytes"] = shutil.disk_usage("/dev/shm").total
+    said["nvidia_peermem"] = Path("/sys/module/nvidia_peermem").exists()
+    said["nvidia_fs"] = Path("/sys/module/nvidia_fs").exists()
+    return said
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _line(file: str, key: str) -> str:
+    lines = (line.split(":", 1) for line in _read(Path(file)).splitlines() if ":" in line)
+    return next((value.strip() for name, value in lines if name.strip() == key), "")
+
+
+def _smi(out: Path) -> dict[str, Any]:
+    if shutil.which("nvidia-smi") is None:
+        return {"unavailable": "nvidia-smi is not here"}
+    command = ["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"]
+    said: dict[str, Any] = {}
+    try:
+        rows = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        everything = subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True, timeout=60, check=False)
+        topology = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"unavailable": str(error)}
+    (out / "nvidia-smi.txt").write_text(everything.stdout + everything.stderr + topology.stdout)
+    if rows.returncode == 0:
+        names = SMI_FIELDS.split(",")
+        said["gpus"] = [dict(zip(names, row.split(", "), strict=False)) for row in rows.stdout.strip().splitlines()]
+    else:
+        said["refused"] = (rows.stdout + rows.stderr).strip()
+    said["bar1_total"] = _bar1(everything.stdout)
+    return said
+
+
+def _bar1(text: str) -> str:
+    """The size of the window through which other devices of the bus reach the GPU's memory."""
+    _, _, after = text.partition("BAR1 Memory Usage")
+    return next((line.split(":")[1].strip() for line in after.splitlines() if line.strip().startswith("Total")), "")
+
+
+def in_short(found: dict[str, Any]) -> str:
+    """One line for a summary."""
+    if "unavailable" in found:
+        return str(found["unavailable"])
+    gpu, machine = found["gpus"][0], found["machine"]
+    driver = next((it["driver_version"] for it in found["nvidia_smi"].get("gpus", [])), "unknown")
+    return (
+        f"{len(found['gpus'])} × {gpu.get('name')} (sm {gpu.get('compute_capability')}, {gpu.get('copy_engines')} copy "
+        f"engines), driver {driver}, CUDA {found['cuda']}, batch call {found['batch_call']}, "
+        f"{machine['cores_allowed']} cores, memlock {machine['memlock_bytes'][0]}, Python {machine['python']}"
+    )
