@@ -638,3 +638,39 @@ fn both_ends_of_transfers_can_use_the_stages_of_one_device() {
         device.comes_to_rest();
     }
 }
+
+#[test]
+fn scattered_pieces_of_a_device_land_where_they_were_aimed_in_host_memory() {
+    let _bound = Watchdog::new(PATIENCE);
+    const COUNT: usize = 3000;
+    const LEN: usize = 2 * COUNT * PIECE;
+    for kind in [TransportKind::TCP, TransportKind::LOCAL] {
+        let (near, far) = (agent(kind), agent(kind));
+        let peer = peer_of(&near, &far);
+        // Mapped memory, and memory that is copied by the number of its process.
+        let shared = far.allocate(1 << 20, Access::READ_WRITE).expect("memory");
+        let private = far.allocate_private(LEN, Access::READ_WRITE).expect("memory");
+        for host in [&shared, &private] {
+            let device = TestDevice::new(LEN, 1);
+            let batch = scattered(&device.register(&near), host, COUNT);
+            host.write_at(0, &[7; LEN]).expect("inside");
+            let former = device.bytes(0, LEN);
+            peer.write(&batch, &options()).expect("written");
+            let mut bytes = vec![0; LEN];
+            host.read_at(0, &mut bytes).expect("inside");
+            for (i, (got, from)) in bytes.chunks(PIECE).zip(former.chunks(PIECE)).enumerate() {
+                let expected = if i % 2 == 0 { from } else { &[7; PIECE] };
+                assert!(got == expected, "{kind}: piece {i} written");
+            }
+            let other = Pattern::new(5).bytes(LEN);
+            host.write_at(0, &other).expect("inside");
+            peer.read(&batch, &options()).expect("read");
+            let pieces = device.bytes(0, LEN);
+            let whence = other.chunks(PIECE).zip(former.chunks(PIECE));
+            for (i, (got, (new, old))) in pieces.chunks(PIECE).zip(whence).enumerate() {
+                assert!(got == if i % 2 == 0 { new } else { old }, "{kind}: piece {i} read");
+            }
+            assert_eq!(device.slow.misuse(), Vec::<String>::new());
+        }
+    }
+}

@@ -40,6 +40,19 @@ pub(crate) struct Pieces {
 impl Pieces {
     /// Appends a piece of a region.
     pub(crate) fn push(&mut self, region: &Arc<RegionInner>, offset: u64, len: u64) {
+        let region = self.index_of(region);
+        self.push_piece(Piece { region, offset, len });
+    }
+
+    /// Makes a piece of unregistered memory one of a region.
+    pub(crate) fn assign(&mut self, piece: usize, region: &Arc<RegionInner>, offset: u64) {
+        let len = self.pieces[piece].len;
+        let region = self.index_of(region);
+        self.pieces[piece] = Piece { region, offset, len };
+    }
+
+    /// The index of a region, which is added unless it is known.
+    fn index_of(&mut self, region: &Arc<RegionInner>) -> u32 {
         // Searching further back would cost more than a second entry does.
         let known = self.regions.iter().enumerate().rev().take(LOOK_BACK);
         let known = known.into_iter().find(|(_, r)| Arc::ptr_eq(r, region)).map(|(i, _)| i);
@@ -47,8 +60,7 @@ impl Pieces {
             self.regions.push(Arc::clone(region));
             self.regions.len() - 1
         });
-        let region = u32::try_from(index).expect("fewer regions than descriptors");
-        self.push_piece(Piece { region, offset, len });
+        u32::try_from(index).expect("fewer regions than descriptors")
     }
 
     /// Appends unregistered memory.
@@ -78,7 +90,7 @@ impl Pieces {
         Touches::of(self.regions.iter().map(|region| region.id))
     }
 
-    pub(super) fn is_host(&self, piece: &Piece) -> bool {
+    pub(crate) fn is_host(&self, piece: &Piece) -> bool {
         piece.region == Piece::RAW || !self.regions[piece.region as usize].is_device()
     }
 

@@ -14,6 +14,8 @@ use crate::transfer::job::Op;
 use crate::transfer::link::Link;
 use crate::transport::refusal::{local_fault, refusal};
 use kvferry_proto::{Timestamp, WireCode};
+use kvferry_sys::HostSpan;
+use kvferry_sys::socket::SPANS_MAX;
 use std::io;
 
 /// The local and remote sides of a batch.
@@ -67,8 +69,16 @@ impl Copier {
         self.at.leave_ended(pieces);
         let at = self.at;
         let mut broken = None;
-        let mut copy = |spans: &[kvferry_sys::HostSpan]| {
+        let is_staged = !pieces.is_host(&pieces.pieces[at.piece]);
+        let mut copy = |spans: &[HostSpan]| {
             let place = (targets, pieces, at);
+            let split;
+            let spans = if is_staged {
+                split = split_at_pairs(pieces, at, spans);
+                &*split
+            } else {
+                spans
+            };
             way.peer.copy(&way.link.core, &gate, op, place, spans, now).map_err(|why| {
                 broken = Some(why);
                 io::Error::from(io::ErrorKind::Other)
@@ -89,6 +99,26 @@ impl Copier {
     pub(super) fn flush(&mut self, way: &Way<'_>) -> Result<Lent, Error> {
         self.local.flush().map_err(|fault| way.failed(fault))
     }
+}
+
+/// The spans of a stage, which has the bytes of many pairs one after another, divided where pairs end.
+fn split_at_pairs(pieces: &Pieces, at: Position, spans: &[HostSpan]) -> Vec<HostSpan> {
+    let mut split = Vec::new();
+    let mut left = pieces.pieces[at.piece..].iter().map(|piece| piece.len);
+    let mut of_pair = left.next().unwrap_or(0) - at.within;
+    for span in spans {
+        let mut rest = *span;
+        while !rest.is_empty() && split.len() < SPANS_MAX {
+            let len = rest.len().min(usize::try_from(of_pair).unwrap_or(usize::MAX));
+            let (part, later) = rest.split_at(len);
+            split.push(part);
+            (rest, of_pair) = (later, of_pair - len as u64);
+            if of_pair == 0 {
+                of_pair = left.next().unwrap_or(u64::MAX);
+            }
+        }
+    }
+    split
 }
 
 /// Ends the session with a peer that is gone: the next transfer connects again.
