@@ -242,6 +242,29 @@ type PointerAttribute = unsafe extern "C" fn(*mut c_void, c_int, u64) -> c_int;
 /// A CUDA driver that the process uses.
 struct Driver(PointerAttribute);
 
+/// The CUDA driver that this process uses already. Looking for it neither loads nor initialises one.
+#[derive(Clone, Copy)]
+pub struct LoadedDriver(&'static Driver);
+
+impl LoadedDriver {
+    /// The driver, if the process has loaded it by now.
+    pub fn find() -> Option<Self> {
+        driver().map(Self)
+    }
+
+    /// Whether the driver says that the byte at `addr` is memory of a device, or managed memory. False while nothing
+    /// has initialised the driver: then no such memory exists.
+    pub fn has_device_memory_at(self, addr: usize) -> bool {
+        matches!(self.0.kind_of(addr), Some(Kind::Device))
+    }
+}
+
+impl fmt::Debug for LoadedDriver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LoadedDriver").finish_non_exhaustive()
+    }
+}
+
 /// The driver, if the process has loaded it by now.
 fn driver() -> Option<&'static Driver> {
     static DRIVER: OnceLock<Driver> = OnceLock::new();

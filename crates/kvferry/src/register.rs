@@ -5,12 +5,13 @@ use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Unquiet;
 use crate::memory::device::DeviceMemory;
+use crate::memory::pieces::Piece;
 use crate::memory::region::{Access, Backing, Region, RegionTable};
 use crate::reactor::now;
 use crate::sync::Arc;
 use crate::transfer::batch::{Batch, RemotePart, check_address};
 use kvferry_proto::RegionId;
-use kvferry_sys::host::{HostMemory, NotHost};
+use kvferry_sys::host::{HostMemory, LoadedDriver, NotHost};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::shared::Shared;
 use std::time::Duration;
@@ -130,7 +131,8 @@ impl Agent {
     /// Registers device memory, which is accessed by asynchronous copies.
     ///
     /// # Errors
-    /// `InvalidArgument` if the memory has no bytes, or wraps around the end of the device's addresses.
+    /// `InvalidArgument` if the memory has no bytes, or wraps around the end of the device's addresses. For memory with
+    /// addresses of this process also `Overlap` and `Quarantined`, as [`Agent::register`].
     pub fn register_device(&self, memory: DeviceMemory, access: Access) -> Result<Region> {
         let core = self.core();
         core.check()?;
@@ -144,7 +146,8 @@ impl Agent {
             let what = "the memory wraps around the end of the device's addresses";
             return Err(Error::invalid(what).with("len", len));
         }
-        core.memory.regions.insert(core.incarnation, 0, len, access, Backing::Device(memory))
+        let base = usize::try_from(memory.process_address()).expect("an address of this process");
+        core.memory.regions.insert(core.incarnation, base, len, access, Backing::Device(memory))
     }
 
     /// Gives a registered region a name by which peers find it
@@ -169,7 +172,7 @@ impl Agent {
         self.core().memory.regions.starting_at(addr)
     }
 
-    /// The registered region that holds these bytes of host memory, if one does.
+    /// The registered region that holds these bytes of this process's addresses, if one does.
     pub fn region_holding(&self, addr: usize, len: u64) -> Option<Region> {
         self.core().memory.regions.holding(addr, len)
     }
@@ -368,6 +371,54 @@ impl Batch {
             }
             Ok(())
         })
+    }
+
+    /// Finds local memory of a device among what was added by address ([`Batch::push_raw`]). Transfers then move it as
+    /// memory of its region, which must be registered with `agent` by addresses of this process
+    /// ([`DeviceMemory::with_process_addresses`]). Host memory stays as it was added.
+    ///
+    /// # Errors
+    /// `OutOfBounds` if a range reaches beyond its region; `NotRegistered` for a range that a CUDA driver which this
+    /// process uses says is a device's. The batch must not be used then.
+    pub fn find_device_memory(&mut self, agent: &Agent) -> Result<()> {
+        let tables = agent.core().memory.regions.read();
+        let driver = LoadedDriver::find();
+        if !tables.has_device_addresses() && driver.is_none() {
+            return Ok(());
+        }
+        let local = Arc::make_mut(&mut self.local);
+        for i in 0..local.pieces.len() {
+            let piece = local.pieces[i];
+            if piece.region != Piece::RAW {
+                continue;
+            }
+            let refused = |kind, what: &str| {
+                let addr = format_args!("{:#x}", piece.offset).to_string();
+                Err(Error::new(kind, what)
+                    .with("addr", addr)
+                    .with("len", piece.len)
+                    .with("pair", i))
+            };
+            let at = || usize::try_from(piece.offset).unwrap_or(usize::MAX);
+            match tables.at(piece.offset) {
+                Some(region) if region.is_device() => {
+                    let offset = piece.offset - region.base as u64;
+                    if piece.len > region.len as u64 - offset {
+                        let what = "the local range reaches beyond its region of device memory";
+                        return refused(ErrorKind::OutOfBounds, what);
+                    }
+                    local.assign(i, region, offset);
+                }
+                Some(_) => {}
+                None if driver.is_some_and(|driver| driver.has_device_memory_at(at())) => {
+                    let what =
+                        "the local range is memory of a GPU that is not registered; register it";
+                    return refused(ErrorKind::NotRegistered, what);
+                }
+                None => {}
+            }
+        }
+        Ok(())
     }
 }
 

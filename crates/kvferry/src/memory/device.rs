@@ -56,13 +56,27 @@ pub struct DeviceMemory {
     pub(crate) pieces_max: usize,
     address: u64,
     len: u64,
+    has_process_addresses: bool,
 }
 
 impl DeviceMemory {
-    /// `len` bytes of a device's memory from `address` on. Addresses mean something to the device only.
+    /// `len` bytes of a device's memory from `address` on. Addresses mean something to the device only, except with
+    /// [`DeviceMemory::with_process_addresses`].
     pub fn new(device: Arc<dyn Device>, address: u64, len: u64) -> Self {
         let (stages, pieces_max) = (device.stages(), device.pieces_max().max(1));
-        Self { device, stages, pieces_max, address, len }
+        Self { device, stages, pieces_max, address, len, has_process_addresses: false }
+    }
+
+    /// The memory's addresses are addresses of this process: no other memory has them. A region of it is named by
+    /// address as one of host memory is, and does not overlap another.
+    #[must_use]
+    pub fn with_process_addresses(self) -> Self {
+        Self { has_process_addresses: true, ..self }
+    }
+
+    /// The start address in this process; zero if the addresses are the device's own.
+    pub(crate) fn process_address(&self) -> u64 {
+        if self.has_process_addresses { self.address } else { 0 }
     }
 
     /// Bytes of the memory.
@@ -266,7 +280,7 @@ impl Copy {
 ///
 /// A lost copy may still read and write its pieces. Their memory must not be used for anything else, nor registered
 /// again, while a region of it is in quarantine ([`Region::is_quarantined`](crate::Region::is_quarantined)): agents
-/// refuse that for host memory, but not for a device's.
+/// refuse that for memory with addresses of the process, but not for other memory of a device.
 ///
 /// The bytes can't outlive the batch:
 /// ```compile_fail

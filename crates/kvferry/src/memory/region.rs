@@ -103,6 +103,11 @@ impl RegionInner {
         matches!(self.backing, Backing::Device(_))
     }
 
+    /// Whether the memory has addresses of this process.
+    pub(crate) fn has_addresses(&self) -> bool {
+        self.base != 0
+    }
+
     fn quarantine(&self) -> MutexGuard<'_, Quarantine> {
         let mut quarantine = self.quarantine.lock();
         if let Quarantine::Inside(copiers, own) = &mut *quarantine {
@@ -224,7 +229,7 @@ impl Region {
         self.0.id
     }
 
-    /// The start address in this process; zero for device memory, whose addresses mean something to its device only.
+    /// The start address in this process; zero for device memory whose addresses mean something to its device only.
     pub fn addr(&self) -> usize {
         self.0.base
     }
@@ -244,7 +249,7 @@ impl Region {
         self.0.access
     }
 
-    /// Whether the memory is a device's, which has no address in this process.
+    /// Whether the memory is a device's, which the processor can't access.
     pub fn is_device(&self) -> bool {
         self.0.is_device()
     }
@@ -321,7 +326,7 @@ pub struct RemoteRegion {
     pub incarnation: Incarnation,
     /// The region's id at its owner.
     pub id: RegionId,
-    /// The start address in the owner's process.
+    /// The start address in the owner's process; zero for memory without one.
     pub addr: u64,
     /// The length in bytes.
     pub len: u64,
@@ -352,8 +357,10 @@ pub(crate) struct RegionTable(RwLock<Tables>);
 pub(crate) struct Tables {
     by_id: FxHashMap<u32, Arc<RegionInner>>,
     by_name: FxHashMap<String, RegionId>,
-    /// Host regions only: device memory has no address in this process.
+    /// Regions with addresses of this process: host memory, and a device's that shares the address space.
     by_addr: BTreeMap<usize, Arc<RegionInner>>,
+    /// Regions of `by_addr` that are a device's.
+    devices: usize,
     next_id: u32,
     /// The users of the memory, which transports add.
     users: Vec<Arc<dyn MemoryUser>>,
@@ -400,6 +407,18 @@ impl Tables {
         Ok((region, offset))
     }
 
+    /// Whether device memory is named by address.
+    pub(crate) fn has_device_addresses(&self) -> bool {
+        self.devices > 0
+    }
+
+    /// The region with the byte at an address.
+    pub(crate) fn at(&self, addr: u64) -> Option<&Arc<RegionInner>> {
+        let addr = usize::try_from(addr).ok()?;
+        let (base, region) = self.by_addr.range(..=addr).next_back()?;
+        (addr - base < region.len).then_some(region)
+    }
+
     fn overlapping(&self, base: usize, end: usize) -> Option<&Arc<RegionInner>> {
         self.by_addr
             .range(..end)
@@ -432,8 +451,8 @@ impl Tables {
         if len == 0 {
             return Err(Error::invalid("the region has no bytes"));
         }
-        let device = matches!(backing, Backing::Device(_));
-        if !device {
+        let has_addresses = base != 0 || !matches!(backing, Backing::Device(_));
+        if has_addresses {
             if base == 0 {
                 return Err(Error::invalid("the region starts at null"));
             }
@@ -445,10 +464,10 @@ impl Tables {
                 refused(ErrorKind::InvalidArgument, what)
             })?;
             self.lift();
-            let mut in_quarantine = self.quarantined.iter().filter(|region| !region.is_device());
+            let mut in_quarantine = self.quarantined.iter().filter(|region| region.has_addresses());
             let touches = |r: &&Arc<RegionInner>| r.base < end && base < r.base + r.len;
             if let Some(other) = in_quarantine.find(touches) {
-                let what = "an unresponsive process may still write to the range";
+                let what = "an unresponsive process or device may still write to the range";
                 return Err(refused(ErrorKind::Quarantined, what).with("region", other.id));
             }
             if let Some(other) = self.overlapping(base, end) {
@@ -474,7 +493,8 @@ impl Tables {
             quarantine: Mutex::default(),
         });
         self.by_id.insert(id.0, Arc::clone(&region));
-        if !device {
+        if has_addresses {
+            self.devices += usize::from(region.is_device());
             self.by_addr.insert(base, Arc::clone(&region));
         }
         Ok(Region(region))
@@ -487,7 +507,8 @@ impl Tables {
 
     fn forget(&mut self, region: &RegionInner) {
         self.by_id.remove(&region.id.0);
-        if !region.is_device() {
+        if region.has_addresses() {
+            self.devices -= usize::from(region.is_device());
             self.by_addr.remove(&region.base);
         }
     }

@@ -77,6 +77,11 @@ impl Batch {
         Arc::make_mut(&mut self.local).after = after;
     }
 
+    /// What transfers of the batch come after: see [`Batch::set_after`].
+    pub fn after(&self) -> &After {
+        &self.local.after
+    }
+
     /// The devices whose memory the batch has on this side: the memory of one region of each.
     pub fn devices(&self) -> Vec<&DeviceMemory> {
         self.local.one_of_each_device()

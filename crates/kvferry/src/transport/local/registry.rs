@@ -204,7 +204,7 @@ pub(crate) struct Index {
     /// The region found in each entry.
     slots: Vec<Option<Seen>>,
     by_id: FxHashMap<u32, Seen>,
-    /// Start addresses of host regions.
+    /// Start addresses of regions that have addresses of the owner's process.
     by_addr: BTreeMap<u64, Seen>,
 }
 
@@ -302,7 +302,7 @@ impl Index {
         }
         if let Some(seen) = seen {
             self.by_id.insert(seen.id().0, seen);
-            if !seen.has(DEVICE) {
+            if seen.base != 0 {
                 self.by_addr.insert(seen.base, seen);
             }
         }
