@@ -1,4 +1,4 @@
-"""Mooncake's transfer engine, implemented by kvferry: all that ``mooncake.engine`` has in a build for host memory.
+"""Mooncake's transfer engine, implemented by kvferry: all of ``mooncake.engine``, for memory of the host and of GPUs.
 
     from kvferry.mooncake import TransferEngine
 
@@ -14,7 +14,9 @@ With such a server, kvferry's engines reach each other by name, and stock engine
 engine, give its address.
 
 As in Mooncake, addresses are those of memory that the caller keeps valid: registered memory until it is unregistered,
-local memory of a transfer until its outcome.
+local memory of a transfer until its outcome. They may be addresses of memory of a GPU, which is registered before a
+transfer names it. The caller has waited for the work that uses it, or says by ``TransferEngine.set_after`` what
+transfers come after.
 """
 
 from __future__ import annotations
@@ -156,8 +158,8 @@ class TransferEngine:
     """Mooncake's transfer engine.
 
     Calls return 0 or a negative code, transfers that run in the background an id or 0. Lists of addresses and lengths
-    may be lists, tuples, or arrays of 64-bit integers. ``location``, ``transport_hint`` and ``device_name`` have no
-    effect.
+    may be lists, tuples, or arrays of 64-bit integers. ``transport_hint`` and ``device_name`` have no effect. The CUDA
+    driver tells whether memory is a GPU's; a ``location`` such as ``cuda:0`` loads it, unless the process has.
     """
 
     TransferOpcode = _Opcode
@@ -197,7 +199,7 @@ class TransferEngine:
 
     def register_memory(self, buffer_addr: int, capacity: int, location: _Text = "*") -> int:
         """Registers memory. 0; -1 for an empty range; -7 if it overlaps a registered one."""
-        return self._engine.register([buffer_addr], [capacity])
+        return self._engine.register([buffer_addr], [capacity], location)
 
     def unregister_memory(self, buffer_addr: int, /) -> int:
         """Unregisters the memory at an address. 0; -3 if none is registered there."""
@@ -205,7 +207,7 @@ class TransferEngine:
 
     def batch_register_memory(self, buffer_addresses: _Numbers, capacities: _Numbers, location: _Text = "*") -> int:
         """Registers many ranges, all or none. Codes as `register_memory`."""
-        return self._engine.register(buffer_addresses, capacities)
+        return self._engine.register(buffer_addresses, capacities, location)
 
     def batch_unregister_memory(self, buffer_addresses: _Numbers, /) -> int:
         """Unregisters many ranges, each even if another fails. 0, or the code of the first failure."""
@@ -331,19 +333,21 @@ class TransferEngine:
         return self._engine.free(buffer_addr)
 
     def write_bytes_to_buffer(self, dest_address: int, src: bytes | bytearray | str, length: int, /) -> int:
-        """Copies the first ``length`` bytes of ``src`` to an address. 0, or -1 if ``src`` has fewer."""
+        """Copies the first ``length`` bytes of ``src`` to host memory. 0, or -1 if ``src`` has fewer."""
         address, length = _number(dest_address), _number(length)
         if not isinstance(src, (bytes, bytearray, str)):
             raise TypeError(f"expected bytes, bytearray or str, not {type(src).__name__}")
         data = src.encode() if isinstance(src, str) else bytes(src)
-        if len(data) < length or (address == 0 and length > 0):
+        if len(data) < length or (address == 0 and length > 0) or self._engine.is_gpu_memory(address):
             return -1
         ctypes.memmove(address, data, length)
         return 0
 
     def read_bytes_from_buffer(self, source_address: int, length: int, /) -> bytes:
-        """The ``length`` bytes at an address."""
+        """The ``length`` bytes at an address of host memory."""
         address, length = _number(source_address), _number(length)
+        if self._engine.is_gpu_memory(address):
+            raise ValueError(f"{address:#x} is memory of a GPU; read it through a transfer")
         return (ctypes.c_char * length).from_address(address).raw if address and length else b""
 
     def get_first_buffer_address(self, segment_name: _Text, /) -> int:
@@ -379,6 +383,12 @@ class TransferEngine:
         """Does nothing. 0."""
         _text(segment_name)
         return 0
+
+    def set_after(self, after: Any) -> int:
+        """Makes later transfers of memory of GPUs come after ``after``: "host" (the default: the caller has waited), a
+        stream, an event, or a list of these, as `kvferry.Peer.write` takes it. Of a stream it is what the stream has at
+        each transfer's call. 0; -1 before `initialize`. Mooncake does not have this call."""
+        return self._engine.set_after(after)
 
     def last_error(self) -> str:
         """Why the last call that failed did so; empty if none failed. Mooncake does not have this call."""

@@ -235,10 +235,14 @@ fn access(remote_accessible: c_int) -> Access {
     if remote_accessible == 0 { Access::NONE } else { Access::READ_WRITE }
 }
 
-/// Registers memory. -7: it overlaps registered memory, even if it is the same.
+/// Registers memory of the host or of a GPU. -7: it overlaps registered memory, even if it is the same.
+///
+/// A location that names a GPU, as "cuda:0", loads the CUDA driver. A process that has memory of a GPU has loaded it
+/// before: then the driver tells whose memory it is, whatever the location. Callers wait for the work that uses memory
+/// of GPUs before they start transfers of it, unless the environment has `KVFERRY_MOONCAKE_AFTER=default-stream`.
 ///
 /// # Safety
-/// The memory stays mapped until it is unregistered or the engine ends. `location` is not read.
+/// The memory stays mapped until it is unregistered or the engine ends. `location` is null or text.
 #[unsafe(export_name = "kvferry_mooncake_registerLocalMemory")]
 pub unsafe extern "C" fn registerLocalMemory(
     engine: transfer_engine_t,
@@ -247,9 +251,13 @@ pub unsafe extern "C" fn registerLocalMemory(
     location: *const c_char,
     remote_accessible: c_int,
 ) -> c_int {
-    let _ = location;
     let (addr, length) = (addr.expose_provenance() as u64, length as u64);
-    code(engine, |engine| Ok(engine.register_with(&[addr], &[length], access(remote_accessible))))
+    code(engine, |engine| {
+        // SAFETY: the caller's promise.
+        let location = unsafe { guard::optional_text(location, "the location") }?;
+        let access = access(remote_accessible);
+        Ok(engine.register_with(&[addr], &[length], location.unwrap_or_default(), access))
+    })
 }
 
 /// Unregisters memory. When this returns 0, no copier touches it any more. -3: nothing is registered there.
@@ -258,7 +266,7 @@ pub extern "C" fn unregisterLocalMemory(engine: transfer_engine_t, addr: *mut c_
     code(engine, |engine| Ok(engine.unregister(&[addr.addr() as u64])))
 }
 
-/// Registers ranges that peers may read and write: all, or none on an error.
+/// Registers ranges that peers may read and write: all, or none on an error. Else as `registerLocalMemory`.
 ///
 /// # Safety
 /// As `registerLocalMemory`; `buffer_list` has `buffer_len` elements.
@@ -269,13 +277,14 @@ pub unsafe extern "C" fn registerLocalMemoryBatch(
     buffer_len: usize,
     location: *const c_char,
 ) -> c_int {
-    let _ = location;
     code(engine, |engine| {
+        // SAFETY: the caller's promise.
+        let location = unsafe { guard::optional_text(location, "the location") }?;
         // SAFETY: the caller's promise.
         let buffers = unsafe { guard::array(buffer_list, buffer_len, "the list of buffers") }?;
         let addrs: Vec<_> = buffers.iter().map(|b| b.addr.expose_provenance() as u64).collect();
         let lengths: Vec<_> = buffers.iter().map(|b| b.length as u64).collect();
-        Ok(engine.register(&addrs, &lengths))
+        Ok(engine.register(&addrs, &lengths, location.unwrap_or_default()))
     })
 }
 

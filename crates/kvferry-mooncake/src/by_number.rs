@@ -163,6 +163,9 @@ impl Running {
         if notify.is_some() && parts.is_empty() {
             return Err(Refusal::invalid("a notification without a task has no receiver"));
         }
+        for part in &mut parts {
+            self.prepare(&mut part.batch)?;
+        }
         let carried = notify.is_some() && parts.len() == 1 && speaks_natively(&parts[0].peer);
         let (carried, later) = if carried { (notify, None) } else { (None, notify) };
         let message = match later {

@@ -7,10 +7,12 @@
 
 use crate::codes::{self, status};
 use crate::interrupt::{CHECK_INTERVAL, Interrupt, NoAnswer, run_interruptible};
+use crate::memory::{self, Orders};
 use crate::metadata::Directory;
 use crate::refusal::{Answer, Refusal};
-use crate::running::{Running, pointer, size};
+use crate::running::{Running, size};
 use kvferry::{Access, Batch, ErrorKind, Notification};
+use kvferry_cuda::Order;
 use kvferry_sys::sync::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -128,34 +130,56 @@ impl MooncakeEngine {
         self.running().map_or(0, |running| running.agent.local_addr().port())
     }
 
-    /// Registers ranges of host memory, all or none. Refuses memory of a device. Ignores lengths beyond
-    /// the number of addresses, as Mooncake does.
-    pub fn register(&self, addrs: &[u64], lengths: &[u64]) -> i32 {
-        self.register_with(addrs, lengths, Access::READ_WRITE)
+    /// Registers ranges of host memory and of memory of GPUs, all or none. Ignores lengths beyond the number of
+    /// addresses, as Mooncake does.
+    ///
+    /// The CUDA driver tells whose memory an address is. It is loaded for that only if the location names a GPU, as in
+    /// `cuda:0`; a process that has memory of a GPU has loaded it before.
+    pub fn register(&self, addrs: &[u64], lengths: &[u64], location: &str) -> i32 {
+        self.register_with(addrs, lengths, location, Access::READ_WRITE)
     }
 
     /// Registers memory like [`Self::register`]; `access` is what peers may do with it.
-    pub fn register_with(&self, addrs: &[u64], lengths: &[u64], access: Access) -> i32 {
+    pub fn register_with(
+        &self,
+        addrs: &[u64],
+        lengths: &[u64],
+        location: &str,
+        access: Access,
+    ) -> i32 {
         self.code(self.running().and_then(|running| {
             if lengths.len() < addrs.len() {
                 return Err(Refusal::invalid("there are fewer capacities than addresses"));
             }
-            let ranges = addrs
-                .iter()
-                .zip(lengths)
-                .map(|(addr, len)| Ok((pointer(*addr)?, size(*len)?)))
-                .collect::<Answer<Vec<_>>>()?;
-            if ranges.is_empty() {
+            if addrs.is_empty() {
                 return Ok(());
             }
+            let ranges = addrs.iter().copied().zip(lengths.iter().copied());
             // SAFETY: the caller promises that the memory stays mapped until it is unregistered, as in
             // Mooncake.
-            let regions = unsafe { running.agent.register_batch(&ranges, access) }?;
+            let regions = unsafe { memory::register(&running, ranges, location, access) }?;
             running.publish_segment().inspect_err(|_| {
                 // Memory that peers can't find out about does not stay registered.
                 let _ = running.agent.unregister_batch(&regions);
             })
         }))
+    }
+
+    /// Makes later transfers of memory of GPUs come after these orders: what a stream has at the time of the transfer's
+    /// call, or an event. Without any, the caller has waited for what uses the memory, as in Mooncake.
+    ///
+    /// # Safety
+    /// The streams and events exist until another call of this method has returned, and calls of transfers that began
+    /// before it; or until the engine has ended.
+    pub unsafe fn set_after(&self, after: &[Order]) -> i32 {
+        let orders = Orders::new(after);
+        self.code(self.running().map(|running| *running.after.lock() = orders))
+    }
+
+    /// Whether a registered range that holds this address is memory of a GPU, which the processor can't access.
+    pub fn is_gpu_memory(&self, addr: u64) -> bool {
+        let held = |running: Arc<Running>| running.agent.region_holding(size(addr).ok()?, 1);
+        self.running().ok().and_then(held).is_some_and(|region| region.is_device())
     }
 
     /// Unregisters ranges, each even if another fails. Returns the first failure.
@@ -187,7 +211,8 @@ impl MooncakeEngine {
         let Moves { write, target, batch } = moves;
         let done = self.running().and_then(|running| {
             let peer = running.peer(&target, interrupt)?;
-            let batch = batch.map_err(Refusal::invalid)?;
+            let mut batch = batch.map_err(Refusal::invalid)?;
+            running.prepare(&mut batch)?;
             running
                 .run(&peer, write, &batch, notify, interrupt)
                 .inspect_err(|refusal| running.forget(&target, refusal))
@@ -201,7 +226,8 @@ impl MooncakeEngine {
         let Moves { write, target, batch } = moves;
         let submitted = self.running().and_then(|running| {
             let peer = running.peer(&target, interrupt)?;
-            let batch = batch.map_err(Refusal::invalid)?;
+            let mut batch = batch.map_err(Refusal::invalid)?;
+            running.prepare(&mut batch)?;
             if running.handles.lock().is_full() {
                 return Err(Refusal::invalid(TOO_MANY_IDS));
             }
@@ -410,10 +436,10 @@ mod tests {
         let base = host.as_mut_ptr() as u64;
         // Where nothing is mapped: as the addresses of a device are.
         let elsewhere = 1 << 46;
-        assert_ne!(engine.register(&[elsewhere], &[4096]), codes::OK);
+        assert_ne!(engine.register(&[elsewhere], &[4096], "*"), codes::OK);
         assert!(engine.last_error().contains("not host memory"), "{}", engine.last_error());
-        assert_ne!(engine.register(&[base, elsewhere], &[4096, 4096]), codes::OK);
-        assert_eq!(engine.register(&[base], &[4096]), codes::OK, "none was registered");
+        assert_ne!(engine.register(&[base, elsewhere], &[4096, 4096], "*"), codes::OK);
+        assert_eq!(engine.register(&[base], &[4096], "*"), codes::OK, "none was registered");
         assert_eq!(engine.unregister(&[base]), codes::OK);
         engine.shutdown();
     }

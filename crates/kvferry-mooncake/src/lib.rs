@@ -15,6 +15,7 @@
 //! | `running` | the agent between `initialize` and the end, and its settings |
 //! | `metadata` | from a peer's name to its address |
 //! | `managed` | buffers that the engine allocates |
+//! | `memory` | whether an address is host memory or a GPU's, and what transfers of the latter come after |
 //! | `codes` | the codes that calls return |
 //! | `interrupt` | calls that have a time limit but cannot be interrupted |
 
@@ -25,6 +26,7 @@ mod engine;
 mod handles;
 pub mod interrupt;
 mod managed;
+mod memory;
 mod metadata;
 mod notifier;
 mod refusal;

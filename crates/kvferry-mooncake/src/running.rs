@@ -5,6 +5,7 @@ use crate::codes;
 use crate::handles::Handles;
 use crate::interrupt::{Interrupt, run_interruptible};
 use crate::managed::Managed;
+use crate::memory::Orders;
 use crate::metadata::{Directory, host_of, join, own_segment, with_port};
 use crate::notifier::Notifier;
 use crate::refusal::{Answer, Refusal};
@@ -36,6 +37,8 @@ pub(crate) struct Running {
     pub(crate) batches: Batches,
     pub(crate) notifier: Notifier,
     pub(crate) timeout: Duration,
+    /// The order of transfers of memory of GPUs.
+    pub(crate) after: Mutex<Orders>,
 }
 
 impl Running {
@@ -44,6 +47,7 @@ impl Running {
         let reachable = if host.is_empty() { local_hostname } else { host };
         let config = settings(reachable, &directory)?;
         let timeout = time_limit(&config);
+        let after = Mutex::new(Orders::from_env()?);
         let agent = Agent::start(config)?;
         let port = agent.local_addr().port();
         Ok(Self {
@@ -62,6 +66,7 @@ impl Running {
             batches: Batches::default(),
             notifier: Notifier::default(),
             timeout,
+            after,
         })
     }
 
@@ -147,6 +152,12 @@ impl Running {
     /// Drops a name from the cache.
     pub(crate) fn forget_name(&self, target: &str) {
         self.peers.lock().remove(target);
+    }
+
+    /// Finds memory of GPUs in a batch, and orders its transfers.
+    pub(crate) fn prepare(&self, batch: &mut Batch) -> Answer<()> {
+        let after = self.after.lock().clone();
+        after.apply(self, batch)
     }
 
     pub(crate) fn options(&self, batch: &Batch) -> Options<'static> {

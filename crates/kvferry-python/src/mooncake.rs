@@ -7,8 +7,10 @@
 use crate::batch::{Table, TableError, numbers};
 use crate::blocking::{self, Stop};
 use crate::error::Failure;
+use crate::order::Orders;
 use kvferry_mooncake::interrupt::Interrupt;
 use kvferry_mooncake::{MooncakeEngine, Moves};
+use kvferry_sys::sync::Mutex;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
@@ -93,7 +95,7 @@ impl Stop for MooncakeEngine {
 
 /// The engine behind `kvferry.mooncake.TransferEngine`. Calls return Mooncake's codes.
 #[pyclass(frozen, name = "MooncakeEngine", module = "kvferry._kvferry")]
-pub(crate) struct NativeEngine(Owned);
+pub(crate) struct NativeEngine(Owned, Mutex<Orders>);
 
 impl NativeEngine {
     /// Runs a call detached from the interpreter. Only what a signal handler raises (Ctrl-C) is an
@@ -136,7 +138,7 @@ impl NativeEngine {
     fn new(py: Python<'_>) -> Self {
         let engine = Arc::new(MooncakeEngine::new());
         blocking::stop_at_exit(py, &engine);
-        Self(Owned(Some(engine)))
+        Self(Owned(Some(engine)), Mutex::default())
     }
 
     fn initialize(
@@ -173,8 +175,29 @@ impl NativeEngine {
         self.0.last_error()
     }
 
-    fn register(&self, py: Python<'_>, addresses: Numbers, lengths: Numbers) -> PyResult<i32> {
-        self.run(py, |engine, _| engine.register(&addresses.0, &lengths.0))
+    fn register(
+        &self,
+        py: Python<'_>,
+        addresses: Numbers,
+        lengths: Numbers,
+        location: Text,
+    ) -> PyResult<i32> {
+        self.run(py, |engine, _| engine.register(&addresses.0, &lengths.0, &location.0))
+    }
+
+    /// Makes later transfers of memory of GPUs come after `after`.
+    fn set_after(&self, py: Python<'_>, after: &Bound<'_, PyAny>) -> PyResult<i32> {
+        let orders = Orders::read(after)?;
+        // SAFETY: the Python caller names streams and events that exist; `after` keeps their objects from now on.
+        let code = self.run(py, |engine, _| unsafe { engine.set_after(orders.all()) })?;
+        if code == 0 {
+            *self.1.lock() = orders;
+        }
+        Ok(code)
+    }
+
+    fn is_gpu_memory(&self, address: Number) -> bool {
+        self.0.is_gpu_memory(address.0)
     }
 
     fn unregister(&self, py: Python<'_>, addresses: Numbers) -> PyResult<i32> {

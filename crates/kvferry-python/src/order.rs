@@ -33,6 +33,10 @@ impl Orders {
         Ok(orders)
     }
 
+    pub(crate) fn all(&self) -> &[Order] {
+        &self.orders
+    }
+
     fn push(&mut self, value: Bound<'_, PyAny>) -> PyResult<()> {
         self.orders.push(one(&value)?);
         self._owners.push(value.unbind());

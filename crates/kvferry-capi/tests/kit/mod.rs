@@ -291,7 +291,7 @@ impl Call {
         .map(Into::into)
         .collect();
         let library = match &*stem {
-            "transfer_engine" => stand_in().join("libtransfer_engine.so"),
+            stem if stem.starts_with("transfer_engine") => stand_in().join("libtransfer_engine.so"),
             _ => folder.join("libkvferry.so.0"),
         };
         let mut linked = vec![text(&library).to_owned()];

@@ -245,10 +245,10 @@ fn host_of(address: &str) -> &str {
     host.trim_matches(['[', ']'])
 }
 
-/// The host memory that peers may access.
+/// The memory that peers may access and name by address.
 fn buffers(server: &MooncakeServer) -> Vec<Buffer> {
     let all = server.core.regions();
-    let reachable = all.iter().filter(|r| (r.access().read || r.access().write) && !r.is_device());
+    let reachable = all.iter().filter(|r| (r.access().read || r.access().write) && r.addr() != 0);
     let buffer = |r: &Region| Buffer {
         name: server.advertised.clone(),
         addr: r.addr() as u64,

@@ -5,6 +5,7 @@
 #![allow(missing_docs, reason = "tests")]
 
 mod fake;
+mod gpu;
 mod handshake;
 mod initiator;
 mod stock;

@@ -12,11 +12,11 @@ use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::thread;
 use std::time::Duration;
 
-const OK: u64 = 0x4d43_5456_0000_0000;
+pub(crate) const OK: u64 = 0x4d43_5456_0000_0000;
 const REJECTED: u64 = OK | 1;
-const READ: u8 = 0;
-const WRITE: u8 = 1;
-const V2: u8 = 0x80;
+pub(crate) const READ: u8 = 0;
+pub(crate) const WRITE: u8 = 1;
+pub(crate) const V2: u8 = 0x80;
 
 /// Shakes hands as a peer of version 1.
 fn data_port(address: &str) -> u16 {
@@ -33,11 +33,16 @@ fn connect_to(port: u16) -> TcpStream {
     stream
 }
 
+/// A connection to the data port of a descriptor.
+pub(crate) fn connect_at(descriptor: &Value) -> TcpStream {
+    connect_to(data_port_in(descriptor))
+}
+
 fn connect(agent: &Agent) -> TcpStream {
     connect_to(data_port(agent.advertised()))
 }
 
-fn request(opcode: u8, addr: usize, size: u64) -> Vec<u8> {
+pub(crate) fn request(opcode: u8, addr: usize, size: u64) -> Vec<u8> {
     let mut bytes = size.to_le_bytes().to_vec();
     bytes.extend_from_slice(&(addr as u64).to_le_bytes());
     bytes.push(opcode);
@@ -45,13 +50,13 @@ fn request(opcode: u8, addr: usize, size: u64) -> Vec<u8> {
     bytes
 }
 
-fn write_request(opcode: u8, addr: usize, payload: &[u8]) -> Vec<u8> {
+pub(crate) fn write_request(opcode: u8, addr: usize, payload: &[u8]) -> Vec<u8> {
     let mut bytes = request(opcode, addr, payload.len() as u64);
     bytes.extend_from_slice(payload);
     bytes
 }
 
-fn status(stream: &mut TcpStream) -> u64 {
+pub(crate) fn status(stream: &mut TcpStream) -> u64 {
     let mut bytes = [0; 8];
     stream.read_exact(&mut bytes).expect("a status");
     u64::from_le_bytes(bytes)

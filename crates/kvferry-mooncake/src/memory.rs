@@ -1,0 +1,128 @@
+//! Memory that callers name by address alone: the host's, or a GPU's.
+
+use crate::refusal::{Answer, Refusal};
+use crate::running::{Running, pointer, size};
+use kvferry::{Access, Batch, DeviceMemory, Error, Region};
+use kvferry_cuda::Order;
+use kvferry_sys::cuda::RawStream;
+use kvferry_sys::host::LoadedDriver;
+use std::sync::Arc;
+
+/// Names what transfers of memory of GPUs come after, unless the caller does.
+const AFTER: &str = "KVFERRY_MOONCAKE_AFTER";
+
+/// Whether a location of Mooncake, such as `cuda:0`, names a GPU.
+fn names_gpu(location: &str) -> bool {
+    location.split(':').next() == Some("cuda")
+}
+
+/// The memory of a GPU at an address, or what the address is instead: host memory, as far as the CUDA driver knows.
+///
+/// The driver is asked if it is in use already, as it is where the process has memory of a GPU, or if the location
+/// names a GPU. A location is a hint only: callers of Mooncake give one for host memory, too.
+fn gpu_memory(addr: u64, len: u64, location: &str) -> Answer<Result<DeviceMemory, NoGpu>> {
+    let is_gpus = size(addr)
+        .is_ok_and(|addr| LoadedDriver::find().is_some_and(|it| it.has_device_memory_at(addr)));
+    if !is_gpus && !names_gpu(location) {
+        return Ok(Err(NoGpu(None)));
+    }
+    match kvferry_cuda::memory(addr, len, None) {
+        Ok(memory) => Ok(Ok(memory.with_process_addresses())),
+        Err(why) if is_gpus => Err(Refusal::invalid(why)),
+        Err(why) => Ok(Err(NoGpu(Some(why)))),
+    }
+}
+
+/// No memory of a GPU. If the location names one: the reason.
+struct NoGpu(Option<kvferry_cuda::Error>);
+
+/// Registers ranges of host memory and of memory of GPUs, all or none.
+///
+/// # Safety
+/// As [`kvferry::Agent::register`], for each range.
+pub(crate) unsafe fn register(
+    running: &Running,
+    ranges: impl Iterator<Item = (u64, u64)>,
+    location: &str,
+    access: Access,
+) -> Answer<Vec<Region>> {
+    let (mut host, mut gpus, mut why) = (Vec::new(), Vec::new(), None);
+    for (addr, len) in ranges {
+        match gpu_memory(addr, len, location)? {
+            Ok(memory) => gpus.push(memory),
+            Err(NoGpu(not)) => {
+                why = why.or(not);
+                host.push((pointer(addr)?, size(len)?));
+            }
+        }
+    }
+    let refused = |error: Error| {
+        let mut refusal = Refusal::from(error);
+        if let Some(why) = &why {
+            refusal.why = format!("{}; it is not memory of a GPU either: {why}", refusal.why);
+        }
+        refusal
+    };
+    let mut regions = Vec::new();
+    if !host.is_empty() {
+        // SAFETY: the caller's promise.
+        regions = unsafe { running.agent.register_batch(&host, access) }.map_err(refused)?;
+    }
+    for memory in gpus {
+        match running.agent.register_device(memory, access) {
+            Ok(region) => regions.push(region),
+            Err(error) => {
+                let _ = running.agent.unregister_batch(&regions);
+                return Err(error.into());
+            }
+        }
+    }
+    Ok(regions)
+}
+
+/// What transfers of memory of GPUs come after. Empty: the caller has waited for what uses the memory, which is
+/// Mooncake's contract.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Orders(Arc<[Order]>);
+
+impl Orders {
+    /// The order that the environment names.
+    pub(crate) fn from_env() -> Answer<Self> {
+        match std::env::var(AFTER).unwrap_or_default().as_str() {
+            "" | "host" => Ok(Self::default()),
+            "default-stream" => Ok(Self::new(&[Order::Stream(RawStream(0))])),
+            other => Err(Refusal::invalid(format_args!(
+                "{AFTER} is \"host\" or \"default-stream\", not {other:?}"
+            ))),
+        }
+    }
+
+    pub(crate) fn new(orders: &[Order]) -> Self {
+        Self(orders.iter().copied().filter(|order| *order != Order::Host).collect())
+    }
+
+    /// Finds memory of GPUs in a batch, and makes its transfers come after these orders.
+    pub(crate) fn apply(&self, running: &Running, batch: &mut Batch) -> Answer<()> {
+        batch.find_device_memory(&running.agent)?;
+        if !self.0.is_empty() {
+            // SAFETY: `MooncakeEngine::set_after` passes this promise on to its caller.
+            unsafe { kvferry_cuda::order(batch, &self.0) }.map_err(Refusal::invalid)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_location_names_a_gpu_by_cuda_and_a_number() {
+        for location in ["cuda", "cuda:0", "cuda:11"] {
+            assert!(names_gpu(location), "{location}");
+        }
+        for location in ["", "*", "cpu:0", "cudax:0", "0:cuda"] {
+            assert!(!names_gpu(location), "{location}");
+        }
+    }
+}
