@@ -246,3 +246,43 @@ def test_nixl_refuses_ranges_of_vram_that_overlap(driver: Driver) -> None:
     # All of it is found in the one range.
     agent.prep_xfer_dlist("", [(array.address + 2048, 6144, 0)], "VRAM")
     agent.shutdown()
+
+
+def test_nixl_moves_the_layers_of_a_model_as_vllms_connector_does(driver: Driver) -> None:
+    """A region for each layer, descriptors by address, length and GPU, lists prepared once, blocks chosen per request."""
+    from kvferry.nixl import nixl_agent, nixl_agent_config
+    from nixl_kit import run
+
+    block, blocks, layers = 512, 32, 6
+    decode, prefill = (nixl_agent(name, nixl_agent_config()) for name in ("decode", "prefill"))
+    caches = {
+        it: [Array(driver, block * blocks, device) for _ in range(layers)] for it, device in ((decode, 0), (prefill, 1))
+    }
+    for layer, array in enumerate(caches[prefill]):
+        array.content = b"".join(bytes([layer * blocks + at]) * block for at in range(blocks))
+    for array in caches[decode]:
+        array.content = b"\xff" * (block * blocks)
+    for agent, arrays in caches.items():
+        descs = agent.get_reg_descs([(it.address, it.nbytes, it.device, "") for it in arrays], "VRAM")
+        agent.register_memory(descs)
+    name = decode.add_remote_agent(prefill.get_agent_metadata())
+    rows = {
+        agent: [(it.address + at * block, block, it.device) for it in arrays for at in range(blocks)]
+        for agent, arrays in caches.items()
+    }
+    local = decode.prep_xfer_dlist("NIXL_INIT_AGENT", decode.get_xfer_descs(rows[decode], "VRAM"))
+    remote = decode.prep_xfer_dlist(name, decode.get_xfer_descs(rows[prefill], "VRAM"))
+    theirs, mine = [7, 8, 3, 31], [0, 1, 30, 2]
+    chosen = [[layer * blocks + at for layer in range(layers) for at in numbers] for numbers in (mine, theirs)]
+    handle = decode.make_prepped_xfer("READ", local, chosen[0], remote, chosen[1], b"request 1")
+    assert run(decode, handle) == "DONE"
+    for layer, array in enumerate(caches[decode]):
+        content = array.content
+        got = [content[at * block] for at in range(blocks)]
+        expected = [0xFF] * blocks
+        for here, there in zip(mine, theirs, strict=True):
+            expected[here] = layer * blocks + there
+        assert got == expected, layer
+    assert prefill.get_new_notifs() == {"decode": [b"request 1"]}
+    decode.shutdown()
+    prefill.shutdown()

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -148,12 +149,18 @@ class Plan:
         self, local: Ranges, other: Ranges, here: Array, there: Array, lengths: Array, which: Array, whose: Array
     ) -> None:
         pair = which.astype(np.int64) * len(other.areas) + whose
-        for number in np.unique(pair).tolist():
+        # A model has a pair of regions for each layer: the rows of each are found by one sort.
+        order = np.argsort(pair, kind="stable")
+        pair, here, there, lengths = pair[order], here[order], there[order], lengths[order]
+        begins = [0, *(np.flatnonzero(pair[1:] != pair[:-1]) + 1).tolist(), len(pair)]
+        for begin, end in pairwise(begins):
+            if begin == end:
+                continue
+            number = int(pair[begin])
             mine, theirs = local.areas[number // len(other.areas)], other.areas[number % len(other.areas)]
             assert mine.region is not None
-            rows = pair == number
-            offsets = here[rows] - np.uint64(mine.addr), there[rows] - np.uint64(theirs.addr)
-            self.batch.extend_regions(mine.region, offsets[0], theirs.remote, offsets[1], lengths[rows])
+            offsets = here[begin:end] - np.uint64(mine.addr), there[begin:end] - np.uint64(theirs.addr)
+            self.batch.extend_regions(mine.region, offsets[0], theirs.remote, offsets[1], lengths[begin:end])
 
 
 class nixl_xfer_handle:  # noqa: N801 - NIXL's name
