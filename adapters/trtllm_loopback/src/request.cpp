@@ -16,6 +16,8 @@ namespace {
 
 // A further transfer is worth its start from this many bytes on.
 constexpr std::uint64_t kPartBytesMin = 4u << 20;
+// Host memory that blocks of device memory go through.
+constexpr std::uint64_t kStageBytes = 64u << 20;
 // Blocks are cut at pages of their files, so that both sides may go past the page cache.
 constexpr std::uint64_t kPageBytes = 4096;
 
@@ -76,6 +78,7 @@ void Request::run() {
     for (std::size_t index = 0; index < blocks_.size(); index++)
         if (blocks_[index].getLen() != 0) open_file(index);
     register_memory();
+    if (type_ == trt::MemoryType::kVRAM) return transfer_through_stage();
     fill_batches();
     transfer();
 }
@@ -84,13 +87,9 @@ void Request::check() const {
     if (blocks_.size() != descs_.size())
         throw std::runtime_error(std::to_string(blocks_.size()) + " blocks of memory and " +
                                  std::to_string(descs_.size()) + " files: pass one file for each block");
-    if (!blocks_.empty() && type_ == trt::MemoryType::kVRAM)
-        throw std::runtime_error(
-            "the blocks are in device memory (kVRAM), and this library moves host memory (kDRAM) only: set the "
-            "transfer mode to DRAM, or let TensorRT-LLM load its own libtensorrt_llm_nixl_wrapper.so");
-    if (!blocks_.empty() && type_ != trt::MemoryType::kDRAM)
+    if (!blocks_.empty() && type_ != trt::MemoryType::kDRAM && type_ != trt::MemoryType::kVRAM)
         throw std::runtime_error("memory of type " + std::to_string(static_cast<int>(type_)) +
-                                 ": pass host memory (kDRAM)");
+                                 ": pass host memory (kDRAM) or device memory (kVRAM)");
     for (std::size_t index = 0; index < blocks_.size(); index++) {
         const auto &block = blocks_[index];
         if (block.getLen() == 0) continue;
@@ -141,9 +140,16 @@ void Request::register_memory() {
         Error error;
         void *const memory = reinterpret_cast<void *>(region.begin);
         const std::size_t len = region.end - region.begin;
-        if (kvferry_region_register(agent_, memory, len, KVFERRY_ACCESS_NONE, nullptr, &region.handle, &error) !=
-            KVFERRY_OK)
+        if (type_ == trt::MemoryType::kVRAM) {
+            if (kvferry_region_register_cuda(agent_, region.begin, len, -1, KVFERRY_ACCESS_NONE, nullptr,
+                                             &region.handle, &error) != KVFERRY_OK)
+                throw std::runtime_error(std::string("the blocks are not in device memory (kVRAM) that the CUDA driver "
+                                                     "knows: ") +
+                                         error.text + "; for host memory set the transfer mode to DRAM");
+        } else if (kvferry_region_register(agent_, memory, len, KVFERRY_ACCESS_NONE, nullptr, &region.handle,
+                                           &error) != KVFERRY_OK) {
             fail(error);
+        }
     }
 }
 
@@ -212,15 +218,88 @@ void Request::transfer() {
     if (code != KVFERRY_OK) fail(first);
 }
 
+void Request::open_stage() {
+    std::uint64_t total = 0;
+    for (const auto &block : blocks_) total += (block.getLen() + kPageBytes - 1) / kPageBytes * kPageBytes;
+    Error error;
+    char address[300];
+    kvferry_peer *self = nullptr;
+    if (kvferry_region_allocate(agent_, std::min(total, kStageBytes), KVFERRY_ACCESS_READ | KVFERRY_ACCESS_WRITE,
+                                nullptr, &stage_, &error) != KVFERRY_OK ||
+        kvferry_region_remote(stage_, &stage_remote_, &error) != KVFERRY_OK ||
+        kvferry_agent_address(agent_, address, sizeof address, &error) != KVFERRY_OK ||
+        kvferry_peer_open(agent_, address, &self, &error) != KVFERRY_OK)
+        fail(error);
+    self_.reset(self);
+}
+
+// Files and device memory have no way to each other but through host memory.
+void Request::transfer_through_stage() {
+    if (regions_.empty()) return;
+    open_stage();
+    has_begun_ = true;
+    std::uint64_t used = 0;
+    for (std::size_t index = 0; index < blocks_.size(); index++) {
+        const std::uint64_t len = blocks_[index].getLen();
+        for (std::uint64_t at = 0; at < len;) {
+            if (used == kStageBytes) {
+                move_staged();
+                used = 0;
+            }
+            const std::uint64_t take = std::min(len - at, kStageBytes - used);
+            staged_.push_back({index, at, take, used});
+            at += take;
+            used += (take + kPageBytes - 1) / kPageBytes * kPageBytes;
+        }
+    }
+    move_staged();
+}
+
+// Moves what was put into the stage's list. The caller has waited for what uses the device memory, as for NIXL's agent.
+void Request::move_staged() {
+    Error error;
+    kvferry_batch *made[2] = {};
+    for (auto &batch : made) {
+        if (kvferry_batch_new(staged_.size(), &batch, &error) != KVFERRY_OK) fail(error);
+        batches_.emplace_back(batch);
+    }
+    for (auto const &part : staged_) {
+        const Region &region = region_of(part.index);
+        const kvferry_range on_device{blocks_[part.index].getAddr() - region.begin + part.at, part.place, part.len};
+        const kvferry_range in_file{part.place, part.at, part.len};
+        kvferry_remote file{};
+        if (kvferry_file_remote(files_[part.index].get(), &file, &error) != KVFERRY_OK ||
+            kvferry_batch_push(made[0], region.handle, &stage_remote_, &on_device, 1, &error) != KVFERRY_OK ||
+            kvferry_batch_push(made[1], stage_, &file, &in_file, 1, &error) != KVFERRY_OK)
+            fail(error);
+    }
+    const kvferry_after host{KVFERRY_AFTER_HOST, 0, 0};
+    kvferry_transfer_options options{};
+    options.size = sizeof options;
+    options.after = &host;
+    options.after_count = 1;
+    const int code =
+        is_offload_ ? (kvferry_write(self_.get(), made[0], &options, nullptr, &error) != KVFERRY_OK ||
+                       kvferry_file_write(agent_, made[1], nullptr, nullptr, &error) != KVFERRY_OK)
+                    : (kvferry_file_read(agent_, made[1], nullptr, nullptr, &error) != KVFERRY_OK ||
+                       kvferry_read(self_.get(), made[0], &options, nullptr, &error) != KVFERRY_OK);
+    if (code != 0) fail(error);
+    batches_.clear();
+    staged_.clear();
+}
+
 std::string Request::release() {
     transfers_.clear();
     batches_.clear();
+    self_.reset();
     std::string problem;
     for (auto &region : regions_) {
         Error error;
         if (region.handle == nullptr || kvferry_region_unregister(region.handle, &error) == KVFERRY_OK) continue;
         problem = std::string("; the memory could not be released, do not reuse it: ") + error.text;
     }
+    if (stage_ != nullptr) kvferry_region_unregister(stage_, nullptr);
+    stage_ = nullptr;
     regions_.clear();
     files_.clear();
     return problem;

@@ -1,4 +1,4 @@
-// One request: blocks of host memory, each to or from the beginning of its file.
+// One request: blocks of host or device memory, each to or from the beginning of its file.
 #pragma once
 
 #include <string>
@@ -40,6 +40,9 @@ private:
     Region const &region_of(std::size_t index) const;
     void fill_batches();
     void transfer();
+    void open_stage();
+    void transfer_through_stage();
+    void move_staged();
 
     int descriptor(std::size_t index) const;
     std::string describe(std::size_t index) const;
@@ -59,6 +62,18 @@ private:
     std::vector<File> files_;
     std::vector<Batch> batches_;
     std::vector<Transfer> transfers_;
+
+    // A part of a block of device memory, and its place in the stage.
+    struct Staged {
+        std::size_t index;
+        std::uint64_t at, len, place;
+    };
+
+    // For device memory: host memory that the agent copies to and from itself.
+    kvferry_region *stage_ = nullptr;
+    kvferry_remote stage_remote_{};
+    Peer self_;
+    std::vector<Staged> staged_;
 };
 
 }  // namespace kvferry_loopback

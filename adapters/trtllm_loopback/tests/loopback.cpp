@@ -92,6 +92,72 @@ void cases(std::string const &folder) {
     make_agent(false);
 }
 
+// Device memory of the fake driver, which the environment names.
+class DeviceBlocks {
+public:
+    explicit DeviceBlocks(std::vector<std::size_t> lens) : lens_(std::move(lens)) {
+        driver_ = dlopen(std::getenv("KVFERRY_LIBCUDA"), RTLD_NOW | RTLD_LOCAL);
+        CHECK(driver_ != nullptr);
+        void *context = nullptr;
+        CHECK(named<int(unsigned)>("cuInit")(0) == 0);
+        CHECK(named<int(void **, int)>("cuDevicePrimaryCtxRetain")(&context, 0) == 0);
+        CHECK(named<int(void *)>("cuCtxPushCurrent_v2")(context) == 0);
+        for (const std::size_t len : lens_) {
+            std::uint64_t address = 0;
+            CHECK(named<int(std::uint64_t *, std::size_t)>("cuMemAlloc_v2")(&address, len) == 0);
+            addresses_.push_back(address);
+        }
+    }
+    trt::MemoryDescs memory() const {
+        std::vector<trt::MemoryDesc> descs;
+        for (std::size_t i = 0; i < lens_.size(); i++)
+            descs.emplace_back(reinterpret_cast<void *>(addresses_[i]), lens_[i], 0);
+        return {trt::MemoryType::kVRAM, std::move(descs)};
+    }
+    void write(std::size_t index, unsigned seed) const {
+        Bytes bytes(lens_[index]);
+        fill(bytes.data(), bytes.size(), seed);
+        CHECK(named<int(std::uint64_t, void const *, std::size_t)>("fakecuda_write")(addresses_[index], bytes.data(),
+                                                                                     bytes.size()) == 0);
+    }
+    Bytes read(std::size_t index) const {
+        Bytes bytes(lens_[index]);
+        CHECK(named<int(std::uint64_t, void *, std::size_t)>("fakecuda_read")(addresses_[index], bytes.data(),
+                                                                              bytes.size()) == 0);
+        return bytes;
+    }
+
+private:
+    template <typename Function>
+    Function *named(char const *name) const {
+        void *const found = dlsym(driver_, name);
+        CHECK(found != nullptr);
+        return reinterpret_cast<Function *>(found);
+    }
+
+    std::vector<std::size_t> lens_;
+    std::vector<std::uint64_t> addresses_;
+    void *driver_ = nullptr;
+};
+
+void on_device(std::string const &folder) {
+    // More than the stage holds, of lengths that are no pages.
+    const std::vector<std::size_t> lens = {10000, 40u << 20, 1, 30u << 20, 4096};
+    const DeviceBlocks device(lens);
+    const Blocks files(folder, lens);
+    const Agent agent = make_agent(true);
+    for (std::size_t i = 0; i < lens.size(); i++) device.write(i, static_cast<unsigned>(i + 1));
+    agent->executeLoopbackRequest(device.memory(), files.files(true), true);
+    files.check_files(1);
+    for (std::size_t i = 0; i < lens.size(); i++) device.write(i, 77);
+    agent->executeLoopbackRequest(device.memory(), files.files(false), false);
+    for (std::size_t i = 0; i < lens.size(); i++)
+        CHECK(is_filled(device.read(i).data(), lens[i], static_cast<unsigned>(i + 1)));
+    CHECK(::truncate(files.path(1).c_str(), 8191) == 0);
+    check_says(refusal(agent, device.memory(), files.files(false), false), {"index 1", "compute the block again"});
+    CHECK(handles_in_use() == 1);
+}
+
 void refusals(std::string const &folder) {
     const Agent agent = make_agent(true, "Refusing");
     const Blocks blocks(folder, {4096, 8192, 4096});
@@ -315,6 +381,7 @@ int main(int argc, char **argv) {
                                           {"refusals", refusals},
                                           {"file-too-large", file_too_large},
                                           {"full-device", full_device},
+                                          {"on-device", on_device},
                                           {"full-disk", full_disk},
                                           {"ends", ends},
                                           {"many-threads", many_threads},

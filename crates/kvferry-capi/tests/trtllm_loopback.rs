@@ -84,6 +84,13 @@ fn every_byte_goes_to_its_file_and_back() {
 }
 
 #[test]
+fn blocks_in_memory_of_gpus_go_to_files_and_back() {
+    let driver = text(&kvferry_fakecuda::control::library_path()).to_owned().leak();
+    let Some(program) = program(Compiler::Gcc, PLAIN) else { return };
+    run(program.with("KVFERRY_LIBCUDA", driver), &shared_library("g++"), &["on-device"]);
+}
+
+#[test]
 fn each_refusal_is_an_exception_with_reason_file_and_advice() {
     passes(&["refusals"]);
 }
