@@ -1123,17 +1123,23 @@ class WorkerHalf:
     def producers(self) -> list[str]:
         """Those that KV is loaded from, for `SchedulerHalf.set_producers`."""
 
-    def apply(self, metadata: bytes) -> None:
-        """Takes a step, before anything is computed or overwritten. Raises ValueError for metadata of another version."""
+    def apply(self, metadata: bytes, after: _After | None = None) -> None:
+        """Takes a step, before anything is computed or overwritten. Raises ValueError for metadata of another version.
+
+        `after`, needed for KV in memory of a GPU: what used the blocks before, so that the step's loads write them after
+        that. Loads for which it can't be recorded fail.
+        """
 
     def fetch(self) -> None:
         """Begins the loads of the step."""
 
-    def layer_computed(self, layer: int) -> None:
-        """A layer of the step is computed, numbered as in the layout."""
+    def layer_computed(self, layer: int, after: _After | None = None) -> None:
+        """A layer of the step is computed, numbered as in the layout. In memory of a GPU it is computed once what
+        `after` names has run; it is announced then.
+        """
 
-    def step_computed(self) -> None:
-        """All layers of the step are computed. Once per step."""
+    def step_computed(self, after: _After | None = None) -> None:
+        """All layers of the step are computed, as `layer_computed` says. Once per step."""
 
     def step_failed(self, detail: str) -> None:
         """The step was given up: what it computes is not handed over. Instead of `step_computed`."""

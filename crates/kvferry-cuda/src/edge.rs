@@ -69,7 +69,10 @@ impl Edge {
     }
 
     /// True once the work has run.
-    pub(crate) fn has_happened(&self) -> Result<bool, cuda::Error> {
+    ///
+    /// # Errors
+    /// An error of the GPU's context, or if the driver refuses.
+    pub fn has_happened(&self) -> Result<bool, cuda::Error> {
         self.event.query()
     }
 }

@@ -5,7 +5,7 @@
 use crate::edge::Edge;
 use crate::error::Error;
 use crate::gpu::Gpu;
-use kvferry::Batch;
+use kvferry::{Batch, DeviceMemory};
 use kvferry_sys::cuda::{RawEvent, RawStream};
 
 /// Work that a transfer comes after.
@@ -29,10 +29,35 @@ pub enum Order {
 /// # Safety
 /// The streams and events exist and are not destroyed during the call.
 pub unsafe fn order(batch: &mut Batch, after: &[Order]) -> Result<(), Error> {
-    let memories = batch.devices();
-    let devices: Vec<i32> =
-        memories.into_iter().filter_map(Gpu::of_memory).map(|gpu| gpu.device()).collect();
-    let Some(&device) = devices.first() else { return Ok(()) };
+    let devices = devices(batch.devices());
+    if devices.is_empty() {
+        return Ok(());
+    }
+    // SAFETY: the caller promised that the streams and events exist.
+    batch.set_after(Edge::all(unsafe { edges(&devices, after) }?));
+    Ok(())
+}
+
+/// The numbers of the GPUs that these memories are of, each once.
+pub fn devices<'a>(memories: impl IntoIterator<Item = &'a DeviceMemory>) -> Vec<i32> {
+    let mut found = Vec::new();
+    for gpu in memories.into_iter().filter_map(Gpu::of_memory) {
+        if !found.contains(&gpu.device()) {
+            found.push(gpu.device());
+        }
+    }
+    found
+}
+
+/// The edges of this work, for memory of the GPUs with these numbers. None for [`Order::Host`], and for no GPU.
+///
+/// # Errors
+/// [`Error::NoOrder`] if `after` is empty; if a stream or an event is in a graph capture, or the driver refuses.
+///
+/// # Safety
+/// The streams and events exist and are not destroyed during the call.
+pub unsafe fn edges(devices: &[i32], after: &[Order]) -> Result<Vec<Edge>, Error> {
+    let Some(&device) = devices.first() else { return Ok(Vec::new()) };
     if after.is_empty() {
         return Err(Error::NoOrder { device });
     }
@@ -43,7 +68,7 @@ pub unsafe fn order(batch: &mut Batch, after: &[Order]) -> Result<(), Error> {
             // SAFETY: the caller promised that the event exists.
             Order::Event(event) => edges.push(unsafe { Edge::after_event(event, device) }?),
             Order::Stream(stream) => {
-                let of = if stream.is_default() { &devices[..] } else { &devices[..1] };
+                let of = if stream.is_default() { devices } else { &devices[..1] };
                 for device in of {
                     // SAFETY: the caller promised that the stream exists.
                     edges.push(unsafe { Edge::after_stream(stream, *device) }?);
@@ -51,6 +76,5 @@ pub unsafe fn order(batch: &mut Batch, after: &[Order]) -> Result<(), Error> {
             }
         }
     }
-    batch.set_after(Edge::all(edges));
-    Ok(())
+    Ok(edges)
 }

@@ -1,7 +1,7 @@
 //! `after`: what transfers of memory of a GPU come after.
 
 use crate::error;
-use kvferry_cuda::Order;
+use kvferry_cuda::{Edge, Order};
 use kvferry_sys::cuda::{RawEvent, RawStream};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
@@ -41,6 +41,17 @@ impl Orders {
         self.orders.push(one(&value)?);
         self._owners.push(value.unbind());
         Ok(())
+    }
+
+    /// The edges of this work, for memory of the GPUs with these numbers.
+    pub(crate) fn edges(
+        &self,
+        py: Python<'_>,
+        devices: &[i32],
+    ) -> Result<Vec<Edge>, kvferry_cuda::Error> {
+        // Detached, and owned, as in `apply`.
+        // SAFETY: as there.
+        py.detach(|| unsafe { kvferry_cuda::edges(devices, &self.orders) })
     }
 
     /// Has transfers of a batch come after them. A batch with memory of a GPU needs at least one.

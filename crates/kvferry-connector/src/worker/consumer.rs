@@ -327,6 +327,7 @@ impl Inner {
             engine: Arc::clone(engine),
             tokens: start.into()..end.into(),
             blocks,
+            after: pending.after,
         };
         match self.rank().fetch_from(&transfer, &sources, budget, Box::new(mapper)) {
             Ok(()) => {
@@ -369,7 +370,7 @@ impl Inner {
     }
 
     /// Refuses an action that failed before the rank began it, for a reason unrelated to the engine's address.
-    fn refuse(&self, state: &mut State, action: Action, failure: &Failure) {
+    pub(super) fn refuse(&self, state: &mut State, action: Action, failure: &Failure) {
         let Failure { code, detail, addresses } = failure;
         let fetch = match action {
             Action::Fetch(fetch) => fetch,
@@ -508,7 +509,7 @@ fn forbidden(error: &ForbiddenProducer) -> Failure {
     failure(WireCode::ForbiddenProducer, error.to_string())
 }
 
-const fn failure(code: WireCode, detail: String) -> Failure {
+pub(super) const fn failure(code: WireCode, detail: String) -> Failure {
     Failure { code, detail, addresses: Vec::new() }
 }
 

@@ -29,9 +29,8 @@ impl Job {
         }
     }
 
-    /// Withdraws the requests of the job: its event panicked, so it is never known to have happened.
-    fn abandon(self, rank: &Rank) {
-        let why = "the event of a layer or step panicked";
+    /// Withdraws the requests of the job: its event never happens, or is never known to have happened.
+    fn abandon(self, rank: &Rank, why: &str) {
         let withdraw = |request: &ProducedRequest| request.withdraw(rank, WireCode::Internal, why);
         match self {
             Self::Layers(parts, _) | Self::Step(parts) => {
@@ -113,15 +112,16 @@ impl EventQueue {
             let busy = Busy(self);
             // The event is the engine's code and may panic.
             let happened = catch_unwind(AssertUnwindSafe(|| {
-                if let Some(computed) = &computed {
-                    computed.wait();
-                }
+                let computed = computed.as_ref()?;
+                computed.wait();
+                computed.failure()
             }));
             let Some(inner) = inner.upgrade() else { return };
             let together = inner.rank().hold();
             match happened {
-                Ok(()) => job.run(inner.rank(), inner.config.announce),
-                Err(_) => job.abandon(inner.rank()),
+                Ok(None) => job.run(inner.rank(), inner.config.announce),
+                Ok(Some(why)) => job.abandon(inner.rank(), &why),
+                Err(_) => job.abandon(inner.rank(), "the event of a layer or step panicked"),
             }
             drop(busy);
             drop(together);

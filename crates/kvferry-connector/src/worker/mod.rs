@@ -34,7 +34,7 @@ use crate::producers::Producers;
 use crate::rank::{Event, Rank, RankError, RankObserver, ReadPart};
 use crate::rank_metadata::RankMetadata;
 use events::Job;
-use kvferry::{Agent, ErrorKind, Region};
+use kvferry::{After, Agent, ErrorKind, Region};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{Failure, OwnEngine, Pairing};
 use kvferry_proto::handoff::HandoffId;
@@ -129,6 +129,20 @@ impl Worker {
     /// [`WorkerError::Metadata`]; [`WorkerError::Engine`] and [`WorkerError::Misuse`] for the metadata
     /// that describe the engine, after the rest has been carried out; [`RankError::Forked`] in a fork.
     pub fn apply(&self, metadata: &[u8]) -> Result<(), WorkerError> {
+        self.apply_after(metadata, || Ok(After::default()))
+    }
+
+    /// Does what [`Worker::apply`] does. `after` is called, without a lock, if the step has fetches: they write their
+    /// blocks after what it returns, the work of a device that used the blocks before. If it is not known, they fail, and
+    /// write nothing.
+    ///
+    /// # Errors
+    /// Those of [`Worker::apply`].
+    pub fn apply_after(
+        &self,
+        metadata: &[u8],
+        after: impl FnOnce() -> Result<After, String>,
+    ) -> Result<(), WorkerError> {
         if self.is_forked() {
             return Err(RankError::Forked.into());
         }
@@ -144,6 +158,7 @@ impl Worker {
             frees,
             cancels,
         } = ConnectorMetadata::decode(metadata)?;
+        let after = if fetches.is_empty() { Ok(After::default()) } else { after() };
         let inner = &self.inner;
         let _together = inner.rank().hold();
         let engine = engine.map_or(Ok(()), |engine| inner.set_own_engine(engine));
@@ -173,7 +188,8 @@ impl Worker {
         let claims = claims.into_iter().map(Action::Claim);
         let fetches = fetches.into_iter().map(Action::Fetch);
         let frees = frees.into_iter().map(Action::Free);
-        state.requested.extend(claims.chain(fetches).chain(frees));
+        let actions = claims.chain(fetches).chain(frees);
+        state.requested.extend(actions.map(|action| (action, after.clone())));
         state.cancels.extend(cancels);
         engine
     }
@@ -189,13 +205,21 @@ impl Worker {
         let mut state = inner.lock();
         let requested = std::mem::take(&mut state.requested);
         let actions = requested.len();
-        for action in requested {
+        for (action, after) in requested {
             if let Action::Fetch(fetch) = &action {
                 let before = state.fetches.insert(fetch.request.clone(), Stage::Pending);
                 debug_assert!(before.is_none(), "a request is fetched once");
             }
             let deadline = now() + action.budget(&inner.config.limits);
-            state.pending.push(PendingAction::new(action, deadline));
+            match after {
+                Ok(after) => {
+                    let pending = PendingAction::new(action, deadline);
+                    state.pending.push(PendingAction { after, ..pending });
+                }
+                Err(why) => {
+                    inner.refuse(&mut state, action, &consumer::failure(WireCode::Internal, why));
+                }
+            }
         }
         for cancel in std::mem::take(&mut state.cancels) {
             inner.cancel(&mut state, cancel);

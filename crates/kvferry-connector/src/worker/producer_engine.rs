@@ -4,7 +4,7 @@ use crate::address::AgentAddress;
 use crate::codes::code_of;
 use crate::rank::{ReadMapper, ReadRequest, Source};
 use crate::rank_metadata::RankMetadata;
-use kvferry::{Batch, Incarnation, Region, RegionId, RemoteRegion};
+use kvferry::{After, Batch, Incarnation, Region, RegionId, RemoteRegion};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{EngineId, Pairing};
 use kvferry_proto::handoff::{BlockTable, Need};
@@ -196,6 +196,8 @@ pub(super) struct FetchMapper {
     pub(super) tokens: Range<u64>,
     /// The request's blocks here, one table per group.
     pub(super) blocks: Vec<BlockTable>,
+    /// What used the blocks before.
+    pub(super) after: After,
 }
 
 impl ReadMapper for FetchMapper {
@@ -212,6 +214,7 @@ impl ReadMapper for FetchMapper {
             return Err(mismatch(format!("{given} of {wanted} tokens are handed over")));
         }
         let mut batch = Batch::new();
+        batch.set_after(self.after.clone());
         let (theirs, ours) = (blocks(read.tables), blocks(&self.blocks));
         let plan = |map: &Arc<Map>, part| {
             let ask = Ask { tokens: self.tokens.clone(), part, producer: &theirs, consumer: &ours };

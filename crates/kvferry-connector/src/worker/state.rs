@@ -11,6 +11,7 @@ use crate::address::{AgentAddress, ProducerAddress};
 use crate::metadata::{Cancel, Claim, FetchRequest, Free, RequestOutcome};
 use crate::producers::Producers;
 use crate::rank::Rank;
+use kvferry::After;
 use kvferry_proto::Timestamp;
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{EngineId, Failure};
@@ -58,8 +59,9 @@ pub(super) struct State {
     pub(super) answered: FxHashMap<HandoffId, String>,
     pub(super) produced: FxHashMap<String, (HandoffId, Arc<ProducedRequest>)>,
     pub(super) produced_as: FxHashMap<HandoffId, String>,
-    /// Actions that [`super::Worker::apply`] received for the next [`super::Worker::fetch`].
-    pub(super) requested: Vec<Action>,
+    /// Actions that [`super::Worker::apply`] received for the next [`super::Worker::fetch`], with what their reads
+    /// come after, or why that is not known.
+    pub(super) requested: Vec<(Action, Result<After, String>)>,
     pub(super) cancels: Vec<Cancel>,
     /// Actions that are done when the rank calls its observer next, in this order.
     pub(super) pending: Vec<PendingAction>,
@@ -110,6 +112,8 @@ pub(super) struct PendingAction {
     pub(super) bootstrap: Option<(ProducerAddress, Option<EngineId>)>,
     /// How often the engine that was known at the address turned out to be restarted since.
     pub(super) restarts: u32,
+    /// What the reads of a fetch come after.
+    pub(super) after: After,
 }
 
 #[derive(Clone)]
@@ -232,8 +236,8 @@ impl State {
 }
 
 impl PendingAction {
-    pub(super) const fn new(action: Action, deadline: Timestamp) -> Self {
-        Self { deadline, action, bootstrap: None, restarts: 0 }
+    pub(super) fn new(action: Action, deadline: Timestamp) -> Self {
+        Self { deadline, action, bootstrap: None, restarts: 0, after: After::default() }
     }
 
     /// This action as it was before its engine was found, which turned out to be restarted since. `None` if the action

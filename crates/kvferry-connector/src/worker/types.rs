@@ -56,6 +56,12 @@ pub trait ComputeEvent: Send {
 
     /// Returns when it is done. Called on a thread of the worker half.
     fn wait(&self);
+
+    /// After [`ComputeEvent::wait`]: the reason why the computation will never be done, if so. The requests whose KV it
+    /// computes are withdrawn.
+    fn failure(&self) -> Option<String> {
+        None
+    }
 }
 
 /// Requests that have ended since the last call of [`crate::Worker::reports`].

@@ -4,14 +4,18 @@ use super::refused;
 use crate::agent::Agent;
 use crate::blocking::{self, Stop, seconds};
 use crate::memory::Region;
+use crate::order::Orders;
 use kvferry_connector::{
-    Announce, Layout, Limits, Load, Loads, Model, Producers, WireCode, Worker, WorkerConfig,
+    Announce, ComputeEvent, Layout, Limits, Load, Loads, Model, Producers, WireCode, Worker,
+    WorkerConfig,
 };
+use kvferry_cuda::Edge;
 use kvferry_sys::sync::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 /// The end of a load: the request, seconds from its first read to its end, bytes; if it failed, what
 /// went wrong and the reason in words.
@@ -26,6 +30,8 @@ struct Half {
     worker: Mutex<Option<Arc<Worker>>>,
     card: Vec<u8>,
     loads: Arc<Loads>,
+    /// Numbers of the GPUs that the KV is in; none for host memory.
+    devices: Vec<i32>,
 }
 
 impl Stop for Half {
@@ -53,6 +59,68 @@ pub(super) fn producers_of(list: Option<Vec<String>>) -> PyResult<Option<Produce
 impl WorkerHalf {
     fn worker(&self) -> PyResult<Arc<Worker>> {
         self.0.worker.lock().clone().ok_or_else(|| refused("the worker half is closed"))
+    }
+
+    /// What KV in memory of GPUs comes after; nothing for host memory.
+    fn orders(&self, after: Option<&Bound<'_, PyAny>>) -> PyResult<Orders> {
+        match after {
+            Some(after) if !self.0.devices.is_empty() => Orders::read(after),
+            None if !self.0.devices.is_empty() => Err(refused(
+                "the KV is in memory of a GPU: say what this comes after, a stream or an event",
+            )),
+            _ => Ok(Orders::default()),
+        }
+    }
+
+    /// The end of what was launched before `after`; `None` if it has ended.
+    fn computed(
+        &self,
+        py: Python<'_>,
+        after: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<Box<dyn ComputeEvent>>> {
+        let edges = self.orders(after)?.edges(py, &self.0.devices).map_err(refused)?;
+        let computed = Computed { edges, failure: OnceLock::new() };
+        Ok((!computed.edges.is_empty()).then(|| Box::new(computed) as Box<dyn ComputeEvent>))
+    }
+}
+
+/// Work of a GPU that computes KV.
+struct Computed {
+    edges: Vec<Edge>,
+    /// The reason why it will never end.
+    failure: OnceLock<String>,
+}
+
+/// Time between two looks at an event: a fraction of what it has taken so far, within these bounds.
+const PAUSE: (Duration, Duration) = (Duration::from_micros(20), Duration::from_micros(500));
+const PAUSE_FRACTION: u32 = 16;
+
+impl ComputeEvent for Computed {
+    fn is_ready(&self) -> bool {
+        self.edges.iter().all(|edge| edge.has_happened().unwrap_or(false))
+    }
+
+    fn wait(&self) {
+        let began = Instant::now();
+        for edge in &self.edges {
+            loop {
+                match edge.has_happened() {
+                    Ok(true) => break,
+                    Ok(false) => {
+                        let pause = began.elapsed() / PAUSE_FRACTION;
+                        std::thread::sleep(pause.clamp(PAUSE.0, PAUSE.1));
+                    }
+                    Err(error) => {
+                        self.failure.get_or_init(|| error.to_string());
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    fn failure(&self) -> Option<String> {
+        self.failure.get().cloned()
     }
 }
 
@@ -93,7 +161,9 @@ impl WorkerHalf {
         let loads = Arc::new(Loads::default());
         worker.set_observer(Arc::<Loads>::clone(&loads));
         let card = worker.rank_metadata().to_vec();
-        let half = Arc::new(Half { worker: Mutex::new(Some(Arc::new(worker))), card, loads });
+        let devices = kvferry_cuda::devices(regions.iter().filter_map(|it| it.device_memory()));
+        let worker = Mutex::new(Some(Arc::new(worker)));
+        let half = Arc::new(Half { worker, card, loads, devices });
         blocking::stop_at_exit(py, &half);
         Ok(Self(half))
     }
@@ -108,8 +178,19 @@ impl WorkerHalf {
         Ok(self.worker()?.producers().list())
     }
 
-    fn apply(&self, metadata: &[u8]) -> PyResult<()> {
-        self.worker()?.apply(metadata).map_err(refused)
+    #[pyo3(signature = (metadata, after = None))]
+    fn apply(
+        &self,
+        py: Python<'_>,
+        metadata: &[u8],
+        after: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let orders = self.orders(after)?;
+        let edges = || {
+            let edges = orders.edges(py, &self.0.devices);
+            edges.map(Edge::all).map_err(|error| error.to_string())
+        };
+        self.worker()?.apply_after(metadata, edges).map_err(refused)
     }
 
     fn fetch(&self) -> PyResult<()> {
@@ -117,13 +198,26 @@ impl WorkerHalf {
         Ok(())
     }
 
-    fn layer_computed(&self, layer: usize) -> PyResult<()> {
-        self.worker()?.layer_computed(layer, None);
+    #[pyo3(signature = (layer, after = None))]
+    fn layer_computed(
+        &self,
+        py: Python<'_>,
+        layer: usize,
+        after: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let worker = self.worker()?;
+        // No event is recorded in vain.
+        if self.0.devices.is_empty() || worker.wants_layer(layer) {
+            let computed = self.computed(py, after)?;
+            worker.layer_computed(layer, computed);
+        }
         Ok(())
     }
 
-    fn step_computed(&self) -> PyResult<()> {
-        self.worker()?.step_computed(None);
+    #[pyo3(signature = (after = None))]
+    fn step_computed(&self, py: Python<'_>, after: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let computed = self.computed(py, after)?;
+        self.worker()?.step_computed(computed);
         Ok(())
     }
 

@@ -254,6 +254,14 @@ impl Region {
         self.0.is_device()
     }
 
+    /// The memory of the region, if it is a device's.
+    pub fn device_memory(&self) -> Option<&DeviceMemory> {
+        match &self.0.backing {
+            Backing::Device(memory) => Some(memory),
+            _ => None,
+        }
+    }
+
     /// Whether the region is still registered.
     pub fn is_registered(&self) -> bool {
         self.0.is_alive()
