@@ -291,8 +291,8 @@ def test_kvferry_takes_the_layout() -> None:
 def test_what_is_not_handed_over_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedCacheError, match="CircularBufferSpec"):
         groups(Caches((CircularBufferSpec(), ["a.0"])), Place())
-    with pytest.raises(UnsupportedCacheError, match=r"a\.0.*host memory only"):
-        storages({"a.0": Tensor((BLOCKS, 4, 16, 32), kind="cuda")})
+    with pytest.raises(UnsupportedCacheError, match=r"a\.0.*memory of the host and of CUDA devices only"):
+        storages({"a.0": Tensor((BLOCKS, 4, 16, 32), kind="xpu")})
     with pytest.raises(UnsupportedCacheError, match="not blocks × heads"):
         made({"a.0": Tensor((BLOCKS, 4, 16))}, Caches((FullAttentionSpec(), ["a.0"])))
 

@@ -110,6 +110,27 @@ class EngineCore:
         return True
 
 
+class Connector:
+    """What vLLM's base class of connectors keeps."""
+
+    def __init__(self, vllm_config: Any, _role: Any, kv_cache_config: Any) -> None:
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._connector_metadata: Any = None
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        self._connector_metadata = connector_metadata
+
+    def clear_connector_metadata(self) -> None:
+        self._connector_metadata = None
+
+
+@dataclass
+class TransferResults:
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
 def _per_engine(metric: Metric, labelvalues: dict[int, Any]) -> dict[int, Any]:
     return {engine: metric.labels(*values) for engine, values in labelvalues.items()}
 
@@ -135,14 +156,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     base = {
         name: type(name, (), {})
         for name in (
-            "KVConnectorBase_V1",
             "KVConnectorHandshakeMetadata",
             "KVConnectorMetadata",
-            "KVConnectorTransferResults",
             "KVConnectorWorkerMetadata",
             "SupportsHMA",
         )
     }
+    base |= {"KVConnectorBase_V1": Connector, "KVConnectorTransferResults": TransferResults}
     module(f"{_V1}.base", KVConnectorRole=enum.Enum("KVConnectorRole", "SCHEDULER WORKER"), **base)
     module(f"{_V1}.metrics", KVConnectorPromMetrics=PromMetrics, KVConnectorStats=Stats)
     module(f"{_V1}.offloading.metrics", OffloadingConnectorStats=OffloadingStats)

@@ -32,6 +32,7 @@ from kvferry._engine.identity.vllm import layer_facts, of_vllm, of_vllm_prompt
 from kvferry._engine.log import Seldom
 from kvferry.connector import SchedulerHalf, WorkerHalf, log_to_stderr, prompt_id
 from kvferry.vllm._bootstrap import DEFAULT_PORT, BootstrapServer, Registration, place, register_at
+from kvferry.vllm._device import compute_stream
 from kvferry.vllm._guard import guarded, tried
 from kvferry.vllm._layout import Place, UnsupportedCacheError, groups, layout, storages
 from kvferry.vllm._log import logger
@@ -41,7 +42,7 @@ from kvferry.vllm._siblings import Siblings
 from kvferry.vllm._stats import KVFerryPromMetrics, KVFerryStats
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 @dataclass
@@ -103,6 +104,18 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._side = self._worker = _Worker(vllm_config, kv_cache_config, settings)
 
     # What vLLM asks of the class.
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        # The heads of a block lie one after the other: engines of another tensor parallelism copy long runs.
+        model = vllm_config.model_config
+        is_on_gpus = getattr(vllm_config.device_config, "device_type", "cpu") == "cuda"
+        return "LBHNC" if is_on_gpus and model is not None and not model.use_mla else None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        # A step whose graphs skip the layers' hooks is announced as a whole, after the event at its end.
+        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
@@ -601,6 +614,8 @@ class _Worker:
         # What was applied may have loads, which have not begun.
         self._has_loads = False
         self._notes: bytes | None = None
+        # What the compute stream has, on a GPU; None for memory of the host.
+        self._stream: Callable[[], Any] | None = None
         # A prefill's death fails all loads from it.
         self._say = Seldom(logger, "KVFerryConnector: ").say
 
@@ -634,8 +649,13 @@ class _Worker:
 
     def _start(self, agent: Agent, kv_caches: dict[str, Any], found: list[Any], place: Place) -> WorkerHalf:
         # Peers read the blocks of this rank. What is written here, this rank reads from its peers.
-        regions = agent.register_batch([(it.address, it.nbytes) for it in found], "r")
-        numbers = [(region.id, region.addr, region.nbytes) for region in regions]
+        device = found[0].device if found else None
+        regions = agent.register_batch(
+            [(it.address, it.nbytes) for it in found], "r", device=None if device is None else f"cuda:{device}"
+        )
+        if device is not None:
+            self._stream = compute_stream(device)
+        numbers = [(region.id, it.address, it.nbytes) for region, it in zip(regions, found, strict=True)]
         facts = layer_facts(self._config, list(kv_caches), tp_size=place.tp_size)
         made = layout(kv_caches, self._caches, place, facts, numbers)
         self._layers = {name: at for at, name in enumerate(made.layers)}
@@ -667,7 +687,8 @@ class _Worker:
         if metadata.data:
             self._has_loads = True
             try:
-                self._half.apply(metadata.data)
+                # Loads write their blocks after what the stream has now, the steps that used the blocks before.
+                self._half.apply(metadata.data, self._launched())
             except ValueError as error:
                 # An exception here would end the engine. Loads that need what was refused fail by themselves.
                 logger.error("KVFerryConnector: %s", error)
@@ -687,15 +708,33 @@ class _Worker:
             while self._next_layer in self._early:
                 self._early.remove(self._next_layer)
                 self._next_layer += 1
-            self._half.layer_computed(self._next_layer - 1)
+            try:
+                self._half.layer_computed(self._next_layer - 1, self._launched())
+            except ValueError as error:
+                # Nothing of the step may be announced without its event.
+                self._give_up(str(error))
 
     def step_computed(self) -> None:
         if self._half is not None:
-            self._half.step_computed()
+            try:
+                self._half.step_computed(self._launched())
+            except ValueError as error:
+                self._give_up(str(error))
 
     def step_failed(self, raised: BaseException | None) -> None:
         if self._half is not None:
             self._half.step_failed(f"the forward pass raised {type(raised).__name__}")
+
+    def _launched(self) -> Any:
+        """What the engine's stream has: the layers and steps so far. None if the memory is the host's: there they are
+        computed when their calls return.
+        """
+        return None if self._stream is None else self._stream()
+
+    def _give_up(self, why: str) -> None:
+        assert self._half is not None
+        logger.error("KVFerryConnector: what the step computes is not handed over: %s", why)
+        self._half.step_failed(why)
 
     def results(self) -> KVConnectorTransferResults:
         if self._half is None:

@@ -90,23 +90,28 @@ def _kind(spec: Any) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory of one allocation."""
+    """Memory of one allocation. `device`: the number of its GPU; None for memory of the host."""
 
     address: int
     nbytes: int
+    device: int | None = None
 
 
 def storages(kv_caches: Mapping[str, Any]) -> list[Storage]:
     """The allocations that the tensors are views of, each once."""
     found: dict[int, Storage] = {}
     for layer, tensor in kv_caches.items():
-        if tensor.device.type != "cpu":
+        if tensor.device.type not in ("cpu", "cuda"):
             raise UnsupportedCacheError(
                 f"the KV cache of layer {layer} lies in the memory of {tensor.device}; this version of kvferry reads "
-                "and writes host memory only"
+                "and writes memory of the host and of CUDA devices only"
             )
+        device = tensor.device.index if tensor.device.type == "cuda" else None
         storage = tensor.untyped_storage()
-        found.setdefault(storage.data_ptr(), Storage(storage.data_ptr(), storage.nbytes()))
+        found.setdefault(storage.data_ptr(), Storage(storage.data_ptr(), storage.nbytes(), device))
+    devices = {it.device for it in found.values()}
+    if len(devices) > 1:
+        raise UnsupportedCacheError(f"the KV cache lies in the memory of several devices: {sorted(map(str, devices))}")
     return list(found.values())
 
 
@@ -210,6 +215,9 @@ def _shape(layer: str, tensor: Any, spec: Any, blocks: int, place: Place, facts:
                 raise UnsupportedCacheError(f"the KV cache of layer {layer} has strides {tensor.stride()}")
             encoding = f"cpu {processor(facts.kernel)}:{rows}:{encoding}"
             content_bytes, rows = content_bytes * rows, 1
+        elif tensor.device.type != "cpu" and facts.backend is not None and "MLAAttentionSpec" not in _class_names(spec):
+            # A backend decides what a token's row has: keys and values, or also scales.
+            encoding = f"{facts.backend}:{encoding}"
     block_stride, head_stride, row_stride = (tensor.stride(axis) * element for axis in range(3))
     total, start, count = held
     return {

@@ -48,6 +48,8 @@ class LayerFacts:
     kernel: str | None = None
     # KV heads on all ranks together.
     kv_heads: int | None = None
+    # The name of vLLM's attention backend.
+    backend: str | None = None
 
 
 def layer_facts(vllm_config: Any, layers: Sequence[str], *, tp_size: int = 1) -> dict[str, LayerFacts]:
@@ -59,7 +61,8 @@ def layer_facts(vllm_config: Any, layers: Sequence[str], *, tp_size: int = 1) ->
         found = projections.get(name.rpartition(".")[0], set())
         heads = next(iter(found)) if len(found) == 1 else None
         kernel = getattr(context.get(name), "isa", None)
-        facts[name] = LayerFacts(str(kernel) if kernel is not None else None, heads)
+        backend = getattr(getattr(context.get(name), "backend", None), "name", None)
+        facts[name] = LayerFacts(str(kernel) if kernel is not None else None, heads, backend)
     return facts
 
 
