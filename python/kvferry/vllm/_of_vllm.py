@@ -58,6 +58,7 @@ _READ_BY_IDENTITY: Names = {
 }
 # Where a process has loaded these modules, its layers have them.
 _READ_OF_LAYERS: Names = {
+    "vllm.model_executor.layers.attention.attention": ("Attention.backend",),
     "vllm.model_executor.layers.linear": _of("QKVParallelLinear", "total_num_kv_heads prefix"),
     "vllm.v1.attention.backends.cpu_attn": _of("CPUAttentionMetadataBuilder", "isa _set_isa_to_layers"),
 }
@@ -105,7 +106,11 @@ _READ_BY_CONNECTOR: Names = {
     ),
     "vllm.v1.outputs": _of("KVConnectorOutput", "kv_connector_worker_meta finished_sending finished_recving"),
     "vllm.v1.metrics.cache_hit_source": ("CacheHitSource.P2P",),
-    "vllm.config.vllm": _of("VllmConfig", "num_prefill_lookahead_tokens use_v2_model_runner"),
+    "vllm.config.vllm": _of(
+        "VllmConfig", "num_prefill_lookahead_tokens use_v2_model_runner model_config device_config"
+    ),
+    "vllm.config.model": ("ModelConfig.use_mla",),
+    "vllm.config.device": ("DeviceConfig.device_type",),
     "vllm.config.parallel": _of(
         "ParallelConfig",
         """tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size
