@@ -64,6 +64,8 @@ pub use notify::Notification;
 pub use peer::{Peer, PeerSummary};
 pub use session::channel::{Channel, Message, MessageHandler, Receipt, Watch};
 pub use stats::Stats;
+#[doc(hidden)]
+pub use transfer::staged;
 pub use transfer::{Batch, Capabilities, Fence, Options, Transfer, TransferStats, TransportKind};
 pub use transport::Transports;
 pub use transport::file::{DirectIo, FileOptions, FileRegion};

@@ -95,7 +95,7 @@ impl Pieces {
     }
 
     /// The device memory of a piece, by its index; `None` for host memory.
-    pub(super) fn device(&self, piece: usize) -> Option<&DeviceMemory> {
+    pub(crate) fn device(&self, piece: usize) -> Option<&DeviceMemory> {
         match &self.regions.get(self.pieces[piece].region as usize)?.backing {
             Backing::Device(memory) => Some(memory),
             _ => None,

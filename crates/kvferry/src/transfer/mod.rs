@@ -13,6 +13,7 @@ pub(crate) mod messages;
 mod options;
 pub(crate) mod requests;
 pub(crate) mod slot;
+pub mod staged;
 
 pub use batch::Batch;
 pub use job::TransferStats;
