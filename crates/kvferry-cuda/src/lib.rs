@@ -9,6 +9,8 @@
 //! fitted to times measured on the device ([`samples`] lists what to measure), and can be stored. [`ptx`] has the kernel.
 //! These are values: no driver, no clock, no thread.
 //!
+//! [`raw`] has what benches compare with.
+//!
 //! The driver is loaded at the first call of [`memory`]; see [`kvferry_sys::cuda`].
 
 #![deny(unsafe_code)]
@@ -26,6 +28,7 @@ mod models;
 mod order;
 pub mod plan;
 pub mod ptx;
+pub mod raw;
 pub mod samples;
 
 pub use calibration::{Calibration, CalibrationError, Costs, DeviceKey};
