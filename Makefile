@@ -26,7 +26,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command command-dist wheel wheel-published wheel-dist wheel-measured demo test test-build test-wheel test-rust test-slow test-docs test-python test-yama test-gpu gpu-pack soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-scheduler bench-vllm bench-offload bench-sglang \
+.PHONY: help build command command-dist wheel wheel-published wheel-dist wheel-measured demo test test-build test-wheel test-rust test-slow test-docs test-python test-yama test-gpu gpu-pack soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-scheduler bench-vllm bench-offload bench-sglang bench-gpu \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan test-sanitizers lint lint-rust lint-format lint-clippy lint-deny lint-python \
     doc clean
 
@@ -225,6 +225,11 @@ bench-vllm: command-dist wheel-measured ## Measure KVFerryConnector beside Moonc
 
 bench-scheduler: wheel-measured ## Measure what an engine's scheduler waits for, such as the name of a prompt; fails if it is too long
 	PYTHON=$(BIN)/python bench/scheduler/run --check $(BENCH_ARGS)
+
+# Beside the kernels of bench/gpu/copy.cu where there is a compiler for them.
+bench-gpu: command-dist ## Measure copies of a GPU's memory beside the driver's own; says NOT MEASURED without a GPU
+	@if command -v nvcc >/dev/null; then nvcc -ptx -O3 -arch=native -o target/copy.ptx bench/gpu/copy.cu; else rm -f target/copy.ptx; fi
+	target/dist/kvferry bench gpu --check $$(test -e target/copy.ptx && echo --kernel target/copy.ptx) $(BENCH_GPU_ARGS)
 
 # BENCH_OFFLOAD_ARGS="--rows soak" runs the soak of 1 000 requests, "--trace FILE" takes prompts from a trace.
 bench-offload: command-dist wheel-measured ## Measure KV that outlives the engine: block manager, KVFerryTier, real vLLM; fails if it falls short

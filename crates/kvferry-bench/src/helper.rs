@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use crate::child::Child;
 use crate::failure::Failure;
-use crate::{handoffs, transfers};
+use crate::{gpu, handoffs, transfers};
 
 /// The first argument of a helper process. The program passes the others to [`run`].
 pub const COMMAND: &str = "bench-helper";
@@ -30,13 +30,19 @@ pub(crate) fn imports(python: &Path, module: &str) -> bool {
 pub fn run(arguments: &[String]) -> Result<(), Failure> {
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let number = |text: &str| {
-        text.parse().map_err(|_| Failure::Usage(format!("{COMMAND}: `{text}` is not a number")))
+        text.parse::<usize>()
+            .map_err(|_| Failure::Usage(format!("{COMMAND}: `{text}` is not a number")))
+    };
+    let device = |text: &str| {
+        i32::try_from(number(text)?).map_err(|error| Failure::Usage(error.to_string()))
     };
     match words.as_slice() {
         ["target"] => transfers::target::run_child(None),
         ["target", core] => transfers::target::run_child(Some(number(core)?)),
         ["memory", bytes] => transfers::baseline::hold(number(bytes)?),
         ["agents", count] => transfers::sessions::run_agents(number(count)?),
+        ["gpu-target", gpu, bytes] => gpu::target::run_child(device(gpu)?, number(bytes)?),
+        ["gpu-first", gpu] => gpu::first::run_child(device(gpu)?),
         ["producer"] => handoffs::producer::run(),
         ["prefill"] => handoffs::engines::run_prefill(),
         _ => Err(Failure::Usage(format!("{COMMAND}: no such helper: {}", arguments.join(" ")))),

@@ -67,17 +67,36 @@ pub(crate) fn agent_time() -> std::io::Result<Duration> {
     time_of_threads("kvferry-")
 }
 
+/// Times that a thread of this process's agents has slept, and was woken.
+pub(crate) fn agent_waits() -> std::io::Result<u64> {
+    let mut waits = 0;
+    for status in files_of_threads("kvferry-", "status")? {
+        let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+        let count = line.and_then(|count| count.trim().parse::<u64>().ok());
+        waits += count.ok_or(std::io::ErrorKind::InvalidData)?;
+    }
+    Ok(waits)
+}
+
 fn time_of_threads(prefix: &str) -> std::io::Result<Duration> {
     let mut time = Duration::ZERO;
+    for used in files_of_threads(prefix, "schedstat")? {
+        let used = used.split(' ').next().and_then(|ns| ns.parse().ok());
+        time += Duration::from_nanos(used.ok_or(std::io::ErrorKind::InvalidData)?);
+    }
+    Ok(time)
+}
+
+/// What the kernel says in this file of each thread whose name has the prefix.
+fn files_of_threads(prefix: &str, file: &str) -> std::io::Result<Vec<String>> {
+    let mut files = Vec::new();
     for task in std::fs::read_dir("/proc/self/task")? {
         let task = task?.path();
         if std::fs::read_to_string(task.join("comm"))?.starts_with(prefix) {
-            let used = std::fs::read_to_string(task.join("schedstat"))?;
-            let used = used.split(' ').next().and_then(|ns| ns.parse().ok());
-            time += Duration::from_nanos(used.ok_or(std::io::ErrorKind::InvalidData)?);
+            files.push(std::fs::read_to_string(task.join(file))?);
         }
     }
-    Ok(time)
+    Ok(files)
 }
 
 /// Raises this process's limit of open files to the most that it may have.

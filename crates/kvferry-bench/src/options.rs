@@ -263,6 +263,54 @@ pub struct OffloadBench {
     pub effort: Effort,
 }
 
+/// Options of [`crate::gpu`]: the flags of `kvferry bench gpu`.
+#[derive(Debug, Clone, Args)]
+pub struct GpuBench {
+    /// What to measure, in this order [default: everything]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub rows: Vec<GpuRows>,
+    /// The GPU, by its number in this process
+    #[arg(long, value_name = "NUMBER", default_value_t = 0)]
+    pub device: i32,
+    /// Time after which nothing more is begun; what is left out is named
+    #[arg(long, value_name = "SECONDS", default_value_t = 150)]
+    pub limit: u32,
+    /// Host memory that is pinned for plain copies; larger tables are left out [default: 2GiB, with --quick 4MiB]
+    #[arg(long, value_parser = parse_bytes, value_name = "SIZE")]
+    pub host_memory: Option<u64>,
+    /// PTX of further kernels to compare with, such as `nvcc -ptx bench/gpu/copy.cu` makes
+    #[arg(long, value_name = "FILE")]
+    pub kernel: Option<PathBuf>,
+    /// Where a file is made, and removed in the end [default: the folder of temporary files]
+    #[arg(long, value_name = "FOLDER")]
+    pub folder: Option<PathBuf>,
+    /// Rounds; nine or more to judge by [default: 9, with --quick 2]
+    #[arg(long, value_parser = between(1, 100))]
+    pub rounds: Option<usize>,
+    /// Small and short
+    #[arg(long)]
+    pub quick: bool,
+}
+
+/// Rows of the bench of GPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum GpuRows {
+    /// 64 MiB in one piece
+    Contiguous,
+    /// Tables of scattered blocks
+    Scattered,
+    /// Between GPUs of two processes
+    Peers,
+    /// A handoff beside a computation
+    Exposed,
+    /// Processor time
+    Cpu,
+    /// The first copy of a process, and pinned memory
+    First,
+    /// To files and back
+    File,
+}
+
 /// Numbers of a flag.
 fn between(least: u64, most: u64) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(least..=most)

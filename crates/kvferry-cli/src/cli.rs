@@ -123,7 +123,7 @@ mod tests {
         same("bench --quick --op read", "bench transfers --quick --op read");
         same("bench-handoff --only step", "bench handoff --only step");
         let listed = parse("bench --help").expect_err("help").to_string();
-        for bench in ["transfers", "handoff", "file", "store", "offload"] {
+        for bench in ["transfers", "handoff", "file", "store", "offload", "gpu"] {
             assert!(listed.contains(&format!("\n  {bench}")), "{listed}");
         }
     }

@@ -5,7 +5,7 @@ use crate::units;
 use super::row::{Figure, Row, spread_text};
 
 /// Parts in the order in which their tables are shown, with the titles.
-const TITLES: [(&str, &str); 29] = [
+const TITLES: [(&str, &str); 37] = [
     ("throughput", "Batches of scattered blocks"),
     ("cpu", "The same: processor time of both sides together"),
     ("waits", "The same: times that a thread of either side slept and was woken"),
@@ -35,6 +35,14 @@ const TITLES: [(&str, &str); 29] = [
     ("offload", "Blocks offloaded and onboarded"),
     ("scheduler", "Calls on the scheduler's thread"),
     ("manager", "The block manager by itself, for one block"),
+    ("gpu contiguous", "Memory of the GPU in one piece, to host memory (out) and back (in)"),
+    ("gpu scattered", "Blocks of the GPU's memory, to host memory (out) and back (in)"),
+    ("gpu peers", "From GPU to GPU between two processes, beside host memory"),
+    ("gpu exposed", "A handoff of layers beside their computation"),
+    ("gpu cpu", "Processor time of copies"),
+    ("gpu first", "The first copy of a process, and what it takes"),
+    ("gpu file", "Memory of the GPU to a file and back"),
+    ("gpu parts", "Measurements"),
 ];
 
 /// A table of the report: rows with the same columns.

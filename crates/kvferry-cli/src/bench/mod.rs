@@ -2,6 +2,7 @@
 //! and how it runs.
 
 mod file;
+mod gpu;
 mod handoff;
 mod offload;
 mod store;
@@ -45,6 +46,8 @@ enum Bench {
     Store(store::StoreArgs),
     /// Measure offloading by the block manager, beside the block store
     Offload(offload::OffloadArgs),
+    /// Measure copies of a GPU's memory, beside the driver's own calls
+    Gpu(gpu::GpuArgs),
 }
 
 pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
@@ -54,6 +57,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
         Bench::File(args) => file::run(args),
         Bench::Store(args) => store::run(args),
         Bench::Offload(args) => offload::run(args),
+        Bench::Gpu(args) => gpu::run(args),
     }
 }
 
@@ -64,7 +68,7 @@ struct Figures {
     #[arg(long)]
     json: bool,
     /// Also write the result as JSON to this file
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", visible_alias = "out")]
     output: Option<PathBuf>,
     /// Show, judge and draw what --output wrote, instead of measuring
     #[arg(long, value_name = "FILE")]

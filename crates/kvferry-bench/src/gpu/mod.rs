@@ -1,0 +1,180 @@
+//! How fast memory of a GPU is copied: `kvferry bench gpu`.
+//!
+//! kvferry's copies stand beside the driver's own calls ([`kvferry_cuda::raw`]) of the same rounds: single copies, batches,
+//! and kernels. Most of it needs no peer: a table of blocks goes through the stages of the GPU, as it does for a transport,
+//! and nothing is sent ([`kvferry::staged`]).
+
+mod budget;
+mod contiguous;
+mod cpu;
+mod exposed;
+mod file;
+pub(crate) mod first;
+mod ours;
+mod peers;
+mod rounds;
+mod scattered;
+mod tables;
+pub(crate) mod target;
+
+use std::time::{Duration, Instant};
+
+use indicatif::ProgressBar;
+use kvferry_cuda::raw;
+use kvferry_sys::cuda::{Context, DeviceInfo};
+
+use crate::failure::Failure;
+use crate::options::{GpuBench, GpuRows};
+use crate::report::{Figure, Report, Row};
+use crate::stats::Spread;
+use crate::units;
+use budget::Budget;
+
+/// The form of the report's JSON.
+pub const SCHEMA: &str = "kvferry.bench-gpu/1";
+
+/// The least rounds to judge by.
+const ROUNDS: usize = 9;
+
+/// The reason why nothing can be measured here, if there is one: no driver, or no such device.
+pub fn unavailable(options: &GpuBench) -> Option<String> {
+    raw::device(options.device).err().map(|error| error.to_string())
+}
+
+/// Measures what `options` ask for; `bar` shows the progress. A part that fails is reported as failed, and the others go
+/// on.
+///
+/// # Errors
+/// [`Failure::Failed`] if the device can't be used.
+pub fn measure(options: &GpuBench, bar: &ProgressBar) -> Result<Report, Failure> {
+    let (device, version) = raw::device(options.device).map_err(failed)?;
+    let context = raw::context(options.device).map_err(failed)?;
+    let parts = parts(options);
+    bar.inc_length(parts.len() as u64);
+    let shares: Vec<f64> = parts.iter().map(|part| share(*part)).collect();
+    let limit = Duration::from_secs(options.limit.into());
+    let mut bench = Bench {
+        options,
+        bar,
+        context,
+        rounds: options.rounds.unwrap_or(if options.quick { 2 } else { ROUNDS }),
+        budget: Budget::new(Instant::now(), limit, &shares),
+        rows: Vec::new(),
+        left_out: Vec::new(),
+        remarks: remarks(&device, version),
+        pinned_out: None,
+    };
+    let mut failures = 0;
+    for (index, part) in parts.into_iter().enumerate() {
+        bench.budget.begin(index, Instant::now());
+        let began = Instant::now();
+        let measured = match part {
+            GpuRows::Contiguous => contiguous::run(&mut bench),
+            GpuRows::Scattered => scattered::run(&mut bench),
+            GpuRows::Peers => peers::run(&mut bench),
+            GpuRows::Exposed => exposed::run(&mut bench),
+            GpuRows::Cpu => cpu::run(&mut bench),
+            GpuRows::First => first::run(&mut bench),
+            GpuRows::File => file::run(&mut bench),
+        };
+        let name = name(part);
+        if let Err(failure) = measured {
+            failures += 1;
+            let figure = Figure::failed("kvferry", failure.to_string());
+            bench.rows.push(Row::with("gpu parts", name, "", vec![figure]));
+        }
+        bench.remarks.push(format!("{name}: took {}", units::duration(began.elapsed())));
+        bar.inc(1);
+    }
+    let Bench { mut rows, left_out, remarks, rounds, .. } = bench;
+    if failures > 0 {
+        let count = Spread::of(vec![f64::from(failures)]);
+        rows.push(Row::new("gpu parts", "measurements that failed", "", count).at_most(0.0));
+    }
+    let mut report = Report::new(SCHEMA, options.quick, remarks, rows);
+    report.skipped = left_out;
+    report.rounds = Some(rounds);
+    Ok(report)
+}
+
+fn parts(options: &GpuBench) -> Vec<GpuRows> {
+    use GpuRows::{Contiguous, Cpu, Exposed, File, First, Peers, Scattered};
+    match options.rows.is_empty() {
+        true => vec![Contiguous, Scattered, Peers, Exposed, Cpu, First, File],
+        false => options.rows.clone(),
+    }
+}
+
+fn name(part: GpuRows) -> &'static str {
+    match part {
+        GpuRows::Contiguous => "contiguous",
+        GpuRows::Scattered => "scattered",
+        GpuRows::Peers => "peers",
+        GpuRows::Exposed => "exposed",
+        GpuRows::Cpu => "cpu",
+        GpuRows::First => "first",
+        GpuRows::File => "file",
+    }
+}
+
+/// A part's share of the time, relative to those of the others.
+fn share(part: GpuRows) -> f64 {
+    match part {
+        GpuRows::Contiguous | GpuRows::Cpu => 10.0,
+        GpuRows::Scattered => 70.0,
+        GpuRows::Peers | GpuRows::File => 20.0,
+        GpuRows::Exposed | GpuRows::First => 15.0,
+    }
+}
+
+/// What a part of the bench measures with, and where its figures go.
+struct Bench<'a> {
+    options: &'a GpuBench,
+    bar: &'a ProgressBar,
+    context: Context,
+    rounds: usize,
+    budget: Budget,
+    rows: Vec<Row>,
+    /// What was not measured, and why.
+    left_out: Vec<String>,
+    remarks: Vec<String>,
+    /// Rates of plain copies of 64 MiB out of the device, in GB/s, once they were measured.
+    pinned_out: Option<Spread>,
+}
+
+impl Bench<'_> {
+    /// Whether there is time for another point. If not, `what` is named as left out.
+    fn has_time_for(&mut self, what: &str) -> bool {
+        let has_time = self.budget.has_time(Instant::now());
+        if !has_time {
+            self.left_out.push(format!("{what}: the limit of {} s", self.options.limit));
+        }
+        has_time
+    }
+
+    fn step(&self, what: &str) {
+        self.bar.set_message(what.to_owned());
+    }
+}
+
+fn remarks(device: &DeviceInfo, version: i32) -> Vec<String> {
+    let (major, minor) = device.compute_capability;
+    let version = format!("{}.{}", version / 1000, version % 1000 / 10);
+    vec![
+        format!(
+            "{}, compute capability {major}.{minor}, {} multiprocessors, {} copy engines, driver of CUDA {version}",
+            device.name, device.multiprocessors, device.copy_engines
+        ),
+        "kvferry: through its stages, from the call until the last byte is there; plain calls: until the stream has ended; \
+         their lists are made before"
+            .into(),
+    ]
+}
+
+fn failed(error: impl std::fmt::Display) -> Failure {
+    Failure::Failed(error.to_string())
+}
+
+fn gigabytes_per_second(bytes: u64, time: Duration) -> f64 {
+    bytes as f64 / time.as_secs_f64() / 1e9
+}

@@ -1,0 +1,78 @@
+//! Rounds of several ways to do one piece of work, in turns.
+
+use std::time::{Duration, Instant};
+
+use crate::failure::Failure;
+use crate::stats;
+
+/// The least time of one sample: shorter work is repeated.
+const SAMPLE: Duration = Duration::from_millis(2);
+const REPEATS_MAX: u32 = 64;
+
+/// Rounds after which a way is left out that is slower than this part of the fastest.
+const TRIAL: usize = 2;
+const SLOW: f64 = 0.6;
+
+/// A way to do the work. Returns the time that it took.
+pub(super) type Way<'a> = Box<dyn FnMut() -> Result<Duration, Failure> + 'a>;
+
+/// Seconds of each way, round by round. The first way has all rounds; slow ones have the first few.
+pub(super) fn run(
+    ways: &mut [Way<'_>],
+    rounds: usize,
+    drops_slow: bool,
+) -> Result<Vec<Vec<f64>>, Failure> {
+    let mut repeats = Vec::with_capacity(ways.len());
+    for way in ways.iter_mut() {
+        // The first time is that of a cold start.
+        way()?;
+        let took = way()?.as_secs_f64().max(1e-7);
+        repeats.push(((SAMPLE.as_secs_f64() / took) as u32).clamp(1, REPEATS_MAX));
+    }
+    let mut seconds = vec![Vec::with_capacity(rounds); ways.len()];
+    let mut is_slow = vec![false; ways.len()];
+    for round in 0..rounds {
+        for turn in 0..ways.len() {
+            let at = (turn + round) % ways.len();
+            if is_slow[at] {
+                continue;
+            }
+            let mut sum = Duration::ZERO;
+            for _ in 0..repeats[at] {
+                sum += ways[at]()?;
+            }
+            seconds[at].push(sum.as_secs_f64() / f64::from(repeats[at]));
+        }
+        if drops_slow && round + 1 == TRIAL {
+            let medians: Vec<f64> = seconds.iter().map(|way| stats::median(way)).collect();
+            let best = medians.iter().skip(1).copied().fold(f64::INFINITY, f64::min);
+            for (at, median) in medians.iter().enumerate().skip(1) {
+                is_slow[at] = best / median < SLOW;
+            }
+        }
+    }
+    Ok(seconds)
+}
+
+/// The time of a call.
+pub(super) fn time(call: impl FnOnce() -> Result<(), Failure>) -> Result<Duration, Failure> {
+    let began = Instant::now();
+    call()?;
+    Ok(began.elapsed())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slow_way_is_left_out_after_the_trial_but_never_the_first_one() {
+        let way = |ms| -> Way<'static> { Box::new(move || Ok(Duration::from_millis(ms))) };
+        let mut ways = [way(50), way(3), way(4), way(40)];
+        let seconds = run(&mut ways, 5, true).expect("none fails");
+        assert_eq!(seconds.iter().map(Vec::len).collect::<Vec<_>>(), [5, 5, 5, TRIAL]);
+        assert_eq!(seconds[1][4], 0.003);
+        let seconds = run(&mut ways, 3, false).expect("none fails");
+        assert!(seconds.iter().all(|way| way.len() == 3));
+    }
+}
