@@ -38,22 +38,32 @@ fn each_method_copies_a_table_out_and_in() {
     let _bound = Watchdog::new(LIMIT);
     let fake = fake();
     let context = raw::context(0).expect("a device");
-    let mut lengths = vec![4096; 300];
-    lengths.extend([17 << 20, 16, 80_000]);
-    let (pieces, len) = (pieces(&lengths), lengths.iter().sum());
+    let (small, large) = (vec![4096; 130], vec![17 << 20, 16, 80_000]);
+    let len = large.iter().sum();
     let mut buffers = Buffers::new(&context, len, len).expect("memory");
     let kernel = buffers.load_kernel(ptx::TEXT, ptx::ENTRY, ptx::THREADS, 32).expect("it compiles");
     assert!(buffers.load_kernel(ptx::TEXT, "another", 256, 32).is_err());
     let mut methods = raw::supported().expect("a driver");
     assert_eq!(methods.len(), 4, "single copies, and three numbers of copies of a batch");
     methods.extend([Method::Kernel(kernel, 2), Method::Gather(kernel, 3)]);
-    let table = |direction| Table::new(&buffers, direction, &pieces).expect("lists");
+    copies_out_and_in(&fake, &buffers, &pieces(&small), &methods);
+    // More than is gathered before a copy.
+    copies_out_and_in(&fake, &buffers, &pieces(&large), &methods[5..]);
+    buffers.fill_device(7).expect("filled");
+    assert_eq!(fake.read(buffers.device_address() + 5, 2).expect("mapped"), [7, 7]);
+    assert!(buffers.copy_both_ways(len / 2 / 16 * 16).is_ok());
+    assert_eq!(fake.findings(), Vec::<String>::new());
+}
+
+fn copies_out_and_in(fake: &Fake, buffers: &Buffers, pieces: &[Piece], methods: &[Method]) {
+    let len = pieces.iter().map(|piece| piece.len).sum();
+    let table = |direction| Table::new(buffers, direction, pieces).expect("lists");
     let (out, into) = (table(Direction::Out), table(Direction::In));
-    for (seed, method) in (1..).zip(methods) {
+    for (seed, &method) in (1..).zip(methods) {
         let sent = Pattern::new(seed).bytes(len);
         buffers.write_host(0, &sent);
         buffers.copy(&into, method).expect("copied");
-        for piece in &pieces {
+        for piece in pieces {
             let there = buffers.device_address() + piece.device_at as u64;
             let got = fake.read(there, piece.len).expect("it is mapped");
             assert!(got == sent[piece.host_at..piece.host_at + piece.len], "{method:?}");
@@ -64,10 +74,6 @@ fn each_method_copies_a_table_out_and_in() {
         buffers.read_host(0, &mut got);
         assert!(got == sent, "{method:?}");
     }
-    buffers.fill_device(7).expect("filled");
-    assert_eq!(fake.read(buffers.device_address() + 5, 2).expect("mapped"), [7, 7]);
-    assert!(buffers.copy_both_ways(len / 2 / 16 * 16).is_ok());
-    assert_eq!(fake.findings(), Vec::<String>::new());
 }
 
 #[test]

@@ -40,7 +40,7 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
             Box::new(|| ours::copy(direction, &case.batch)),
             Box::new(|| buffers.copy(case.table(direction), Method::Single).map_err(failed)),
         ];
-        let seconds = rounds::run(&mut ways, bench.rounds, false)?;
+        let seconds = rounds::run(&mut ways, bench.rounds, &bench.budget, false)?;
         let [ours, raw] = rates(&seconds, bytes as u64);
         if direction == Direction::Out {
             bench.pinned_out = Some(raw.clone());
@@ -98,7 +98,7 @@ fn both(
         })
     };
     let mut ways: [Way<'_>; 2] = [Box::new(ours), Box::new(raw)];
-    let seconds = rounds::run(&mut ways, bench.rounds, false)?;
+    let seconds = rounds::run(&mut ways, bench.rounds, &bench.budget, false)?;
     let [ours, raw] = rates(&seconds, u64::from(COPIES) * 2 * bytes as u64);
     let work = format!("both, {} each", units::bytes(bytes as u64));
     let row = Row::new("gpu contiguous", work, "GB/s", ours);

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use kvferry::Batch;
 use kvferry_cuda::raw::{Buffers, Compute, Piece};
 
+use super::rounds::ROUNDS_MIN;
 use super::target::{Link, Memory};
 use super::{Bench, failed};
 use crate::failure::Failure;
@@ -67,6 +68,9 @@ fn over(
     let rounds_of_layer = compute.rounds_for(layer).map_err(failed)?;
     let mut times = Times::default();
     for round in 0..bench.rounds {
+        if round >= ROUNDS_MIN && !bench.budget.has_time(Instant::now()) {
+            break;
+        }
         bench.step(&format!("exposed time over {name}, round {}", round + 1));
         times.copies.push(copy_all(link, &layers)?.as_secs_f64());
         times.compute.push(compute_all(compute, rounds_of_layer)?.as_secs_f64());

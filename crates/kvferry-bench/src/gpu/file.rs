@@ -154,7 +154,7 @@ fn measure(
         Box::new(|| rounds::time(|| place.transfer(op, host))),
         Box::new(|| place.buffers.copy(&whole, Method::Single).map_err(failed)),
     ];
-    let seconds = rounds::run(&mut ways, bench.rounds, false)?;
+    let seconds = rounds::run(&mut ways, bench.rounds, &bench.budget, false)?;
     let [ours, host, raw] = [0, 1, 2].map(|at| rate(&seconds[at], device.bytes()));
     let least = host.rounds.iter().zip(&raw.rounds).map(|(host, raw)| host.min(*raw));
     let ratio = Spread::ratio(&ours.rounds, &least.collect::<Vec<_>>());

@@ -17,6 +17,7 @@ mod scattered;
 mod tables;
 pub(crate) mod target;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use indicatif::ProgressBar;
@@ -36,65 +37,73 @@ pub const SCHEMA: &str = "kvferry.bench-gpu/1";
 /// The least rounds to judge by.
 const ROUNDS: usize = 9;
 
+/// The row that counts parts.
+const FAILED: &str = "measurements that failed";
+
 /// The reason why nothing can be measured here, if there is one: no driver, or no such device.
 pub fn unavailable(options: &GpuBench) -> Option<String> {
     raw::device(options.device).err().map(|error| error.to_string())
 }
 
 /// Measures what `options` ask for; `bar` shows the progress. A part that fails is reported as failed, and the others go
-/// on.
+/// on. `keep` gets the report of all parts so far after each part.
 ///
 /// # Errors
 /// [`Failure::Failed`] if the device can't be used.
-pub fn measure(options: &GpuBench, bar: &ProgressBar) -> Result<Report, Failure> {
+pub fn measure(
+    options: &GpuBench,
+    bar: &ProgressBar,
+    mut keep: impl FnMut(&Report),
+) -> Result<Report, Failure> {
     let (device, version) = raw::device(options.device).map_err(failed)?;
     let context = raw::context(options.device).map_err(failed)?;
     let parts = parts(options);
     bar.inc_length(parts.len() as u64);
     let shares: Vec<f64> = parts.iter().map(|part| share(*part)).collect();
     let limit = Duration::from_secs(options.limit.into());
+    let rounds = options.rounds.unwrap_or(if options.quick { 2 } else { ROUNDS });
     let mut bench = Bench {
         options,
         bar,
         context,
-        rounds: options.rounds.unwrap_or(if options.quick { 2 } else { ROUNDS }),
+        rounds,
         budget: Budget::new(Instant::now(), limit, &shares),
         rows: Vec::new(),
         left_out: Vec::new(),
-        remarks: remarks(&device, version),
+        remarks: remarks(&device, version, rounds),
         pinned_out: None,
+        failures: 0,
     };
-    let mut failures = 0;
     for (index, part) in parts.into_iter().enumerate() {
         bench.budget.begin(index, Instant::now());
         let began = Instant::now();
-        let measured = match part {
-            GpuRows::Contiguous => contiguous::run(&mut bench),
-            GpuRows::Scattered => scattered::run(&mut bench),
-            GpuRows::Peers => peers::run(&mut bench),
-            GpuRows::Exposed => exposed::run(&mut bench),
-            GpuRows::Cpu => cpu::run(&mut bench),
-            GpuRows::First => first::run(&mut bench),
-            GpuRows::File => file::run(&mut bench),
-        };
         let name = name(part);
-        if let Err(failure) = measured {
-            failures += 1;
+        // A panic is a failure of its part, too.
+        let measured = catch_unwind(AssertUnwindSafe(|| run(part, &mut bench)));
+        if let Err(failure) = measured.unwrap_or_else(|_| Err(failed("it has panicked"))) {
+            bench.failures += 1;
             let figure = Figure::failed("kvferry", failure.to_string());
             bench.rows.push(Row::with("gpu parts", name, "", vec![figure]));
         }
         bench.remarks.push(format!("{name}: took {}", units::duration(began.elapsed())));
+        let so_far = bench.report();
+        keep(&so_far);
+        bench.take_back(so_far);
         bar.inc(1);
     }
-    let Bench { mut rows, left_out, remarks, rounds, .. } = bench;
-    if failures > 0 {
-        let count = Spread::of(vec![f64::from(failures)]);
-        rows.push(Row::new("gpu parts", "measurements that failed", "", count).at_most(0.0));
+    Ok(bench.report())
+}
+
+fn run(part: GpuRows, bench: &mut Bench<'_>) -> Result<(), Failure> {
+    match part {
+        GpuRows::Contiguous => contiguous::run(bench),
+        GpuRows::Scattered => scattered::run(bench),
+        GpuRows::Peers => peers::run(bench),
+        GpuRows::Exposed => exposed::run(bench),
+        GpuRows::Cpu => cpu::run(bench),
+        GpuRows::First => first::run(bench),
+        GpuRows::File => file::run(bench),
     }
-    let mut report = Report::new(SCHEMA, options.quick, remarks, rows);
-    report.skipped = left_out;
-    report.rounds = Some(rounds);
-    Ok(report)
 }
 
 fn parts(options: &GpuBench) -> Vec<GpuRows> {
@@ -140,6 +149,8 @@ struct Bench<'a> {
     remarks: Vec<String>,
     /// Rates of plain copies of 64 MiB out of the device, in GB/s, once they were measured.
     pinned_out: Option<Spread>,
+    /// Parts that failed.
+    failures: u32,
 }
 
 impl Bench<'_> {
@@ -152,12 +163,30 @@ impl Bench<'_> {
         has_time
     }
 
+    /// The report of what was measured so far, which is taken.
+    fn report(&mut self) -> Report {
+        let mut rows = std::mem::take(&mut self.rows);
+        if self.failures > 0 {
+            let count = Spread::of(vec![self.failures.into()]);
+            rows.push(Row::new("gpu parts", FAILED, "", count).at_most(0.0));
+        }
+        let mut report = Report::new(SCHEMA, self.options.quick, self.remarks.clone(), rows);
+        report.skipped.clone_from(&self.left_out);
+        report
+    }
+
+    /// Undoes [`Bench::report`].
+    fn take_back(&mut self, report: Report) {
+        self.rows = report.rows;
+        self.rows.retain(|row| row.work != FAILED);
+    }
+
     fn step(&self, what: &str) {
         self.bar.set_message(what.to_owned());
     }
 }
 
-fn remarks(device: &DeviceInfo, version: i32) -> Vec<String> {
+fn remarks(device: &DeviceInfo, version: i32, rounds: usize) -> Vec<String> {
     let (major, minor) = device.compute_capability;
     let version = format!("{}.{}", version / 1000, version % 1000 / 10);
     vec![
@@ -168,6 +197,10 @@ fn remarks(device: &DeviceInfo, version: i32) -> Vec<String> {
         "kvferry: through its stages, from the call until the last byte is there; plain calls: until the stream has ended; \
          their lists are made before"
             .into(),
+        "scattered: single is cuMemcpyAsync for each block; batch 128 is cuMemcpyBatchAsync for 128; kernel 16 copies on \
+         mapped host memory in 16 blocks; gather copies inside the GPU, and contiguous bytes to the host or from it"
+            .into(),
+        format!("{rounds} rounds, or 3 at least where the time was up"),
     ]
 }
 

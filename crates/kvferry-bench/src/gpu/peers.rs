@@ -92,7 +92,7 @@ fn measure(
         Box::new(|| rounds::time(|| link.transfer(op, &host))),
         Box::new(|| buffers.copy(everything, Method::Single).map_err(failed)),
     ];
-    let seconds = rounds::run(&mut ways, bench.rounds, false)?;
+    let seconds = rounds::run(&mut ways, bench.rounds, &bench.budget, false)?;
     let ours = rate(&seconds[0], device.bytes());
     let host = rate(&seconds[1], device.bytes());
     let raw = rate(&seconds[2], everything.bytes());

@@ -2,12 +2,16 @@
 
 use std::time::{Duration, Instant};
 
+use super::budget::Budget;
 use crate::failure::Failure;
 use crate::stats;
 
 /// The least time of one sample: shorter work is repeated.
-const SAMPLE: Duration = Duration::from_millis(2);
+const SAMPLE: Duration = Duration::from_millis(4);
 const REPEATS_MAX: u32 = 64;
+
+/// Rounds that are made even if the time is up.
+pub(super) const ROUNDS_MIN: usize = 3;
 
 /// Rounds after which a way is left out that is slower than this part of the fastest.
 const TRIAL: usize = 2;
@@ -16,10 +20,12 @@ const SLOW: f64 = 0.6;
 /// A way to do the work. Returns the time that it took.
 pub(super) type Way<'a> = Box<dyn FnMut() -> Result<Duration, Failure> + 'a>;
 
-/// Seconds of each way, round by round. The first way has all rounds; slow ones have the first few.
+/// Seconds of each way, round by round. The first way has all rounds; slow ones have the first few. Once the budget is
+/// used up, there are fewer rounds.
 pub(super) fn run(
     ways: &mut [Way<'_>],
     rounds: usize,
+    budget: &Budget,
     drops_slow: bool,
 ) -> Result<Vec<Vec<f64>>, Failure> {
     let mut repeats = Vec::with_capacity(ways.len());
@@ -32,6 +38,9 @@ pub(super) fn run(
     let mut seconds = vec![Vec::with_capacity(rounds); ways.len()];
     let mut is_slow = vec![false; ways.len()];
     for round in 0..rounds {
+        if round >= ROUNDS_MIN && !budget.has_time(Instant::now()) {
+            break;
+        }
         for turn in 0..ways.len() {
             let at = (turn + round) % ways.len();
             if is_slow[at] {
@@ -66,13 +75,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slow_way_is_left_out_after_the_trial_but_never_the_first_one() {
+    fn slow_ways_are_left_out_after_the_trial_and_rounds_once_the_time_is_up() {
         let way = |ms| -> Way<'static> { Box::new(move || Ok(Duration::from_millis(ms))) };
         let mut ways = [way(50), way(3), way(4), way(40)];
-        let seconds = run(&mut ways, 5, true).expect("none fails");
+        let now = Instant::now();
+        let mut budget = Budget::new(now, Duration::from_secs(60), &[1.0]);
+        budget.begin(0, now);
+        let seconds = run(&mut ways, 5, &budget, true).expect("none fails");
         assert_eq!(seconds.iter().map(Vec::len).collect::<Vec<_>>(), [5, 5, 5, TRIAL]);
         assert_eq!(seconds[1][4], 0.003);
-        let seconds = run(&mut ways, 3, false).expect("none fails");
-        assert!(seconds.iter().all(|way| way.len() == 3));
+        let used_up = Budget::new(now, Duration::ZERO, &[1.0]);
+        let seconds = run(&mut ways, 5, &used_up, false).expect("none fails");
+        assert!(seconds.iter().all(|way| way.len() == ROUNDS_MIN));
     }
 }

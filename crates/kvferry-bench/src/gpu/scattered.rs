@@ -22,6 +22,9 @@ const SMALL: usize = 16 << 10;
 /// Required share of 64 MiB in one piece, for 16 384 blocks of 4 KiB that go out as contiguous bytes.
 const SHARE_OF_CONTIGUOUS: f64 = 0.8;
 
+/// Time of kvferry's kernel, relative to that of one that nvcc has compiled, at most.
+const TIMES_NVCC: f64 = 1.05;
+
 const BLOCKS: [usize; 6] = [4 << 10, 16 << 10, 28 << 10, 64 << 10, 256 << 10, 2 << 20];
 const COUNTS: [usize; 3] = [1024, 16_384, 64];
 const QUICK_COUNTS: [usize; 1] = [16];
@@ -97,6 +100,18 @@ fn kernels(bench: &mut Bench<'_>, buffers: &mut Buffers) -> Vec<Method> {
     methods
 }
 
+/// The time of kvferry's kernel on mapped memory as a part of that of the fastest kernel of --kernel, if both have all rounds.
+fn kernel_times(figures: &[Figure], rounds: usize) -> Option<Spread> {
+    let fastest = |prefix: &str| {
+        let kernels = figures.iter().filter(|figure| figure.who.starts_with(prefix));
+        let whole =
+            kernels.flat_map(|figure| &figure.spread).filter(|it| it.rounds.len() == rounds);
+        whole.max_by(|a, b| a.median.total_cmp(&b.median))
+    };
+    // Of rates, the ratio is the other way round.
+    Some(Spread::ratio(&fastest("copy_by_")?.rounds, &fastest("kernel ")?.rounds))
+}
+
 /// Measures one table in one direction.
 fn point(
     bench: &mut Bench<'_>,
@@ -115,7 +130,7 @@ fn point(
         let copy = move || case.buffers.copy(case.table(direction), method).map_err(failed);
         ways.push(Box::new(copy));
     }
-    let seconds = rounds::run(&mut ways, bench.rounds, true)?;
+    let seconds = rounds::run(&mut ways, bench.rounds, &bench.budget, true)?;
     let bytes = case.table(direction).bytes();
     let mut rates = seconds.iter().map(|seconds| rate(seconds, bytes));
     let ours = rates.next().expect("kvferry is the first way");
@@ -166,6 +181,10 @@ fn row(
             Some(ratio),
             Bound::AtLeast(TIMES_BATCH),
         );
+    }
+    if let Some(ratio) = kernel_times(&row.figures, rounds) {
+        let what = format!("{work}, time of the kernel");
+        row.judge(what, "nvcc's kernel", Some(ratio), Bound::AtMost(TIMES_NVCC));
     }
     let is_staging = direction == Direction::Out && count >= MANY && block == 4 << 10;
     if let Some(contiguous) = contiguous.filter(|_| is_staging) {
