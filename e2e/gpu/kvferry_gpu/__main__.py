@@ -64,7 +64,7 @@ def _parts(options: argparse.Namespace, out: Path, until: float) -> dict[str, Ca
 
     return {
         "driver": tests("cuda", "^device::"),
-        "transfers": tests("gpu", "^(bytes|order|refused|faults|kernel)::"),
+        "transfers": tests("gpu", "^(bytes|order|refused|faults|kernel|ptx)::"),
         "stress": tests("gpu", "^stress::", jobs=2),
         "suite": tests("gpu", "^suite::"),
         "faults": tests("gpu", "^hardware::", jobs=1),
