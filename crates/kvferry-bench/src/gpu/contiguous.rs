@@ -2,18 +2,17 @@
 
 use std::sync::Barrier;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use kvferry_cuda::Direction;
 use kvferry_cuda::raw::{Buffers, Method, Piece};
 
+use super::bench::{Bench, failed};
 use super::ours::{self, Subject};
-use super::rounds::{self, Way};
+use super::rounds::{self, Way, rates};
 use super::tables::Case;
-use super::{Bench, failed, gigabytes_per_second};
 use crate::failure::Failure;
 use crate::report::Row;
-use crate::stats::Spread;
 use crate::units;
 
 /// Required shares of plain copies.
@@ -50,17 +49,6 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
         bench.rows.push(row.at_least_of(SHARE, "cuMemcpyAsync", raw));
     }
     both(bench, &buffers, &subject, bytes)
-}
-
-/// Rates of the first two ways.
-pub(super) fn rates(seconds: &[Vec<f64>], bytes: u64) -> [Spread; 2] {
-    [0, 1].map(|at| rate(&seconds[at], bytes))
-}
-
-/// GB/s of a way, round by round.
-pub(super) fn rate(seconds: &[f64], bytes: u64) -> Spread {
-    let rate = |&seconds: &f64| gigabytes_per_second(bytes, Duration::from_secs_f64(seconds));
-    Spread::of(seconds.iter().map(rate).collect())
 }
 
 fn both(

@@ -6,9 +6,9 @@ use kvferry_cuda::raw::{self, Buffers, Method};
 use kvferry_cuda::{Calibration, Capabilities, Direction, Gpu, Job, Plan, Planner};
 use rustix::time::{ClockId, clock_gettime};
 
+use super::bench::{Bench, failed};
 use super::ours::{self, Subject};
 use super::tables::{Case, scattered};
-use super::{Bench, failed};
 use crate::failure::Failure;
 use crate::machine::{agent_time, agent_waits};
 use crate::report::Row;

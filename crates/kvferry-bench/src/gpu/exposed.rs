@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 use kvferry::Batch;
 use kvferry_cuda::raw::{Buffers, Compute, Piece};
 
+use super::bench::{Bench, failed};
 use super::rounds::ROUNDS_MIN;
 use super::target::{Link, Memory};
-use super::{Bench, failed};
 use crate::failure::Failure;
 use crate::report::Row;
 use crate::stats::Spread;

@@ -9,10 +9,9 @@ use kvferry::{
 use kvferry_cuda::Direction;
 use kvferry_cuda::raw::{Buffers, Method, Piece, Table};
 
-use super::contiguous::rate;
-use super::rounds::{self, Way};
+use super::bench::{Bench, failed};
+use super::rounds::{self, Way, rate};
 use super::tables::{fill_host, is_pattern, scattered, spoil_host};
-use super::{Bench, failed};
 use crate::failure::Failure;
 use crate::options::Op;
 use crate::report::{Bound, Row};

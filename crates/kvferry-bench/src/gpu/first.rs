@@ -6,8 +6,8 @@ use kvferry_cuda::Direction;
 use kvferry_cuda::raw::{self, Buffers, Piece};
 use serde::{Deserialize, Serialize};
 
+use super::bench::{Bench, failed, gigabytes_per_second};
 use super::ours::{self, Subject};
-use super::{Bench, failed, gigabytes_per_second};
 use crate::child::hold;
 use crate::failure::Failure;
 use crate::helper;

@@ -4,6 +4,7 @@
 //! and kernels. Most of it needs no peer: a table of blocks goes through the stages of the GPU, as it does for a transport,
 //! and nothing is sent ([`kvferry::staged`]).
 
+mod bench;
 mod budget;
 mod contiguous;
 mod cpu;
@@ -22,13 +23,14 @@ use std::time::{Duration, Instant};
 
 use indicatif::ProgressBar;
 use kvferry_cuda::raw;
-use kvferry_sys::cuda::{Context, DeviceInfo};
+use kvferry_sys::cuda::DeviceInfo;
 
 use crate::failure::Failure;
 use crate::options::{GpuBench, GpuRows};
 use crate::report::{Figure, Report, Row};
 use crate::stats::Spread;
 use crate::units;
+use bench::{Bench, failed};
 use budget::Budget;
 
 /// The form of the report's JSON.
@@ -86,12 +88,12 @@ pub fn measure(
             bench.rows.push(Row::with("gpu parts", name, "", vec![figure]));
         }
         bench.remarks.push(format!("{name}: took {}", units::duration(began.elapsed())));
-        let so_far = bench.report();
+        let so_far = report(&mut bench);
         keep(&so_far);
-        bench.take_back(so_far);
+        take_back(&mut bench, so_far);
         bar.inc(1);
     }
-    Ok(bench.report())
+    Ok(report(&mut bench))
 }
 
 fn run(part: GpuRows, bench: &mut Bench<'_>) -> Result<(), Failure> {
@@ -136,54 +138,22 @@ fn share(part: GpuRows) -> f64 {
     }
 }
 
-/// What a part of the bench measures with, and where its figures go.
-struct Bench<'a> {
-    options: &'a GpuBench,
-    bar: &'a ProgressBar,
-    context: Context,
-    rounds: usize,
-    budget: Budget,
-    rows: Vec<Row>,
-    /// What was not measured, and why.
-    left_out: Vec<String>,
-    remarks: Vec<String>,
-    /// Rates of plain copies of 64 MiB out of the device, in GB/s, once they were measured.
-    pinned_out: Option<Spread>,
-    /// Parts that failed.
-    failures: u32,
+/// The report of what was measured so far, which is taken from the bench.
+fn report(bench: &mut Bench<'_>) -> Report {
+    let mut rows = std::mem::take(&mut bench.rows);
+    if bench.failures > 0 {
+        let count = Spread::of(vec![bench.failures.into()]);
+        rows.push(Row::new("gpu parts", FAILED, "", count).at_most(0.0));
+    }
+    let mut report = Report::new(SCHEMA, bench.options.quick, bench.remarks.clone(), rows);
+    report.skipped.clone_from(&bench.left_out);
+    report
 }
 
-impl Bench<'_> {
-    /// Whether there is time for another point. If not, `what` is named as left out.
-    fn has_time_for(&mut self, what: &str) -> bool {
-        let has_time = self.budget.has_time(Instant::now());
-        if !has_time {
-            self.left_out.push(format!("{what}: the limit of {} s", self.options.limit));
-        }
-        has_time
-    }
-
-    /// The report of what was measured so far, which is taken.
-    fn report(&mut self) -> Report {
-        let mut rows = std::mem::take(&mut self.rows);
-        if self.failures > 0 {
-            let count = Spread::of(vec![self.failures.into()]);
-            rows.push(Row::new("gpu parts", FAILED, "", count).at_most(0.0));
-        }
-        let mut report = Report::new(SCHEMA, self.options.quick, self.remarks.clone(), rows);
-        report.skipped.clone_from(&self.left_out);
-        report
-    }
-
-    /// Undoes [`Bench::report`].
-    fn take_back(&mut self, report: Report) {
-        self.rows = report.rows;
-        self.rows.retain(|row| row.work != FAILED);
-    }
-
-    fn step(&self, what: &str) {
-        self.bar.set_message(what.to_owned());
-    }
+/// Undoes [`report`].
+fn take_back(bench: &mut Bench<'_>, report: Report) {
+    bench.rows = report.rows;
+    bench.rows.retain(|row| row.work != FAILED);
 }
 
 fn remarks(device: &DeviceInfo, version: i32, rounds: usize) -> Vec<String> {
@@ -202,12 +172,4 @@ fn remarks(device: &DeviceInfo, version: i32, rounds: usize) -> Vec<String> {
             .into(),
         format!("{rounds} rounds, or 3 at least where the time was up"),
     ]
-}
-
-fn failed(error: impl std::fmt::Display) -> Failure {
-    Failure::Failed(error.to_string())
-}
-
-fn gigabytes_per_second(bytes: u64, time: Duration) -> f64 {
-    bytes as f64 / time.as_secs_f64() / 1e9
 }

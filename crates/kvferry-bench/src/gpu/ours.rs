@@ -8,7 +8,7 @@ use kvferry::{
 use kvferry_cuda::Direction;
 use kvferry_cuda::raw::{Buffers, Piece};
 
-use super::failed;
+use super::bench::failed;
 use crate::failure::Failure;
 
 /// An agent, and the region that is the device memory of buffers. The buffers outlive it.

@@ -3,11 +3,10 @@
 use kvferry_cuda::Direction;
 use kvferry_cuda::raw::{Buffers, Method, Piece, Table};
 
-use super::contiguous::rate;
-use super::rounds::{self, Way};
+use super::bench::{Bench, failed};
+use super::rounds::{self, Way, rate};
 use super::tables::{fill_host, is_pattern, scattered, spoil_host};
 use super::target::{Link, Memory};
-use super::{Bench, failed};
 use crate::failure::Failure;
 use crate::options::Op;
 use crate::report::{Bound, Row};

@@ -2,9 +2,10 @@
 
 use std::time::{Duration, Instant};
 
+use super::bench::gigabytes_per_second;
 use super::budget::Budget;
 use crate::failure::Failure;
-use crate::stats;
+use crate::stats::{self, Spread};
 
 /// The least time of one sample: shorter work is repeated.
 const SAMPLE: Duration = Duration::from_millis(4);
@@ -61,6 +62,17 @@ pub(super) fn run(
         }
     }
     Ok(seconds)
+}
+
+/// Rates of the first two ways.
+pub(super) fn rates(seconds: &[Vec<f64>], bytes: u64) -> [Spread; 2] {
+    [0, 1].map(|at| rate(&seconds[at], bytes))
+}
+
+/// GB/s of a way, round by round.
+pub(super) fn rate(seconds: &[f64], bytes: u64) -> Spread {
+    let rate = |&seconds: &f64| gigabytes_per_second(bytes, Duration::from_secs_f64(seconds));
+    Spread::of(seconds.iter().map(rate).collect())
 }
 
 /// The time of a call.

@@ -3,11 +3,10 @@
 use kvferry_cuda::raw::{self, Buffers, Method};
 use kvferry_cuda::{Direction, ptx};
 
-use super::contiguous::rate;
+use super::bench::{Bench, failed};
 use super::ours::{self, Subject};
-use super::rounds::{self, Way};
+use super::rounds::{self, Way, rate};
 use super::tables::{Case, scattered};
-use super::{Bench, failed};
 use crate::failure::Failure;
 use crate::report::{Bound, Figure, Row};
 use crate::stats::Spread;

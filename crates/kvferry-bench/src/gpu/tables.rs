@@ -4,7 +4,8 @@ use kvferry::{Batch, HostSpan};
 use kvferry_cuda::Direction;
 use kvferry_cuda::raw::{Buffers, Method, Piece, Table};
 
-use super::{failed, ours};
+use super::bench::failed;
+use super::ours;
 use crate::blocks::shuffled;
 use crate::failure::Failure;
 

@@ -6,7 +6,7 @@ use kvferry::{Access, Agent, Batch, Options, Peer, Region, RemoteRegion, Transpo
 use kvferry_cuda::raw::{self, Buffers, Piece};
 use serde::{Deserialize, Serialize};
 
-use super::failed;
+use super::bench::failed;
 use crate::child::{Child, die_with_parent, hold};
 use crate::failure::Failure;
 use crate::helper;

@@ -43,8 +43,14 @@ pub(super) fn run(args: &GpuArgs) -> Result<(), Failure> {
     {
         return not_measured(&args.figures, &why);
     }
-    args.figures
-        .of(&[gpu::SCHEMA], args.check, Report::drawings, |bar| gpu::measure(&args.options, bar))
+    args.figures.of(&[gpu::SCHEMA], args.check, Report::drawings, |bar| {
+        gpu::measure(&args.options, bar, |so_far| {
+            // The report at the end is written again, and its error counts.
+            if let (Some(file), Ok(text)) = (&args.figures.output, crate::output::json(so_far)) {
+                let _ = written::write(file, text);
+            }
+        })
+    })
 }
 
 /// Says why there are no figures, in the forms that figures would have had.

@@ -1,7 +1,7 @@
 //! The ways to copy a table.
 
+use super::buffers::{Buffers, Kernel};
 use super::table::{CALLS, Table};
-use super::{Buffers, Kernel};
 use crate::error::Error;
 use crate::job::{Direction, Job};
 use kvferry_sys::cuda::{self, Driver, Grid, SourceOrder, Stream, copy_async, copy_batch, launch};
@@ -162,7 +162,7 @@ impl Buffers {
         let grid = Grid { blocks, threads: *threads, shared_bytes: 0 };
         let first = table.device_jobs.address() + u64::from(jobs.start) * Job::BYTES as u64;
         // SAFETY: the jobs are on the device before: by this stream, or by one that it waits for. They are copies between
-        // ranges of the buffers that do not overlap, as in `submit`. Whoever loaded the kernel promised that it copies jobs.
+        // ranges of the buffers that do not overlap, as in `submit`. The kernel touches nothing else: see `load_kernel`.
         unsafe { launch(stream, function, grid, &[first, jobs.len() as u64]) }
     }
 

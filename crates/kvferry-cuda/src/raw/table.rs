@@ -1,6 +1,6 @@
 //! Lists of copies between the buffers, in the forms that each method takes.
 
-use super::{Buffers, Pinned};
+use super::buffers::{Buffers, Pinned};
 use crate::error::Error;
 use crate::job::{Direction, Job};
 use kvferry_sys::cuda::{CopyBatch, DeviceAllocation};
