@@ -4,9 +4,10 @@ use crate::kit::*;
 use crate::machine::Kernel;
 use kvferry::{Access, Batch, Options, TransportKind};
 use kvferry_cuda::{Edge, Error, Gpu};
-use kvferry_sys::cuda::{Grid, Module, Stream, launch};
+use kvferry_sys::cuda::{Event, Grid, HostRegistration, Module, Stream, copy_async, launch};
+use kvferry_sys::map::Mapping;
 use kvferry_testkit::pattern::Pattern;
-use kvferry_testkit::process::{Child, ChildRegion};
+use kvferry_testkit::process::{Child, ChildRegion, Resources};
 use kvferry_testkit::{Watchdog, eventually};
 use serde_json::{Value, json};
 use std::process::Command;
@@ -288,4 +289,64 @@ fn connecting_and_closing_leaves_the_memory_of_the_gpu_as_it_was() {
     assert!(before.abs_diff(after) <= 8 * MIB as u64, "{before} bytes were free, now {after}");
     drop((gpu, context));
     rig.ends_clean();
+}
+
+#[test]
+fn idle_agents_with_memory_of_a_gpu_use_hardly_any_processor() {
+    let rig = Rig::new(&[]);
+    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+    let gpu = rig.memory(0, MIB, 1);
+    let region = register(&near, &gpu);
+    let to = far.allocate(MIB, Access::WRITE).expect("memory");
+    peer_of(&near, &far).write(&whole(&region, &to, MIB), &options()).expect("written");
+    std::thread::sleep(Duration::from_millis(200));
+    let used = || Resources::of(std::process::id()).cpu;
+    let (before, time) = (used(), Duration::from_secs(2));
+    std::thread::sleep(time);
+    let share = (used() - before).as_secs_f64() / time.as_secs_f64() * 100.0;
+    println!("FIGURE: two idle agents, and the driver: {share:.3} % of a core");
+    assert!(share < 1.0, "{share} % of a core");
+}
+
+#[test]
+fn calls_that_transfers_make_do_not_wait_for_a_kernel_that_runs() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    let context = rig.context(0);
+    let gpu = rig.memory(0, MIB, 1);
+    let map = Mapping::populated(4 * MIB).expect("memory");
+    let stuck = Stream::new(&context).expect("a stream");
+    rig.hold();
+    rig.launch(&stuck, &Kernel { name: "stuck", ..Kernel::default() });
+    let timed = |what: &str, call: &mut dyn FnMut()| {
+        let began = Instant::now();
+        call();
+        println!("FIGURE: while a kernel runs, {what} takes {:?}", began.elapsed());
+        assert!(began.elapsed() < Duration::from_secs(5), "{what} has waited for the kernel");
+    };
+    let (mut stream, mut event, mut pinned) = (None, None, None);
+    timed("making a stream", &mut || stream = Stream::new(&context).ok());
+    timed("making an event", &mut || event = Event::new(&context).ok());
+    timed("pinning 4 MiB", &mut || {
+        // SAFETY: the mapping outlives the registration, which is dropped before it.
+        pinned = unsafe { HostRegistration::new(&context, map.span(0, 4 * MIB)) }.ok();
+    });
+    timed("classifying an address", &mut || {
+        kvferry_cuda::memory(gpu.address(), 4096, None).expect("memory of a GPU");
+    });
+    let (side, happened) = (stream.take().expect("made"), event.take().expect("made"));
+    timed("a copy of 1 MiB", &mut || {
+        let to = map.as_ptr() as u64;
+        // SAFETY: both ranges live until the stream is synchronised, and nothing else uses them.
+        unsafe { copy_async(&side, to, gpu.address(), MIB) }.expect("copied");
+        happened.record(&side).expect("recorded");
+        happened.synchronize().expect("reached");
+    });
+    timed("making and destroying an event", &mut || drop(Event::new(&context)));
+    timed("unpinning 4 MiB", &mut || drop(pinned.take()));
+    let (mut side, mut happened) = (Some(side), Some(happened));
+    timed("destroying a stream", &mut || drop((side.take(), happened.take())));
+    rig.release();
+    stuck.synchronize().expect("it has run");
+    assert_eq!(rig.findings(), Vec::<String>::new());
 }
