@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from . import programs, report, suite
+from . import engine, programs, report, suite
 from .probe import in_short, probe
 from .report import Part
 
@@ -59,16 +59,22 @@ def main() -> int:
 def _parts(options: argparse.Namespace, out: Path, until: float) -> dict[str, Callable[[Part], None]]:
     binaries = options.packed / "bin"
 
-    def tests(program: str, wanted: str, jobs: int = options.jobs) -> Callable[[Part], None]:
-        return lambda part: programs.run(part, binaries / program, wanted, out, jobs, until)
+    def tests(program: str, wanted: str, jobs: int = options.jobs, **environment: str) -> Callable[[Part], None]:
+        return lambda part: programs.run(part, binaries / program, wanted, out, jobs, until, environment)
 
+    by_method = {
+        f"by-{method}": tests("gpu", "^(order|stress|suite)::", KVFERRY_GPU_METHOD=method)
+        for method in ("kernel", "gather", "copy")
+    }
     return {
         "driver": tests("cuda", "^device::"),
-        "transfers": tests("gpu", "^(bytes|order|refused|faults|kernel|ptx)::"),
+        "transfers": tests("gpu", "^(bytes|order|refused|faults|ptx|kernel|calibrate)::"),
         "stress": tests("gpu", "^stress::", jobs=2),
         "suite": tests("gpu", "^suite::"),
         "faults": tests("gpu", "^hardware::", jobs=1),
         "python": lambda part: suite.run(part, options, out, until),
+        "engine": lambda part: engine.run(part, options, out, until),
+        **by_method,
     }
 
 

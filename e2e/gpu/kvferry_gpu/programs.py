@@ -30,8 +30,10 @@ def tests_of(program: Path) -> list[str]:
     return [name for name in listed() if name not in ignored]
 
 
-def run(part: Part, program: Path, wanted: str, out: Path, jobs: int, until: float) -> None:
-    """Runs the tests that match the pattern `wanted`."""
+def run(
+    part: Part, program: Path, wanted: str, out: Path, jobs: int, until: float, environment: dict[str, str]
+) -> None:
+    """Runs the tests that match the pattern `wanted`, with these variables."""
     names = [name for name in tests_of(program) if re.search(wanted, name)]
     folder = out / part.name
     folder.mkdir(exist_ok=True)
@@ -42,8 +44,8 @@ def run(part: Part, program: Path, wanted: str, out: Path, jobs: int, until: flo
             return name, None
         log = folder / (name.replace("::", ".") + ".log")
         command = [str(program), "--exact", name, "--nocapture"]
-        environment = {"KVFERRY_TEST_GPU": os.environ.get("KVFERRY_TEST_GPU", "real"), "RUST_BACKTRACE": "1"}
-        return name, process.run(command, log, min(TEST_SECONDS, left), environment)
+        machine = {"KVFERRY_TEST_GPU": os.environ.get("KVFERRY_TEST_GPU", "real"), "RUST_BACKTRACE": "1"}
+        return name, process.run(command, log, min(TEST_SECONDS, left), machine | environment)
 
     missed = 0
     with ThreadPoolExecutor(jobs) as pool:

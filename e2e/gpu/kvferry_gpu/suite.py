@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import process
+from . import process, wheel
 from .report import Part
 
 #: Files of tests at once: they wait more than they compute.
@@ -21,18 +21,10 @@ SHOWN_LINES = 20
 
 
 def run(part: Part, options: argparse.Namespace, out: Path, until: float) -> None:
-    """Installs the wheel into a folder of its own and runs the tests with this Python."""
-    wheels = sorted(options.packed.glob("kvferry-*.whl"))
-    if not wheels:
-        part.skip("there is no wheel beside the tests")
+    """Runs all tests with this Python."""
+    site = wheel.installed(part, options, out)
+    if site is None:
         return
-    site = out / "site"
-    if not (site / "kvferry").exists():
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-        ended = process.run([*install, "--target", str(site), str(wheels[-1])], out / "install.log", 120)
-        if ended.status != 0:
-            part.failed["installing the wheel"] = f"{ended.how}: {ended.output.strip()[-300:]}"
-            return
     files = sorted((options.packed / "tests").glob("test_*.py"))
 
     def one(file: Path) -> tuple[Path, process.Ended]:

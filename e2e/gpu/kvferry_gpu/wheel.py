@@ -1,0 +1,26 @@
+"""The wheel that users get, in a folder of its own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import process
+from .report import Part
+
+
+def installed(part: Part, options: argparse.Namespace, out: Path) -> Path | None:
+    """The folder with kvferry for PYTHONPATH. None, said in `part`, if there is no wheel or it can't be installed."""
+    wheels = sorted(options.packed.glob("kvferry-*.whl"))
+    if not wheels:
+        part.skip("there is no wheel beside the tests")
+        return None
+    site = out / "site"
+    if not (site / "kvferry").exists():
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+        ended = process.run([*install, "--target", str(site), str(wheels[-1])], out / "install.log", 120)
+        if ended.status != 0:
+            part.failed["installing the wheel"] = f"{ended.how}: {ended.output.strip()[-300:]}"
+            return None
+    return site
