@@ -160,7 +160,7 @@ impl Engine {
             if is_idle && self.calibrator.is_due() {
                 return true;
             }
-            if !is_idle && pause.is_zero() {
+            if pause.is_zero() {
                 drop(inbox);
                 std::thread::yield_now();
                 return true;

@@ -2,7 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-/// Time without a pause after something has happened: a small copy takes less.
+/// Time without a pause after something has happened, while there are copies: those of a stage take less, and a pause often
+/// lasts some 100 µs longer than it should.
+const SPIN_FOR_COPIES: Duration = Duration::from_micros(300);
+/// The same for edges, and without work: the next batch of a transfer follows soon, and to wake the thread takes as long.
 const SPIN: Duration = Duration::from_micros(50);
 /// The part of the time since then that a pause lasts, and its bounds. Work of the engine may take long.
 const PART: u32 = 8;
@@ -29,8 +32,11 @@ impl Pace {
     /// The next pause. Zero: ask at once.
     pub(super) fn pause(&self, now: Instant, has_copies: bool) -> Duration {
         let elapsed = now.saturating_duration_since(self.since);
-        let longest = if has_copies { LONGEST_FOR_COPIES } else { LONGEST_FOR_EDGES };
-        match elapsed < SPIN {
+        let (spin, longest) = match has_copies {
+            true => (SPIN_FOR_COPIES, LONGEST_FOR_COPIES),
+            false => (SPIN, LONGEST_FOR_EDGES),
+        };
+        match elapsed < spin {
             true => Duration::ZERO,
             false => (elapsed / PART).clamp(SHORTEST, longest),
         }
@@ -46,9 +52,11 @@ mod tests {
         let began = Instant::now();
         let mut pace = Pace::new(began);
         let pause = |pace: &Pace, us, copies| pace.pause(began + Duration::from_micros(us), copies);
-        assert_eq!(pause(&pace, 49, true), Duration::ZERO);
-        assert_eq!(pause(&pace, 50, true), SHORTEST);
+        assert_eq!(pause(&pace, 299, true), Duration::ZERO);
+        assert_eq!(pause(&pace, 300, true), Duration::from_nanos(37_500));
         assert_eq!(pause(&pace, 800, true), Duration::from_micros(100));
+        assert_eq!(pause(&pace, 49, false), Duration::ZERO);
+        assert_eq!(pause(&pace, 50, false), SHORTEST);
         assert_eq!(pause(&pace, 1_000_000, true), LONGEST_FOR_COPIES);
         assert_eq!(pause(&pace, 8_000, false), Duration::from_millis(1));
         assert_eq!(pause(&pace, 1_000_000, false), LONGEST_FOR_EDGES);
