@@ -56,14 +56,10 @@ uint64_t leftMs(int64_t deadline_ms) {
     return deadline_ms > now ? static_cast<uint64_t>(deadline_ms - now) : 0;
 }
 
-bool hasDeviceMemory(const KeyBlockInfoMap& blocks) {
-    for (const auto& [key, block] : blocks)
-        for (const BlockInfo& part : block ? block->blocks : std::vector<BlockInfo>())
-            if (part.is_cuda && part.size_bytes > 0) return true;
-    return false;
-}
+const char* const kWrongMemory = "a block of device memory is not registered as such, or one of host memory is";
 
-const char* const kDeviceMemory = "device memory is not supported by this adapter; give it host memory";
+// RTP-LLM has waited for the events of what it sends, and gives a task pages that no kernel uses.
+const kvferry_after kHasWaited = {KVFERRY_AFTER_HOST, 0, 0};
 
 std::vector<kvferry_task_part> parts(const KeyBlockInfoMap& blocks) {
     std::vector<int64_t> keys;
@@ -154,21 +150,37 @@ Endpoint::~Endpoint() {
     kvferry_tasks_free(tasks_, nullptr);
     // The engine may free its memory once this returns. A call ends after some seconds while a copier hangs in it.
     for (const auto& entry : regions_)
-        while (kvferry_region_unregister(entry.second.second, nullptr) == KVFERRY_QUARANTINED) continue;
+        while (kvferry_region_unregister(entry.second.region, nullptr) == KVFERRY_QUARANTINED) continue;
     kvferry_agent_free(agent_, nullptr);
 }
 
 bool Endpoint::registerMemory(const BlockInfo& block) {
-    if (block.is_cuda || block.addr == nullptr || block.size_bytes == 0) return false;
+    if (block.addr == nullptr || block.size_bytes == 0) return false;
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto known = regions_.find(block.addr);
-    if (known != regions_.end()) return known->second.first == block.size_bytes;
+    if (known != regions_.end())
+        return known->second.nbytes == block.size_bytes && known->second.is_cuda == block.is_cuda;
     // Peers read what is sent. Nobody but this process writes what is received.
     kvferry_region* region = nullptr;
-    if (kvferry_region_register(agent_, block.addr, block.size_bytes, KVFERRY_ACCESS_READ, nullptr, &region,
-                                nullptr) != KVFERRY_OK)
-        return false;
-    regions_[block.addr] = {block.size_bytes, region};
+    const auto address = reinterpret_cast<uintptr_t>(block.addr);
+    const int code = block.is_cuda ? kvferry_region_register_cuda(agent_, address, block.size_bytes, -1,
+                                                                  KVFERRY_ACCESS_READ, nullptr, &region, nullptr)
+                                   : kvferry_region_register(agent_, block.addr, block.size_bytes,
+                                                             KVFERRY_ACCESS_READ, nullptr, &region, nullptr);
+    if (code != KVFERRY_OK) return false;
+    regions_[block.addr] = {block.size_bytes, block.is_cuda, region};
+    return true;
+}
+
+bool Endpoint::areAsRegistered(const KeyBlockInfoMap& blocks) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [key, block] : blocks)
+        for (const BlockInfo& part : block ? block->blocks : std::vector<BlockInfo>()) {
+            if (part.addr == nullptr || part.size_bytes == 0) continue;
+            const auto after = regions_.upper_bound(part.addr);
+            // What is in no region is refused with its address.
+            if (after != regions_.begin() && std::prev(after)->second.is_cuda != part.is_cuda) return false;
+        }
     return true;
 }
 
@@ -189,12 +201,14 @@ bool Sender::regMem(const BlockInfo& block, uint64_t) { return endpoint_->regist
 void Sender::send(const SendRequest& request, Callback callback) {
     if (!callback) callback = [](TransferErrorCode, const std::string&) {};
     auto options = sized<kvferry_task_options>();
+    options.after = &kHasWaited;
+    options.after_count = 1;
     options.timeout_ms = leftMs(request.deadline_ms);
     if (options.timeout_ms == 0) return callback(TransferErrorCode::TIMEOUT, "the deadline has passed");
     if (request.ip.empty() || request.port == 0 || request.port > 65535)
         return callback(TransferErrorCode::CONNECTION_FAILED, "the receiver's address is not ip and port");
-    if (hasDeviceMemory(request.block_info))
-        return callback(TransferErrorCode::BUILD_REQUEST_FAILED, kDeviceMemory);
+    if (!endpoint_->areAsRegistered(request.block_info))
+        return callback(TransferErrorCode::BUILD_REQUEST_FAILED, kWrongMemory);
     const bool v6 = request.ip.find(':') != std::string::npos && request.ip[0] != '[';
     const std::string host = v6 ? "[" + request.ip + "]" : request.ip;
     const std::string address = host + ":" + std::to_string(request.port);
@@ -214,11 +228,13 @@ bool Receiver::regMem(const BlockInfo& block, uint64_t) { return endpoint_->regi
 IKVCacheRecvTaskPtr Receiver::recv(const RecvRequest& request) {
     dropEnded();
     auto options = sized<kvferry_task_options>();
+    options.after = &kHasWaited;
+    options.after_count = 1;
     options.timeout_ms = leftMs(request.deadline_ms);
     if (options.timeout_ms == 0)
         return std::make_shared<FailedTask>(TransferErrorCode::TIMEOUT, "the deadline has passed");
-    if (hasDeviceMemory(request.block_info))
-        return std::make_shared<FailedTask>(TransferErrorCode::BUILD_REQUEST_FAILED, kDeviceMemory);
+    if (!endpoint_->areAsRegistered(request.block_info))
+        return std::make_shared<FailedTask>(TransferErrorCode::BUILD_REQUEST_FAILED, kWrongMemory);
     const auto list = parts(request.block_info);
     kvferry_recv_task* started = nullptr;
     auto error = sized<kvferry_error>();

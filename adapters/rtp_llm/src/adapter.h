@@ -18,8 +18,10 @@ public:
     Endpoint(const Endpoint&) = delete;
     Endpoint& operator=(const Endpoint&) = delete;
 
-    // Host memory only. The same range again is fine; another range that overlaps is not.
+    // Memory of the host or of a GPU. The same range again is fine; another range that overlaps is not.
     bool registerMemory(const rtp_llm::BlockInfo& block);
+    // Whether no block is said to be in another kind of memory than it was registered as.
+    bool areAsRegistered(const rtp_llm::transfer::KeyBlockInfoMap& blocks);
     // `host:port` that senders connect to.
     std::string address() const;
     kvferry_task_gauges held() const;
@@ -29,7 +31,12 @@ private:
     kvferry_agent* agent_ = nullptr;
     kvferry_tasks* tasks_ = nullptr;
     std::mutex mutex_;
-    std::map<void*, std::pair<size_t, kvferry_region*>> regions_;
+    struct Registered {
+        size_t nbytes;
+        bool is_cuda;
+        kvferry_region* region;
+    };
+    std::map<void*, Registered> regions_;
 };
 
 class Sender : public rtp_llm::transfer::IKVCacheSender {

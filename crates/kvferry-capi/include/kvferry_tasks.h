@@ -33,7 +33,7 @@ typedef struct kvferry_task_gauges {
 typedef struct kvferry_task_part {
   // The key of the block.
   int64_t key;
-  // Host memory in one registered region of the agent; NULL if there is no such part.
+  // Memory in one registered region of the agent, the host's or a GPU's; NULL if there is no such part.
   void *address;
   uint64_t len;
 } kvferry_task_part;
@@ -53,6 +53,11 @@ typedef struct kvferry_task_options {
   kvferry_task_done done;
   // Passed to `done`.
   void *user;
+  // What the task comes after, at least one, where memory of it is a GPU's: the work that computes what is sent, or
+  // that used the memory which is received into. The task waits; the call does not. Streams and events exist until the
+  // call returns.
+  const kvferry_after *after;
+  size_t after_count;
 } kvferry_task_options;
 
 #ifdef __cplusplus
@@ -86,7 +91,8 @@ int kvferry_tasks_steal(const struct kvferry_tasks *tasks, const char *key, kvfe
 
 // Offers blocks under a key to the receiver at `address`, which reads them. The task ends when the
 // receiver has them, or can't have them any more; the memory is free again then, and must stay
-// registered, readable for peers and unchanged until then.
+// registered, readable for peers and unchanged until then. Memory of a GPU is offered once the work in `after` of the
+// options has run.
 //
 // `KVFERRY_MISMATCH`: the receiver wants a block that is not offered, or of another length.
 // `KVFERRY_DUPLICATE`: another sender has the key. `task` may be NULL if there is a callback.

@@ -182,7 +182,7 @@ pub unsafe extern "C" fn kvferry_region_register_cuda(
             let memory =
                 kvferry_cuda::memory(address, len as u64, (device != -1).then_some(device))
                     .map_err(|error| Failure::invalid(error.to_string()))?;
-            Ok(agent.register_device(memory, access)?)
+            Ok(agent.register_device(memory.with_process_addresses(), access)?)
         };
         // SAFETY: the caller's promise.
         unsafe { make(agent, name, region, register) }

@@ -124,7 +124,7 @@ unsafe fn read(options: *const kvferry_transfer_options) -> Result<Wish, Failure
     Ok(Wish { options, done: theirs.done, user: theirs.user, after })
 }
 
-fn order_of(after: &kvferry_after) -> Result<Order, Failure> {
+pub(crate) fn order_of(after: &kvferry_after) -> Result<Order, Failure> {
     match after.kind {
         KVFERRY_AFTER_HOST => Ok(Order::Host),
         KVFERRY_AFTER_STREAM => Ok(Order::Stream(RawStream(after.handle))),

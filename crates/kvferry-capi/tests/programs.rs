@@ -34,9 +34,23 @@ fn kvferry_h_does_what_it_says() {
 
 #[test]
 fn memory_of_gpus_is_moved_in_order() {
+    runs_on_the_fake_driver("tests/c/gpu.c");
+}
+
+#[test]
+fn mooncakes_c_api_moves_memory_of_gpus() {
+    runs_on_the_fake_driver("tests/c/transfer_engine_gpu.c");
+}
+
+#[test]
+fn tasks_move_blocks_in_memory_of_gpus() {
+    runs_on_the_fake_driver("tests/c/tasks_gpu.c");
+}
+
+fn runs_on_the_fake_driver(source: &str) {
     let driver = kvferry_fakecuda::control::library_path();
     for language in LANGUAGES {
-        let program = Program::build("tests/c/gpu.c", Compiler::Gcc, language, &["-ldl"]);
+        let program = Program::build(source, Compiler::Gcc, language, &["-ldl"]);
         let Some(program) = program else { continue };
         let driver: &'static str = text(&driver).to_owned().leak();
         program.with("KVFERRY_LIBCUDA", driver).run(&[driver]);

@@ -75,4 +75,17 @@ impl Edge {
     pub fn has_happened(&self) -> Result<bool, cuda::Error> {
         self.event.query()
     }
+
+    /// True once all edges have happened that are a GPU's. Never waits.
+    ///
+    /// # Errors
+    /// If the driver reports that one never will.
+    pub fn have_happened(after: &After) -> Result<bool, Error> {
+        for edge in after.edges().iter().filter_map(|edge| edge.downcast_ref::<Self>()) {
+            if !edge.has_happened()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
 }

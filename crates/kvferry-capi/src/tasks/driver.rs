@@ -9,7 +9,7 @@ use super::end::{Done, End, Ending};
 use super::inbox::{Event, Inbox};
 use super::state::{Places, Receiving, State, now};
 use crate::failure::{Failure, KVFERRY_IO};
-use kvferry::{Agent, Channel, ErrorKind, Options, Peer};
+use kvferry::{After, Agent, Channel, ErrorKind, Options, Peer};
 use kvferry_proto::handoff::PeerId;
 use kvferry_proto::tasks::{Action, Code, Gauges, Offered, Outcome, RecvId, SendId, Wanted};
 use kvferry_sys::sync::{Mutex, MutexGuard};
@@ -23,6 +23,9 @@ mod tests;
 /// How much longer than its task a read may take. The task stops it at the deadline, and the outcome is
 /// that of the task; a deadline of the read's own that comes first would be a failed read.
 const AFTER_DEADLINE: Duration = Duration::from_secs(5);
+
+/// The interval at which the thread looks whether GPUs have computed what is to be sent.
+const COMPUTED_CHECK: Duration = Duration::from_micros(200);
 
 /// The tasks of an agent.
 pub(crate) struct Endpoint {
@@ -70,7 +73,7 @@ impl Endpoint {
         &self,
         peer: Peer,
         key: &str,
-        (regions, blocks): (Vec<Vec<u8>>, Vec<Offered>),
+        (regions, blocks, after): (Vec<Vec<u8>>, Vec<Offered>, After),
         budget: Duration,
         done: Option<Done>,
     ) -> Result<(SendId, Arc<End>), Outcome> {
@@ -80,6 +83,9 @@ impl Endpoint {
         let end = Arc::<End>::default();
         state.sends.insert(id, Ending { end: Arc::clone(&end), done });
         state.dialing.insert(id, peer);
+        if !after.edges().is_empty() {
+            state.computed.insert(id, after);
+        }
         self.act(&mut state);
         Ok((id, end))
     }
@@ -88,7 +94,7 @@ impl Endpoint {
         &self,
         key: &str,
         wanted: Vec<Wanted>,
-        places: Places,
+        (places, after): (Places, After),
         budget: Duration,
         done: Option<Done>,
     ) -> Result<(RecvId, Arc<End>), Outcome> {
@@ -96,7 +102,7 @@ impl Endpoint {
         let id = state.tasks.recv(key, wanted, budget, now())?;
         let end = Arc::<End>::default();
         let ending = Ending { end: Arc::clone(&end), done };
-        state.recvs.insert(id, Receiving { ending, places, read: None, freed: false });
+        state.recvs.insert(id, Receiving { ending, places, after, read: None, freed: false });
         self.act(&mut state);
         Ok((id, end))
     }
@@ -200,9 +206,7 @@ impl Endpoint {
     /// Waits for events and handles them. Returns the callbacks that are due; `None` when the thread has to
     /// stop.
     fn turn(&self) -> Option<Vec<(Done, Outcome)>> {
-        let due = self.state.lock().tasks.next_timeout();
-        let left = due.map(|due| due.saturating_since(now()));
-        let events = self.inbox.take(left)?;
+        let events = self.inbox.take(self.time_left())?;
         let (mut ended, mut receipts) = (Vec::new(), Vec::new());
         let mut state = self.state.lock();
         for event in events {
@@ -217,10 +221,28 @@ impl Endpoint {
         }
         state.tasks.expire(now());
         self.carry_out(&mut state);
+        for (send, outcome) in state.take_computed() {
+            match outcome {
+                Ok(()) => self.connect(&mut state, send),
+                Err(text) => state.tasks.opened(send, Err(text), now()),
+            }
+        }
+        self.carry_out(&mut state);
         drop(state);
         // The senders' windows open again.
         drop(receipts);
         Some(ended)
+    }
+
+    /// Time until something is due that no event announces.
+    fn time_left(&self) -> Option<Duration> {
+        let state = self.state.lock();
+        let due = state.tasks.next_timeout();
+        let left = due.map(|due| due.saturating_since(now()));
+        if state.computed.is_empty() {
+            return left;
+        }
+        Some(left.map_or(COMPUTED_CHECK, |left| left.min(COMPUTED_CHECK)))
     }
 
     /// Carries out what a call of the program caused; its deadline may be the next one.
@@ -265,6 +287,7 @@ impl Endpoint {
                 Action::Watch { peer, on } => state.watch(peer, on),
                 Action::SendEnded { id, outcome } => {
                     state.dialing.remove(&id);
+                    state.computed.remove(&id);
                     if let Some(ending) = state.sends.remove(&id) {
                         self.ended(ending.end, ending.done, outcome);
                     }
@@ -273,6 +296,7 @@ impl Endpoint {
                     let Some(receiving) = state.recvs.get_mut(&id) else { continue };
                     receiving.read = None;
                     receiving.places = Places::new();
+                    receiving.after = After::default();
                     let (end, done) =
                         (Arc::clone(&receiving.ending.end), receiving.ending.done.take());
                     let freed = receiving.freed;
@@ -293,7 +317,11 @@ impl Endpoint {
         end.set(outcome);
     }
 
+    /// Connects to the receiver of a send, unless a GPU still computes what is sent.
     fn connect(&self, state: &mut State, send: SendId) {
+        if state.computed.contains_key(&send) {
+            return;
+        }
         let Some(peer) = state.dialing.remove(&send) else { return };
         let inbox = Arc::clone(&self.inbox);
         peer.open_channel(Box::new(move |channel| {

@@ -8,7 +8,10 @@ use crate::handles;
 use crate::structs::{self, Versioned};
 use crate::tasks::driver::Endpoint;
 use crate::tasks::end::{Done, End};
-use kvferry::{Agent, ErrorKind, Region};
+use crate::tasks::state::Places;
+use crate::transfer::{kvferry_after, order_of};
+use kvferry::{After, Agent, Batch, ErrorKind, Region};
+use kvferry_cuda::Order;
 use kvferry_proto::tasks::{self, Code};
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::Arc;
@@ -24,7 +27,7 @@ pub struct kvferry_tasks(());
 pub struct kvferry_task_part {
     /// The key of the block.
     pub key: i64,
-    /// Host memory in one registered region of the agent; NULL if there is no such part.
+    /// Memory in one registered region of the agent, the host's or a GPU's; NULL if there is no such part.
     pub address: *mut c_void,
     pub len: u64,
 }
@@ -47,6 +50,11 @@ pub struct kvferry_task_options {
     pub done: kvferry_task_done,
     /// Passed to `done`.
     pub user: *mut c_void,
+    /// What the task comes after, at least one, where memory of it is a GPU's: the work that computes what is sent, or
+    /// that used the memory which is received into. The task waits; the call does not. Streams and events exist until the
+    /// call returns.
+    pub after: *const kvferry_after,
+    pub after_count: usize,
 }
 
 // SAFETY: `repr(C)`, begins with its size; zeroes are no function. Other bytes are what the caller wrote.
@@ -85,6 +93,24 @@ unsafe impl Send for Callback {}
 pub(crate) struct Wish {
     pub(crate) budget: Duration,
     pub(crate) done: Option<Done>,
+    after: Vec<Order>,
+}
+
+impl Wish {
+    /// What a task with memory in these places waits for.
+    ///
+    /// # Safety
+    /// The streams and events of the options exist.
+    pub(crate) unsafe fn order(&self, places: &Places) -> Result<After, Failure> {
+        let mut batch = Batch::new();
+        for (region, _) in places.iter().flatten().filter(|(region, _)| region.is_device()) {
+            batch.push_to_address(region, 0, 1, 1)?;
+        }
+        // SAFETY: the caller's promise.
+        unsafe { kvferry_cuda::order(&mut batch, &self.after) }
+            .map_err(|error| Failure::invalid(error.to_string()))?;
+        Ok(batch.after().clone())
+    }
 }
 
 /// # Safety
@@ -102,7 +128,10 @@ pub(crate) unsafe fn read(
         done
     });
     let own = Duration::from_millis(agent.config().timeout_ms);
-    Ok(Wish { budget: crate::peer::limit(theirs.timeout_ms).unwrap_or(own), done })
+    // SAFETY: the caller's promise.
+    let after = unsafe { guard::array(theirs.after, theirs.after_count, "after") }?;
+    let after = after.iter().map(order_of).collect::<Result<_, _>>()?;
+    Ok(Wish { budget: crate::peer::limit(theirs.timeout_ms).unwrap_or(own), done, after })
 }
 
 impl Callback {

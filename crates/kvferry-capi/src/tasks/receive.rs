@@ -49,6 +49,8 @@ pub unsafe extern "C" fn kvferry_recv_task_start(
         let places: Result<Places, _> =
             parts.iter().map(|part| endpoint::place(owner.agent(), part)).collect();
         let places = places?;
+        // SAFETY: the caller's promise.
+        let after = unsafe { wish.order(&places) }?;
         let mut at = 0;
         let wanted = endpoint::blocks(parts).map(|block| {
             let lens = block.iter().zip(&places[at..]);
@@ -57,7 +59,7 @@ pub unsafe extern "C" fn kvferry_recv_task_start(
             Wanted { key: block[0].key, lens }
         });
         let wanted = wanted.collect();
-        let started = owner.recv(key, wanted, places, wish.budget, wish.done);
+        let started = owner.recv(key, wanted, (places, after), wish.budget, wish.done);
         let (id, end) = started.map_err(endpoint::refused)?;
         let handle = handles::pointer(handles::add(OwnedRecv { owner, id, end }));
         // SAFETY: the caller's promise.

@@ -6,6 +6,7 @@ use crate::guard;
 use crate::handles::{self, OwnedSend};
 use crate::tasks::driver::Endpoint;
 use crate::tasks::endpoint::{self, kvferry_task_options, kvferry_task_part, kvferry_tasks};
+use crate::tasks::state::Places;
 use kvferry::{Agent, RegionId};
 use kvferry_proto::tasks::{Offered, Part};
 use std::collections::HashMap;
@@ -16,14 +17,20 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct kvferry_send_task(());
 
-/// The regions that hold the parts, and the blocks in them.
-fn offer(
-    agent: &Agent,
-    parts: &[kvferry_task_part],
-) -> Result<(Vec<Vec<u8>>, Vec<Offered>), Failure> {
+/// What a send offers.
+struct Offer {
+    /// Descriptions of the regions that hold the parts.
+    regions: Vec<Vec<u8>>,
+    blocks: Vec<Offered>,
+    /// A place in each of the regions.
+    places: Places,
+}
+
+fn offer(agent: &Agent, parts: &[kvferry_task_part]) -> Result<Offer, Failure> {
     let mut regions = Vec::new();
+    let mut places = Places::new();
     let mut numbers = HashMap::<RegionId, u32>::new();
-    let mut offered = Vec::new();
+    let mut blocks = Vec::new();
     for block in endpoint::blocks(parts) {
         let mut ranges = Vec::with_capacity(block.len());
         for part in block {
@@ -33,18 +40,20 @@ fn offer(
             };
             let number = *numbers.entry(region.id()).or_insert_with(|| {
                 regions.push(region.remote().to_bytes());
+                places.push(Some((region.clone(), offset)));
                 regions.len() as u32 - 1
             });
             ranges.push(Part(number, offset, part.len));
         }
-        offered.push(Offered(block[0].key, ranges));
+        blocks.push(Offered(block[0].key, ranges));
     }
-    Ok((regions, offered))
+    Ok(Offer { regions, blocks, places })
 }
 
 /// Offers blocks under a key to the receiver at `address`, which reads them. The task ends when the
 /// receiver has them, or can't have them any more; the memory is free again then, and must stay
-/// registered, readable for peers and unchanged until then.
+/// registered, readable for peers and unchanged until then. Memory of a GPU is offered once the work in `after` of the
+/// options has run.
 ///
 /// `KVFERRY_MISMATCH`: the receiver wants a block that is not offered, or of another length.
 /// `KVFERRY_DUPLICATE`: another sender has the key. `task` may be NULL if there is a callback.
@@ -80,9 +89,11 @@ pub unsafe extern "C" fn kvferry_send_task_start(
             let what = "the place for the task is NULL, and there is no callback";
             return Err(Failure::invalid(what));
         }
-        let offer = offer(owner.agent(), parts)?;
+        let Offer { regions, blocks, places } = offer(owner.agent(), parts)?;
+        // SAFETY: the caller's promise.
+        let after = unsafe { wish.order(&places) }?;
         let peer = owner.agent().peer(address)?;
-        let started = owner.send(peer, key, offer, wish.budget, wish.done);
+        let started = owner.send(peer, key, (regions, blocks, after), wish.budget, wish.done);
         let (id, end) = started.map_err(endpoint::refused)?;
         if !task.is_null() {
             let handle = handles::pointer(handles::add(OwnedSend { owner, id, end }));

@@ -2,7 +2,7 @@
 
 use super::end::Ending;
 use super::inbox::Event;
-use kvferry::{Agent, Batch, Channel, Peer, Region, RemoteRegion, Transfer, Watch};
+use kvferry::{After, Agent, Batch, Channel, Peer, Region, RemoteRegion, Transfer, Watch};
 use kvferry_proto::handoff::PeerId;
 use kvferry_proto::tasks::{Copy, Part, RecvId, SendId, Tasks};
 use kvferry_proto::{Origin, Timestamp};
@@ -23,6 +23,8 @@ pub(crate) type Places = Vec<Option<(Region, u64)>>;
 pub(super) struct Receiving {
     pub(super) ending: Ending,
     pub(super) places: Places,
+    /// The work that used the places' memory of GPUs before.
+    pub(super) after: After,
     pub(super) read: Option<Transfer>,
     /// The program has freed its handle.
     pub(super) freed: bool,
@@ -42,6 +44,8 @@ pub(super) struct State {
     last: u64,
     /// The receivers that sends are to connect to.
     pub(super) dialing: HashMap<SendId, Peer>,
+    /// Sends whose memory a GPU still computes.
+    pub(super) computed: HashMap<SendId, After>,
     /// Senders, by the address that they advertise.
     peers: HashMap<String, Peer>,
     pub(super) sends: HashMap<SendId, Ending>,
@@ -152,6 +156,20 @@ impl State {
             let pushed = batch.push(local, *at, remote, offset, len);
             pushed.map_err(|error| error.to_string())?;
         }
+        batch.set_after(receiving.after.clone());
         Ok(batch)
+    }
+
+    /// Sends whose memory is computed now, or never will be.
+    pub(super) fn take_computed(&mut self) -> Vec<(SendId, Result<(), String>)> {
+        let have = |(id, after): (&SendId, &After)| {
+            let outcome = kvferry_cuda::Edge::have_happened(after).map_err(|e| e.to_string());
+            (outcome != Ok(false)).then_some((*id, outcome.map(drop)))
+        };
+        let computed: Vec<_> = self.computed.iter().filter_map(have).collect();
+        for (id, _) in &computed {
+            self.computed.remove(id);
+        }
+        computed
     }
 }

@@ -32,6 +32,7 @@ IS(sizeof(kvferry_file_options) == 40);
 IS(sizeof(kvferry_notification) == 48);
 IS(sizeof(kvferry_range) == 24 && sizeof(kvferry_addresses) == 24);
 IS(sizeof(kvferry_task_part) == 24 && offsetof(kvferry_task_part, address) == 8);
-IS(sizeof(kvferry_task_options) == 32 && sizeof(kvferry_task_gauges) == 48);
+IS(sizeof(kvferry_task_options) == 48 && offsetof(kvferry_task_options, after) == 32);
+IS(sizeof(kvferry_task_gauges) == 48);
 
 int main(void) { return kvferry_version()[0] == 0; }

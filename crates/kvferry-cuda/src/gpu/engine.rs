@@ -294,7 +294,8 @@ impl Engine {
             }
             let outcome = match shared.lost() {
                 Some(lost) => Err(lost.into()),
-                None => have_happened(&after),
+                // Each is a GPU's: `Gpu::wait_for` takes no others.
+                None => Edge::have_happened(&after).map_err(io::Error::from),
             };
             match outcome {
                 Ok(false) => self.waits.push((after, happened)),
@@ -338,17 +339,6 @@ fn fill(jobs: &mut Vec<Job>, shared: &Shared, direction: Direction, copy: &Devic
         before = Some(piece);
         host += len;
     }
-}
-
-/// True once all edges have happened.
-fn have_happened(after: &After) -> io::Result<bool> {
-    // Each is a GPU's: `Gpu::wait_for` takes no others.
-    for edge in after.edges().iter().filter_map(|edge| edge.downcast_ref::<Edge>()) {
-        if !edge.has_happened().map_err(|error| io::Error::from(Error::Driver(error)))? {
-            return Ok(false);
-        }
-    }
-    Ok(true)
 }
 
 /// Fails all work: the GPU has no streams. What comes later starts another thread, which tries again.

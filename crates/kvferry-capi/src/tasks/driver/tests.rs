@@ -28,7 +28,7 @@ fn endpoint(agent: &Agent) -> Arc<Endpoint> {
 fn send(endpoint: &Endpoint, to: &Agent, key: &str, region: &Region) -> Arc<End> {
     let peer = endpoint.agent().peer(to.advertised()).expect("an address");
     let blocks = vec![Offered(1, vec![Part(0, 0, region.len() as u64)])];
-    let what = (vec![region.remote().to_bytes()], blocks);
+    let what = (vec![region.remote().to_bytes()], blocks, After::default());
     endpoint.send(peer, key, what, NEVER, None).expect("there is room").1
 }
 
@@ -41,7 +41,9 @@ fn call_back(endpoint: &Endpoint, done: impl FnOnce() + Send + 'static) {
         drop(closed);
         done();
     });
-    endpoint.send(peer, "nobody", (Vec::new(), blocks), NEVER, Some(done)).expect("there is room");
+    endpoint
+        .send(peer, "nobody", (Vec::new(), blocks, After::default()), NEVER, Some(done))
+        .expect("there is room");
 }
 
 #[test]
@@ -102,7 +104,8 @@ fn sends_to_a_receiver_that_takes_no_message_end_as_busy_and_its_session_goes_on
 fn receive(endpoint: &Endpoint, key: &str, len: usize) -> Arc<End> {
     let into = endpoint.agent().allocate(len, Access::NONE).expect("memory");
     let wanted = vec![Wanted { key: 1, lens: vec![len as u64] }];
-    let received = endpoint.recv(key, wanted, vec![Some((into, 0))], NEVER, None);
+    let places = (vec![Some((into, 0))], After::default());
+    let received = endpoint.recv(key, wanted, places, NEVER, None);
     received.expect("there is room").1
 }
 
@@ -151,7 +154,7 @@ fn a_callback_may_free_a_task_whose_memory_is_being_written() {
     let from = sends.register_device(device.memory(), Access::READ).expect("a region");
     let into = receives.allocate(LEN, Access::NONE).expect("memory");
     let wanted = vec![Wanted { key: 1, lens: vec![LEN as u64] }];
-    let places = vec![Some((into, 0))];
+    let places = (vec![Some((into, 0))], After::default());
     let (task, end) = receiver.recv("k", wanted, places, NEVER, None).expect("there is room");
     let _sent = send(&sender, &receives, "k", &from);
     eventually("it is read", || receiver.gauges().reads == 1 && device.pending() > 0);
