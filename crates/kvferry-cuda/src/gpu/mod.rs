@@ -277,6 +277,13 @@ macro_rules! counters {
             $($(#[$doc])* pub $name: u64,)*
         }
 
+        impl Counters {
+            /// The counters by name, in a fixed order.
+            pub fn each(&self) -> impl Iterator<Item = (&'static str, u64)> {
+                [$((stringify!($name), self.$name)),*].into_iter()
+            }
+        }
+
         #[derive(Debug, Default)]
         struct Counts {
             $($name: AtomicU64,)*
