@@ -56,6 +56,35 @@ fn this_host_is_described_and_every_shortcoming_has_its_fix() {
 }
 
 #[test]
+fn gpus_are_described_and_how_kvferry_copies_their_memory() {
+    let driver = kvferry_fakecuda::control::library_path();
+    let mut command = doctor(&[]);
+    let (_, report) = run(command.env("KVFERRY_LIBCUDA", driver).env("FAKECUDA", "devices=2"));
+    let of = |id: &str| {
+        let all = findings(&report).into_iter();
+        all.filter(|finding| finding["id"] == id).collect::<Vec<_>>()
+    };
+    let gpus = of("cuda_device");
+    assert_eq!(gpus.len(), 2, "{report}");
+    for gpu in gpus {
+        assert!(
+            gpu["facts"]["uuid"].as_str().is_some_and(|uuid| uuid.starts_with("GPU-")),
+            "{gpu}"
+        );
+        assert!(gpu["facts"]["copy_engines"].as_u64().is_some_and(|n| n > 0), "{gpu}");
+        assert!(gpu["finding"].as_str().is_some_and(|text| text.contains("compute ")), "{gpu}");
+    }
+    assert_eq!(finding(&report, "cuda_copies")["facts"]["batch_call"], true);
+    assert_eq!(finding(&report, "cuda_stages")["facts"]["bytes"], 512 << 20);
+
+    let old = kvferry_fakecuda::control::library_path();
+    let mut command = doctor(&[]);
+    let settings = "devices=1,version=12.2";
+    let (_, report) = run(command.env("KVFERRY_LIBCUDA", old).env("FAKECUDA", settings));
+    assert_eq!(finding(&report, "cuda_copies")["mark"], "note");
+}
+
+#[test]
 fn the_advertised_address_is_the_one_an_agent_gives() {
     for (listen, host_ip) in
         [("0.0.0.0:0", None), ("0.0.0.0:0", Some("10.1.2.3")), ("127.0.0.1:0", None)]

@@ -3,8 +3,9 @@
 use serde_json::json;
 
 use super::finding::{Finding, Group};
-use super::helper::Library;
+use super::helper::{CudaCopies, CudaFound, CudaMore, Library};
 use super::host::{Host, Tries};
+use super::same_host;
 use kvferry_bench::units;
 
 pub(super) fn check(host: &Host, tries: &Tries) -> Group {
@@ -13,6 +14,9 @@ pub(super) fn check(host: &Host, tries: &Tries) -> Group {
     findings.push(gds(host, tries));
     Group { name: "devices", title: "RDMA, CUDA, storage".into(), findings }
 }
+
+/// Host memory that the copies of a GPU go through, at most.
+const STAGES_BYTES: u64 = (kvferry_cuda::gpu::STAGES * kvferry_cuda::gpu::STAGE_BYTES) as u64;
 
 const RDMA: &str = "sys/class/infiniband";
 
@@ -128,17 +132,78 @@ fn cuda(host: &Host, tries: &Tries) -> Vec<Finding> {
             let mut words = vec![device.name.clone(), units::bytes(device.memory_bytes)];
             words.push(format!("PCI {}", device.bus));
             words.extend(node.map(|node| format!("NUMA node {node}")));
+            words.extend(device.more.as_ref().map(about));
             let finding = Finding::ok("cuda_device", words.join(", ")).of(format!("cuda {index}"));
-            findings.push(
-                finding
-                    .fact("name", device.name.as_str())
-                    .fact("memory_bytes", device.memory_bytes)
-                    .fact("bus", device.bus.as_str())
-                    .fact("numa_node", node),
-            );
+            let finding = finding
+                .fact("name", device.name.as_str())
+                .fact("memory_bytes", device.memory_bytes)
+                .fact("bus", device.bus.as_str())
+                .fact("numa_node", node);
+            findings.push(match &device.more {
+                Some(more) => with_facts(finding, more),
+                None => finding,
+            });
+        }
+        if !found.devices.is_empty() {
+            findings.push(copies(found));
+            findings.push(stages(host, tries, found.devices.len() as u64));
         }
     }
     findings
+}
+
+/// What a person wants to know of a device besides its place.
+fn about(more: &CudaMore) -> String {
+    let (major, minor) = more.compute_capability;
+    let exported = if more.dma_buf { "dma-buf" } else { "no dma-buf" };
+    let engines = more.copy_engines;
+    format!("compute {major}.{minor}, {engines} copy engines, {exported}, {}", more.uuid)
+}
+
+fn with_facts(finding: Finding, more: &CudaMore) -> Finding {
+    let (major, minor) = more.compute_capability;
+    finding
+        .fact("uuid", more.uuid.as_str())
+        .fact("compute_capability", format!("{major}.{minor}"))
+        .fact("multiprocessors", more.multiprocessors)
+        .fact("copy_engines", more.copy_engines)
+        .fact("dma_buf", more.dma_buf)
+        .fact("gpu_direct_rdma", more.gpu_direct_rdma)
+}
+
+/// How kvferry copies memory of GPUs.
+fn copies(found: &CudaFound) -> Finding {
+    let finding = match &found.copies {
+        Ok(CudaCopies { batch_call: true }) => {
+            Finding::ok("cuda_copies", "many copies in one call of the driver")
+        }
+        Ok(CudaCopies { batch_call: false }) => {
+            let words = "one call of the driver for each copy: many small blocks take longer";
+            Finding::note("cuda_copies", words).fix("a driver of CUDA 12.8 or later")
+        }
+        Err(why) => Finding::bad("cuda_copies", format!("kvferry can't use the driver: {why}"))
+            .fix("the error says what is missing; memory of GPUs is refused until then"),
+    };
+    let batch_call = found.copies.as_ref().ok().map(|copies| copies.batch_call);
+    finding.of("cuda copies").fact("batch_call", batch_call)
+}
+
+/// Whether the host memory that copies go through can be pinned.
+fn stages(host: &Host, tries: &Tries, devices: u64) -> Finding {
+    let needed = devices * STAGES_BYTES;
+    let is_free = same_host::has_ipc_lock(host);
+    let words = format!("{} of pinned host memory at most", units::bytes(needed));
+    let finding = match tries.memlock {
+        Some(limit) if limit < needed && !is_free => {
+            let words = format!("{words}, and {} may be locked", units::bytes(limit));
+            Finding::note("cuda_stages", words).fix(
+                "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity, Docker: --ulimit memlock=-1), if the log says \
+                 that host memory can't be pinned",
+            )
+        }
+        _ => Finding::ok("cuda_stages", words),
+    };
+    finding.of("cuda stages").fact("bytes", needed).fact("limit", tries.memlock)
 }
 
 fn gds(host: &Host, tries: &Tries) -> Finding {
@@ -224,8 +289,10 @@ mod tests {
             name: "NVIDIA H200".into(),
             memory_bytes: 141 << 30,
             bus: "0000:1b:00.0".into(),
+            more: None,
         };
-        let found = CudaFound { version: 12080, devices: vec![device] };
+        let copies = Err("CUDA 11.3 is too old".to_owned());
+        let found = CudaFound { version: 12080, devices: vec![device], copies };
         let works = Tries {
             cuda: Library::Works { file: "libcuda.so.570.86.15".into(), found },
             ..tries()
@@ -233,6 +300,27 @@ mod tests {
         let findings = cuda(&driven.host(), &works);
         assert_eq!(findings[0].finding, "driver 570.86.15, CUDA 12.8 (libcuda.so.570.86.15)");
         assert_eq!(findings[1].finding, "NVIDIA H200, 141 GiB, PCI 0000:1b:00.0");
+        assert_eq!(findings[2].mark, Mark::Bad);
+        assert!(findings[2].finding.contains("CUDA 11.3 is too old"), "{findings:?}");
+    }
+
+    #[test]
+    fn single_copies_and_a_limit_of_pinned_memory_are_noted() {
+        let found = |batch_call| CudaFound {
+            version: 12060,
+            devices: Vec::new(),
+            copies: Ok(CudaCopies { batch_call }),
+        };
+        assert_eq!(copies(&found(true)).mark, Mark::Ok);
+        let single = copies(&found(false));
+        assert!(single.mark == Mark::Note && single.fix.is_some_and(|fix| fix.contains("12.8")));
+        let plain = Tree::of(&[]);
+        let limited = |memlock| Tries { memlock, ..tries() };
+        let mark = |memlock, devices| stages(&plain.host(), &limited(memlock), devices).mark;
+        assert_eq!((mark(None, 8), mark(Some(256 << 20), 1)), (Mark::Ok, Mark::Ok));
+        assert_eq!((mark(Some(256 << 20), 2), mark(Some(8 << 20), 1)), (Mark::Note, Mark::Note));
+        let free = Tree::of(&[("proc/self/status", "CapEff:\t0000000000004000\n")]);
+        assert_eq!(stages(&free.host(), &limited(Some(8 << 20)), 1).mark, Mark::Ok);
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child as Process, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use kvferry_sys::cuda::{DeviceInfo, Driver};
 use kvferry_sys::vendor::{self, Unavailable};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -52,6 +53,14 @@ pub(super) struct VerbsFound {
 pub(super) struct CudaFound {
     pub(super) version: u32,
     pub(super) devices: Vec<CudaDevice>,
+    /// How kvferry copies, or why it can't use the driver.
+    pub(super) copies: Result<CudaCopies, String>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct CudaCopies {
+    /// The driver makes many copies in one call.
+    pub(super) batch_call: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,6 +68,19 @@ pub(super) struct CudaDevice {
     pub(super) name: String,
     pub(super) memory_bytes: u64,
     pub(super) bus: String,
+    /// Unknown where kvferry can't use the driver.
+    pub(super) more: Option<CudaMore>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct CudaMore {
+    pub(super) uuid: String,
+    pub(super) compute_capability: (u32, u32),
+    pub(super) multiprocessors: u32,
+    pub(super) copy_engines: u32,
+    /// The device's memory can be exported to network cards: by a dma-buf, or by NVIDIA's own module.
+    pub(super) dma_buf: bool,
+    pub(super) gpu_direct_rdma: bool,
 }
 
 /// The helper's side.
@@ -74,20 +96,42 @@ pub(crate) fn run(probe: Probe) -> Result<(), Failure> {
         }
         Probe::Cuda => {
             die_with_parent()?;
-            let found = vendor::cuda().map(|cuda| CudaFound {
-                version: cuda.version,
-                devices: cuda
-                    .devices
-                    .into_iter()
-                    .map(|d| CudaDevice { name: d.name, memory_bytes: d.memory_bytes, bus: d.bus })
-                    .collect(),
-            });
-            tell("libcuda.so", found)
+            tell("libcuda.so", cuda())
         }
         Probe::Cufile => {
             die_with_parent()?;
             tell("libcufile.so", vendor::cufile())
         }
+    }
+}
+
+fn cuda() -> Result<CudaFound, Unavailable> {
+    // First, because it finds the library that kvferry uses.
+    let driver = Driver::get();
+    let cuda = vendor::cuda()?;
+    let copies = match driver {
+        Ok(driver) => Ok(CudaCopies { batch_call: driver.batch_call().is_some() }),
+        Err(why) => Err(why.to_string()),
+    };
+    let known = driver.ok().and_then(|driver| driver.devices().ok()).unwrap_or_default();
+    let mut infos = known.iter().map(|device| device.info().ok().map(more));
+    let devices = cuda.devices.into_iter().map(|device| CudaDevice {
+        name: device.name,
+        memory_bytes: device.memory_bytes,
+        bus: device.bus,
+        more: infos.next().flatten(),
+    });
+    Ok(CudaFound { version: cuda.version, devices: devices.collect(), copies })
+}
+
+fn more(info: DeviceInfo) -> CudaMore {
+    CudaMore {
+        uuid: info.uuid.to_string(),
+        compute_capability: info.compute_capability,
+        multiprocessors: info.multiprocessors,
+        copy_engines: info.copy_engines,
+        dma_buf: info.dma_buf,
+        gpu_direct_rdma: info.gpu_direct_rdma,
     }
 }
 

@@ -117,7 +117,7 @@ mod tests {
 
     use kvferry_sys::net::InterfaceAddress;
 
-    use super::helper::{CudaDevice, CudaFound, Library, VerbsFound};
+    use super::helper::{CudaCopies, CudaDevice, CudaFound, CudaMore, Library, VerbsFound};
     use super::*;
 
     /// Files of an imaginary kernel. Removed on drop.
@@ -235,7 +235,16 @@ mod tests {
                         name: "NVIDIA H200".into(),
                         memory_bytes: 141 << 30,
                         bus: "0000:1b:00.0".into(),
+                        more: Some(CudaMore {
+                            uuid: "GPU-8c1b7d5e-0000-1111-2222-333344445555".into(),
+                            compute_capability: (9, 0),
+                            multiprocessors: 132,
+                            copy_engines: 3,
+                            dma_buf: true,
+                            gpu_direct_rdma: true,
+                        }),
                     }],
+                    copies: Ok(CudaCopies { batch_call: true }),
                 },
             },
             cufile: Library::Broken("libmount.so.1: cannot open shared object file".into()),

@@ -195,8 +195,13 @@ fn shared_transparent(host: &Host) -> Option<Finding> {
     Some(finding.of("thp, shared").fact("mode", mode))
 }
 
+/// Whether the limit of locked memory does not apply to this process.
+pub(super) fn has_ipc_lock(host: &Host) -> bool {
+    capabilities(host) & CAP_IPC_LOCK != 0
+}
+
 fn memlock(host: &Host, tries: &Tries) -> Finding {
-    let free = capabilities(host) & CAP_IPC_LOCK != 0;
+    let free = has_ipc_lock(host);
     let finding = match tries.memlock {
         None => Finding::ok("memlock", "no limit"),
         Some(limit) if free => {
