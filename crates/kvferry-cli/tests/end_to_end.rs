@@ -74,6 +74,28 @@ fn engines_hand_requests_over_to_fewer_ranks_over_tcp_too() {
 }
 
 #[test]
+fn engines_with_caches_in_memory_of_gpus_say_the_right_tokens() {
+    let line = ["demo", "--sizes", "16,48", "--requests", "2", "--json", "--device", "cuda:1"];
+    let ranks = ["--prefill", "1", "--prefill-tp", "1", "--decode-tp", "2"];
+    let with = |driver: &std::path::Path| {
+        let mut command = kvferry(&[&line[..], &ranks].concat());
+        command.env("KVFERRY_LIBCUDA", driver).env("FAKECUDA", "devices=2").output()
+    };
+    let output = with(&kvferry_fakecuda::control::library_path()).expect("the command starts");
+    assert_eq!(code(&output), Some(0), "{}", errors(&output));
+    let report = json(&output);
+    assert_eq!((&report["tokens_verified"], &report["wrong_tokens"]), (&10.into(), &0.into()));
+    assert_eq!(
+        (&report["bytes"], &report["held"]),
+        (&((16 + 48) * 32_768).into(), &Value::Array(vec![]))
+    );
+    let output = with("/no/libcuda.so.1".as_ref()).expect("the command starts");
+    assert_ne!(code(&output), Some(0));
+    assert!(errors(&output).contains("--device cuda:1: no CUDA driver"), "{}", errors(&output));
+    assert_eq!(code(&run(&["demo", "--device", "tpu"])), Some(2));
+}
+
+#[test]
 fn what_is_handed_over_after_prefill_has_ended_is_exposed_as_a_whole() {
     let report = engines(&["--flow", "sequential", "--announce", "end"]);
     for size in report["sizes"].as_array().expect("sizes") {

@@ -14,6 +14,7 @@ Examples:
   kvferry demo --flow sequential --announce end    nothing is pushed while prefill computes
   kvferry demo --sizes 64,4096 --requests 20 --plot demo.html
   kvferry demo --json --quiet | jq .sizes          for a program
+  kvferry demo --device cuda --sizes 32,128        caches in memory of a GPU, each row a copy of the driver
   kvferry demo store                               KV on disk that outlives its engine
 
 Every engine is a process with a small model, a paged KV cache and a scheduler, driven as vLLM drives
@@ -62,6 +63,9 @@ pub(crate) struct DemoArgs {
     /// How KV moves
     #[arg(long, value_enum, default_value = "local")]
     pub(in crate::demo) transport: DemoTransport,
+    /// Memory of the KV caches: `cpu`, or `cuda`, `cuda:1` for that of a GPU. The processor computes either way
+    #[arg(long, default_value = "cpu", value_parser = device)]
+    pub(in crate::demo) device: Device,
     /// Prompt lengths in tokens, 32 KiB of KV each
     #[arg(long, default_value = "32,128,512,2048", value_delimiter = ',', value_name = "TOKENS",
           value_parser = clap::value_parser!(u32).range(1..=32_768))]
@@ -123,6 +127,20 @@ pub(in crate::demo) enum AnnounceWhen {
     Chunks,
     /// Once, at the end
     End,
+}
+
+/// Memory of KV caches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::demo) struct Device(pub(in crate::demo) Option<i32>);
+
+fn device(text: &str) -> Result<Device, String> {
+    let number = match text.split_once(':') {
+        None if text == "cpu" => return Ok(Device(None)),
+        None if text == "cuda" => Ok(0),
+        Some(("cuda", number)) => number.parse::<u16>(),
+        _ => return Err("it is cpu, cuda or cuda:NUMBER".to_owned()),
+    };
+    number.map(|number| Device(Some(number.into()))).map_err(|error| error.to_string())
 }
 
 /// Numbers of ranks among which the model's heads can be shared.

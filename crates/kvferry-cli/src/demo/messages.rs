@@ -29,6 +29,8 @@ pub(super) struct Setup {
     pub(super) announce: AnnounceWhen,
     /// Budget of a fetch.
     pub(super) timeout_ms: u64,
+    /// Number of the GPU whose memory has the caches.
+    pub(super) gpu: Option<i32>,
 }
 
 impl From<AnnounceWhen> for Announce {

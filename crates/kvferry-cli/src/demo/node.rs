@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use kvferry::{Agent, Transports};
 use kvferry_connector::{ReadPart, WireCode, WorkerObserver};
-use kvferry_refengine::kvferry_adapter::{KvferryAdapter, KvferryAdapterConfig};
+use kvferry_refengine::kvferry_adapter::{GpuMemory, KvferryAdapter, KvferryAdapterConfig};
 use kvferry_refengine::{Connector, Engine, FinishReason, Output, Rank, Request, RequestId};
 
 use kvferry_bench::child;
@@ -120,9 +120,14 @@ impl Node {
             builder.transports(transports).start()
         };
         let agents = ranks.iter().map(agent).collect::<Result<Vec<_>, _>>()?;
+        if let Some(device) = setup.gpu {
+            GpuMemory::new(&agents[0], device, 1)
+                .map_err(|error| Failure::Usage(format!("--device cuda:{device}: {error}")))?;
+        }
         let config = KvferryAdapterConfig {
             timeout: Duration::from_millis(setup.timeout_ms),
             announce: setup.announce.into(),
+            gpu: setup.gpu,
             ..KvferryAdapterConfig::default()
         };
         let kvferry_adapter = KvferryAdapter::new(&setup.config, agents, config);

@@ -504,6 +504,7 @@ impl Engine {
             transports: plan.transports().to_string(),
             announce: plan.options.announce,
             timeout_ms: FETCH.as_millis() as u64,
+            gpu: plan.options.device.0,
         };
         let (commands, address) = (Some(commands), String::new());
         let mut engine = Engine {

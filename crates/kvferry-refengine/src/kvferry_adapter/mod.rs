@@ -30,10 +30,12 @@
 //! * Parameters of a response: the router must give the consumer the transfer's id and the producer's
 //!   address.
 
+mod gpu;
 mod memory;
 mod trt;
 mod vllm;
 
+pub use gpu::GpuMemory;
 pub use memory::RegionMemory;
 
 use crate::config::EngineConfig;
@@ -70,6 +72,8 @@ pub struct KvferryAdapterConfig {
     pub layer_events: bool,
     /// See [`SchedulerConfig::idle`].
     pub idle: Option<IdleLimit>,
+    /// Number of the GPU whose memory has the caches; without one, they are in the agent's memory.
+    pub gpu: Option<i32>,
 }
 
 impl Default for KvferryAdapterConfig {
@@ -82,6 +86,7 @@ impl Default for KvferryAdapterConfig {
             limits: Limits::default(),
             layer_events: true,
             idle: None,
+            gpu: None,
         }
     }
 }
@@ -154,7 +159,7 @@ impl KvferryAdapter {
     }
 
     fn half(&self, rank: usize) -> RankHalf {
-        let KvferryAdapterConfig { announce, limits, layer_events, .. } = self.config.clone();
+        let KvferryAdapterConfig { announce, limits, layer_events, gpu, .. } = self.config.clone();
         RankHalf {
             agent: self.agents[rank].clone(),
             config: WorkerConfig {
@@ -165,6 +170,7 @@ impl KvferryAdapter {
                 producers: None,
             },
             layer_events,
+            gpu,
             regions: vec![],
             worker: self.workers[rank].clone(),
             layers: vec![],
@@ -224,6 +230,7 @@ struct RankHalf {
     agent: Agent,
     config: WorkerConfig,
     layer_events: bool,
+    gpu: Option<i32>,
     /// Regions of the rank, one per storage.
     regions: Vec<Region>,
     worker: Arc<OnceLock<Worker>>,
@@ -235,6 +242,12 @@ struct RankHalf {
 
 impl RankHalf {
     fn allocate(&mut self, len: usize) -> Arc<dyn KvMemory> {
+        if let Some(device) = self.gpu {
+            let memory = GpuMemory::new(&self.agent, device, len);
+            let memory = memory.expect("the GPU can be used and has memory for the cache");
+            self.regions.push(memory.region().clone());
+            return Arc::new(memory);
+        }
         let region = self.agent.allocate(len, Access::READ).expect("there is memory for the cache");
         self.regions.push(region.clone());
         Arc::new(RegionMemory::new(region))

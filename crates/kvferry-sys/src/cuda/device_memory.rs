@@ -2,8 +2,11 @@
 
 use super::abi::*;
 use super::context::Context;
+use super::copy::copy_async;
 use super::error::{Error, Result};
 use super::load::call;
+use super::stream::Stream;
+use std::mem::ManuallyDrop;
 
 /// Bytes of a device's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +73,57 @@ impl DeviceAllocation {
     /// Whether there is no memory, which is never so.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+}
+
+/// Copies that the caller waits for. They go through host memory of their own, which is leaked if the driver does not
+/// say that a copy has ended.
+impl DeviceAllocation {
+    /// Copies the bytes from `at` on to all of `into`, after the stream's earlier work.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] if there are fewer; if the driver refuses, or in a forked child.
+    pub fn read(&self, stream: &Stream, at: usize, into: &mut [u8]) -> Result<()> {
+        let mut bounce = ManuallyDrop::new(vec![0; into.len()]);
+        let to = bounce.as_mut_ptr() as u64;
+        self.copy(stream, at, into.len(), |address| (to, address))?;
+        into.copy_from_slice(&ManuallyDrop::into_inner(bounce));
+        Ok(())
+    }
+
+    /// Copies all of `bytes` to the memory from `at` on, after the stream's earlier work.
+    ///
+    /// # Errors
+    /// As [`DeviceAllocation::read`].
+    pub fn write(&self, stream: &Stream, at: usize, bytes: &[u8]) -> Result<()> {
+        let bounce = ManuallyDrop::new(bytes.to_vec());
+        let from = bounce.as_ptr() as u64;
+        self.copy(stream, at, bytes.len(), |address| (address, from))?;
+        drop(ManuallyDrop::into_inner(bounce));
+        Ok(())
+    }
+
+    fn copy(
+        &self,
+        stream: &Stream,
+        at: usize,
+        len: usize,
+        ends: impl FnOnce(u64) -> (u64, u64),
+    ) -> Result<()> {
+        if at.checked_add(len).is_none_or(|end| end > self.len) {
+            let (address, base) = (self.address.saturating_add(at as u64), self.address);
+            let allocation_len = self.len as u64;
+            return Err(Error::OutOfRange { address, len: len as u64, base, allocation_len });
+        }
+        if len == 0 {
+            return Ok(());
+        }
+        let (to, from) = ends(self.address + at as u64);
+        // SAFETY: the range is inside the allocation. The caller's host memory is as long, is not touched by others,
+        // and stays mapped if this fails. The stream is synchronised before a success is reported. Whoever else uses
+        // the range of the device orders that with the stream.
+        unsafe { copy_async(stream, to, from, len) }?;
+        stream.synchronize()
     }
 }
 
