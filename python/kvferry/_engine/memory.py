@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Literal
 
 import kvferry
 
@@ -15,8 +16,11 @@ class Scratch:
     Any thread may call it. It ends with the agent.
     """
 
-    def __init__(self, agent: kvferry.Agent, free_bytes_max: int = 256 << 20) -> None:
+    def __init__(
+        self, agent: kvferry.Agent, free_bytes_max: int = 256 << 20, access: Literal["none", "rw"] = "none"
+    ) -> None:
         self._agent = agent
+        self._access: Literal["none", "rw"] = access
         self._free_bytes_max = free_bytes_max
         self._free: dict[int, list[kvferry.Region]] = {}
         self._free_bytes = 0
@@ -28,7 +32,7 @@ class Scratch:
             if free:
                 self._free_bytes -= nbytes
                 return free.pop()
-        return self._agent.allocate(nbytes, "none")
+        return self._agent.allocate(nbytes, self._access)
 
     def give(self, region: kvferry.Region) -> None:
         """Nothing may copy from or to it any more. Where too much is free, other lengths are given up."""

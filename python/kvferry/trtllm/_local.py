@@ -75,12 +75,23 @@ class Local:
         rank, ranks = self.facts.rank, self.facts.ranks
         handoff = self.settings.handoff
         nbytes = self.settings.staging_bytes + (handoff.nbytes if handoff.role != "off" else 0)
+        trouble = self._open_copies(pages)
         arena = Arena.make(nbytes, ranks) if rank == 0 else None
         if ranks > 1:
-            arena = self._share(pages, arena)
+            arena = self._share(pages, arena, trouble)
+        elif trouble is not None:
+            raise NotImplementedError(f"kvferry.trtllm: {trouble}")
         self._hand_over(pages, arena)
         self.arena = arena
         self.pages = pages
+
+    def _open_copies(self, pages: Pages) -> str | None:
+        """Why the cache can't be copied, if so."""
+        try:
+            pages.copies.open(self.opened.agent if self.opened is not None else None)
+        except kvferry.Error as error:
+            return f"rank {self.facts.rank}: the KV cache can't be registered: {error}"
+        return None
 
     def _hand_over(self, pages: Pages, arena: Arena | None) -> None:
         settings, trouble = self.settings.handoff, None
@@ -104,11 +115,10 @@ class Local:
         if any(troubles):
             raise ValueError(f"kvferry.trtllm: rank 0 can't hand over: {next(filter(None, troubles))}")
 
-    def _share(self, pages: Pages, arena: Arena | None) -> Arena | None:
+    def _share(self, pages: Pages, arena: Arena | None, trouble: str | None) -> Arena | None:
         rank, ranks = self.facts.rank, self.facts.ranks
         path = str(arena.path) if arena is not None else None
         cards = _allgather((rank, pages.fingerprint, path))
-        trouble = None
         if len({fingerprint for _, fingerprint, _ in cards}) > 1:
             trouble = f"rank {rank}: the ranks' KV caches differ"
         elif sorted(it for it, _, _ in cards) != list(range(ranks)):

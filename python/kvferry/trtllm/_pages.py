@@ -6,12 +6,12 @@ TensorRT-LLM gives either one tensor, whose rows are blocks with all layers, or 
 from __future__ import annotations
 
 import ctypes
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kvferry._engine.identity import fingerprint
+from kvferry.trtllm._gpu import GpuCopies
 
 
 @dataclass(frozen=True)
@@ -42,74 +42,50 @@ class Group:
 class Memory:
     """Memory of this process outside of the cache. `buffer` keeps it."""
 
-    def __init__(self, buffer: Any, addr: int) -> None:
+    def __init__(self, buffer: Any, addr: int, region: Any = None) -> None:
         self.buffer, self.addr = buffer, addr
-        self._tensor: Any = None
+        # Of the agent that copies, once it has been registered.
+        self.region = region
 
-    def tensor(self, offset: int, nbytes: int) -> Any:
-        torch = importlib.import_module("torch")
-        if self._tensor is None:
-            self._tensor = torch.frombuffer(self.buffer, dtype=torch.uint8)
-        return self._tensor[offset : offset + nbytes]
+
+@dataclass(frozen=True)
+class Move:
+    """Copies of a piece: of each page, to or from an offset in memory."""
+
+    piece: Piece
+    pages: list[int]
+    offsets: list[int]
 
 
 class HostCopies:
     """The cache is in host memory."""
 
-    def mark(self, stream: Any) -> None:
-        """What has been enqueued on `stream` before an asynchronous load."""
+    access: Literal["none", "rw"] = "none"
 
-    def to_page(self, piece: Piece, page: int, memory: Memory, offset: int) -> None:
-        ctypes.memmove(piece.base + piece.stride * page, memory.addr + offset, piece.nbytes)
+    def open(self, agent: Any) -> None: ...
 
-    def from_page(self, piece: Piece, page: int, memory: Memory, offset: int) -> None:
-        ctypes.memmove(memory.addr + offset, piece.base + piece.stride * page, piece.nbytes)
+    def close(self) -> None: ...
 
-    def on(self, stream: Any, mark: Any = None) -> Any:
-        return _NoStream()
+    def begin(self, moves: Sequence[Move], memory: Memory, *, to_pages: bool, stream: Any) -> _HostCopy:
+        """Copies on the thread that waits."""
+        return _HostCopy(moves, memory, to_pages)
 
 
-class _NoStream:
-    def __enter__(self) -> None: ...
+@dataclass(frozen=True)
+class _HostCopy:
+    moves: Sequence[Move]
+    memory: Memory
+    to_pages: bool
 
-    def __exit__(self, *_exception: object) -> None: ...
-
-
-class TensorCopies:
-    """The cache is wherever torch can copy to: one tensor of bytes per piece, a row for each page."""
-
-    def __init__(self, rows: dict[Piece, Any]) -> None:
-        self._rows = rows
-        self._torch = importlib.import_module("torch")
-        self._is_cuda = any(row.is_cuda for row in rows.values())
-        self._own: Any = None
-
-    def mark(self, stream: Any) -> Any:
-        if not self._is_cuda:
-            return None
-        event = self._torch.cuda.Event()
-        event.record(stream)
-        return event
-
-    def on(self, stream: Any, mark: Any = None) -> Any:
-        """The stream of the copies: the caller's or, after `mark`, one of their own."""
-        if not self._is_cuda:
-            return _NoStream()
-        if mark is not None:
-            if self._own is None:
-                # The thread of asynchronous loads has another current device than the rank.
-                self._own = self._torch.cuda.Stream(device=next(iter(self._rows.values())).device)
-            stream = self._own
-            stream.wait_event(mark)
-        return self._torch.cuda.stream(stream)
-
-    # Copies between pageable memory and a device have ended when they return.
-
-    def to_page(self, piece: Piece, page: int, memory: Memory, offset: int) -> None:
-        self._rows[piece][page].copy_(memory.tensor(offset, piece.nbytes))
-
-    def from_page(self, piece: Piece, page: int, memory: Memory, offset: int) -> None:
-        memory.tensor(offset, piece.nbytes).copy_(self._rows[piece][page])
+    def wait(self) -> None:
+        for move in self.moves:
+            piece = move.piece
+            for page, offset in zip(move.pages, move.offsets, strict=True):
+                place, other = piece.base + piece.stride * page, self.memory.addr + offset
+                if self.to_pages:
+                    ctypes.memmove(place, other, piece.nbytes)
+                else:
+                    ctypes.memmove(other, place, piece.nbytes)
 
 
 @dataclass(frozen=True)
@@ -120,7 +96,7 @@ class Pages:
     tokens_per_block: int
     # What the bytes of a block depend on, besides the model.
     fingerprint: bytes
-    copies: HostCopies | TensorCopies
+    copies: HostCopies | GpuCopies
     # Whether the store may read pages while requests run: they are in host memory, and stay with their request.
     is_direct: bool
     # Keeps the memory.
@@ -143,7 +119,7 @@ class Pages:
         piece = Piece(int(tensor.data_ptr()), row, row, slots)
         group = Group(0, 0, (piece,))
         is_host = _is_host(tensor)
-        copies = HostCopies() if is_host else TensorCopies({piece: _bytes_of(tensor, slots)})
+        copies = HostCopies() if is_host else GpuCopies([piece])
         layout = {"shape": shape[1:], "dtype": str(tensor.dtype), "configured": dtype, "tokens": tokens_per_block}
         return Pages((group,), tokens_per_block, _fingerprint(layout), copies, is_host, tensor)
 
@@ -151,7 +127,8 @@ class Pages:
     def of_layout(layout: Any, dtype: str) -> Pages:
         """Of `KvCacheLayout`."""
         groups, described = [], []
-        rows: dict[Piece, Any] = {}
+        gpus: list[Piece] = []
+        all_pieces: list[Piece] = []
         for given in layout.groups:
             pieces, regions = [], []
             for region in (*given.regions, *getattr(given, "replicated_regions", ())):
@@ -159,38 +136,44 @@ class Pages:
                 pieces.append(piece)
                 buffers = [_described(it) for it in getattr(region, "buffers", ())]
                 regions.append([piece.nbytes, buffers])
-                if hasattr(region, "as_tensor"):
-                    rows[piece] = region.as_tensor()
+                if hasattr(region, "as_tensor") and not _is_host(region.as_tensor()):
+                    gpus.append(piece)
+            all_pieces += pieces
             window = int(getattr(given, "window_size", None) or 0)
             number = int(given.layer_group_id)
             groups.append(Group(number, window, tuple(pieces)))
             described.append([number, window, list(given.layer_ids), regions])
         tokens = int(layout.tokens_per_block)
-        on_device = [row for row in rows.values() if not _is_host(row)]
-        copies: HostCopies | TensorCopies = TensorCopies(rows) if on_device else HostCopies()
+        if gpus and len(gpus) < len(all_pieces):
+            raise NotImplementedError("kvferry.trtllm: some layers of the KV cache are in host memory, others on a GPU")
+        copies: HostCopies | GpuCopies = GpuCopies(gpus) if gpus else HostCopies()
         of_data = str(getattr(layout, "dtype", None))
         fingerprint = _fingerprint({"groups": described, "dtype": of_data, "configured": dtype, "tokens": tokens})
         # Pages leave a window, or their request, without notice.
         return Pages(tuple(groups), tokens, fingerprint, copies, False, layout)
 
-    def to_pages(self, group: Group, pages: Sequence[int], memory: Memory, offset: int) -> int:
-        """Copies blocks that lie one after another. -1 is no page. Returns how many were copied."""
-        copied = 0
-        for at, page in enumerate(pages):
-            place = offset + at * group.nbytes
-            if page >= 0:
-                for piece in group.pieces:
-                    self.copies.to_page(_within(piece, page), page, memory, place)
-                    place += piece.nbytes
-                copied += 1
-        return copied
+    def to_pages(
+        self, group: Group, pages: Sequence[int], memory: Memory, offset: int, stream: Any = None
+    ) -> tuple[int, Any]:
+        """Begins to copy blocks that lie one after another; -1 is no page. Returns how many there are, and the copy."""
+        there = [(at, page) for at, page in enumerate(pages) if page >= 0]
+        moves = self._moves(group, there, offset)
+        return len(there), self.copies.begin(moves, memory, to_pages=True, stream=stream)
 
-    def from_pages(self, group: Group, pages: Sequence[int], memory: Memory, offset: int = 0) -> None:
-        place = offset
-        for page in pages:
-            for piece in group.pieces:
-                self.copies.from_page(_within(piece, page), page, memory, place)
-                place += piece.nbytes
+    def from_pages(
+        self, group: Group, pages: Sequence[int], memory: Memory, offset: int = 0, stream: Any = None
+    ) -> Any:
+        """Begins to copy pages to memory, one after another. Returns the copy."""
+        moves = self._moves(group, list(enumerate(pages)), offset)
+        return self.copies.begin(moves, memory, to_pages=False, stream=stream)
+
+    def _moves(self, group: Group, pages: Sequence[tuple[int, int]], offset: int) -> list[Move]:
+        moves = []
+        for piece in group.pieces if pages else ():
+            numbers = [_within(piece, page) for _, page in pages]
+            moves.append(Move(piece, numbers, [offset + at * group.nbytes for at, _ in pages]))
+            offset += piece.nbytes
+        return moves
 
     def group(self, number: int) -> Group:
         for group in self.groups:
@@ -204,19 +187,14 @@ def _described(buffer: Any) -> list[str]:
     return [str(it) for it in (buffer if isinstance(buffer, tuple) else (buffer.layer_id, buffer.role))]
 
 
-def _within(piece: Piece, page: int) -> Piece:
+def _within(piece: Piece, page: int) -> int:
     if page >= piece.slots:
         raise IndexError(f"page {page} is not in the KV cache, which has {piece.slots}")
-    return piece
+    return page
 
 
 def _is_host(tensor: Any) -> bool:
     return str(getattr(tensor, "device", "cpu")).startswith("cpu")
-
-
-def _bytes_of(tensor: Any, slots: int) -> Any:
-    torch = importlib.import_module("torch")
-    return tensor.reshape(slots, -1).view(torch.uint8)
 
 
 def _fingerprint(layout: Any) -> bytes:

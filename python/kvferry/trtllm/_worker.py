@@ -63,6 +63,9 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
             self._settle()
             opened.agent.unregister(self._region)
             self._region = None
+        before = self._local.pages
+        if before is not None:
+            before.copies.close()
         self._local.register(pages)
         if opened is None:
             return
@@ -84,37 +87,41 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         self._loaded_step = step.number
         pages = self._local.pages
         assert pages is not None
-        if step.loads:
-            with pages.copies.on(stream):
-                for load in step.loads:
-                    self._copy(load, is_async=False)
+        for load in step.loads:
+            self._end_load(load, self._begin_load(load, stream), is_async=False)
         if step.async_loads:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvferry-trtllm")
-            mark = pages.copies.mark(stream)
             for load in step.async_loads:
-                self._copying[load.request] = self._thread.submit(self._copy_behind, load, stream, mark)
+                begun = self._begin_load(load, stream)
+                self._copying[load.request] = self._thread.submit(self._copy_behind, load, begun)
 
     def _step(self) -> Step | None:
         metadata = self.get_connector_meta()
         return metadata if isinstance(metadata, Step) else None
 
-    def _copy_behind(self, load: Load, stream: Any, mark: Any) -> None:
-        pages = self._local.pages
-        assert pages is not None
-        with pages.copies.on(stream, mark):
-            self._copy(load, is_async=True)
+    def _copy_behind(self, load: Load, begun: list[tuple[int, Any]]) -> None:
+        self._end_load(load, begun, is_async=True)
 
-    def _copy(self, load: Load, *, is_async: bool) -> None:
+    def _begin_load(self, load: Load, stream: Any) -> list[tuple[int, Any]]:
+        """Copies to pages come after what the stream has now: their last readers."""
         local = self._local
         assert local.pages is not None
         assert local.arena is not None
-        rank = local.facts.rank
+        begun = []
         for part in load.parts:
+            offset = part.offsets[local.facts.rank]
             group = local.pages.group(part.group)
-            copied = local.pages.to_pages(group, part.pages, local.arena, part.offsets[rank])
-            local.counts["loaded_blocks"] += copied
-        local.arena.copied(rank, load.number, is_async=is_async)
+            begun.append(local.pages.to_pages(group, part.pages, local.arena, offset, stream))
+        return begun
+
+    def _end_load(self, load: Load, begun: list[tuple[int, Any]], *, is_async: bool) -> None:
+        local = self._local
+        assert local.arena is not None
+        for blocks, copy in begun:
+            copy.wait()
+            local.counts["loaded_blocks"] += blocks
+        local.arena.copied(local.facts.rank, load.number, is_async=is_async)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """`start_load_kv` has copied all layers: a block is checked as a whole."""
@@ -136,9 +143,8 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         if pages is None or self._local.opened is None or not step.saves:
             return
         begun: list[Any] = []
-        with pages.copies.on(stream):
-            for save in step.saves:
-                begun += self._begin(pages, save)
+        for save in step.saves:
+            begun += self._begin(pages, save, stream)
         if self._local.settings.save == "sync":
             settled(begun)
         self._collect()
@@ -148,16 +154,19 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         assert local.arena is not None
         rank, is_made = local.facts.rank, False
         try:
-            with pages.copies.on(stream):
-                for part in copies.parts:
-                    pages.from_pages(pages.group(part.group), part.pages, local.arena, part.offsets[rank])
+            begun = [
+                pages.from_pages(pages.group(part.group), part.pages, local.arena, part.offsets[rank], stream)
+                for part in copies.parts
+            ]
+            for copy in begun:
+                copy.wait()
             is_made = True
         finally:
             local.arena.handed(rank, copies.number, is_made=is_made)
 
-    def _begin(self, pages: Pages, save: Save) -> Iterator[Any]:
+    def _begin(self, pages: Pages, save: Save, stream: Any) -> Iterator[Any]:
         try:
-            blocks, copy = self._memory(pages, save)
+            blocks, copy = self._memory(pages, save, stream)
         except kvferry.Error as error:
             self._missed(save, str(error))
             return
@@ -178,7 +187,7 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
             self._copies.append((pending, copy))
         yield pending
 
-    def _memory(self, pages: Pages, save: Save) -> tuple[Any, Any]:
+    def _memory(self, pages: Pages, save: Save, stream: Any) -> tuple[Any, Any]:
         """The blocks, and the copy that they are in, if it is one."""
         group = pages.group(save.group)
         if self._region is not None:
@@ -188,9 +197,14 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
             return None, None
         assert self._local.opened is not None
         if self._free_copies is None:
-            self._free_copies = Scratch(self._local.opened.agent, _COPIES_BYTES_MAX // 2)
+            self._free_copies = Scratch(self._local.opened.agent, _COPIES_BYTES_MAX // 2, pages.copies.access)
         copy = self._free_copies.take(nbytes)
-        pages.from_pages(group, save.pages, Memory(copy.memory(), copy.addr))
+        try:
+            pages.from_pages(group, save.pages, Memory(copy.memory(), copy.addr, copy), stream=stream).wait()
+        except kvferry.Error:
+            # Memory that a copy may still write to is in quarantine.
+            self._local.opened.agent.unregister(copy)
+            raise
         return kvferry.Blocks(copy, range(0, nbytes, group.nbytes), group.nbytes), copy
 
     def _give_back(self, copy: Any) -> None:
@@ -260,6 +274,8 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         if self._thread is not None:
             self._thread.shutdown()
         self._settle()
+        if self._local.pages is not None:
+            self._local.pages.copies.close()
         self._local.close()
 
     def _settle(self) -> None:

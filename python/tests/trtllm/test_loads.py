@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import weakref
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +13,6 @@ import kvferry
 import pytest
 from kvferry.trtllm._breaker import Breaker
 from trtllm_kit import (
-    HAS_TORCH,
     Bench,
     Gate,
     data,
@@ -293,43 +290,6 @@ def test_the_staging_memory_of_ranks_leaves_no_file(
     bench.serve(lambda: [Request(1, prompt(41))], tp=2)
     assert opened == [folder]
     assert list(folder.iterdir()) == []
-
-
-def test_copies_by_torch_bring_the_same_bytes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of a cache on a device, on a device that is the processor."""
-    if not HAS_TORCH:
-        pytest.skip("SKIPPED: copies by torch: torch is not installed here")
-    # That of the bench, which may have made the module anew.
-    from kvferry.trtllm import _pages
-    from trtllm_reference.cache import torch_tensor
-
-    monkeypatch.setattr(_pages, "_is_host", lambda tensor: False)
-    bench.make_tensor = torch_tensor
-    for tp in (1, 2):
-        bench.serve(lambda: [Request(1, prompt(41))], tp=tp)
-        (ended,) = bench.serve(lambda: [Request(1, prompt(41))], tp=tp)
-        assert ended.computed_tokens == 1
-        assert [ended.generated] == reference([Request(1, prompt(41))], tp=tp)
-
-
-def test_asynchronous_copies_run_on_a_stream_of_the_ranks_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvferry.trtllm._pages import Piece, TensorCopies
-
-    made: list[Any] = []
-
-    def stream(device: Any = "cuda:0") -> Any:
-        made.append(SimpleNamespace(device=device, waits=[]))
-        made[-1].wait_event = made[-1].waits.append
-        return made[-1]
-
-    cuda = SimpleNamespace(Stream=stream, stream=nullcontext)
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    copies = TensorCopies({Piece(0, 8, 8, 1): SimpleNamespace(is_cuda=True, device="cuda:1")})
-    with copies.on("the rank's", "mark") as own:
-        assert (own.device, own.waits) == ("cuda:1", ["mark"])
-    with copies.on("the rank's") as given:
-        assert given == "the rank's"
-    assert len(made) == 1
 
 
 # The end of the halves.

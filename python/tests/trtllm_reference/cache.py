@@ -144,6 +144,7 @@ class Cache:
                 stride=tensor.stride(0),
                 num_slots=self.shape.blocks,
                 buffers=buffers,
+                as_tensor=lambda tensor=tensor: tensor,
             )
             groups.append(
                 SimpleNamespace(

@@ -134,8 +134,8 @@ class Engine:
         for group, (layers, window) in enumerate(self.cache.shape.groups):
             for at in range(len(layers)):
                 for position in range(max(0, end - window) if window else 0, end):
-                    seen.update(self.cache.slot(request, group, at, 0, position))
-                    seen.update(self.cache.slot(request, group, at, 1, position))
+                    seen.update(bytes(self.cache.slot(request, group, at, 0, position)))
+                    seen.update(bytes(self.cache.slot(request, group, at, 1, position)))
         return int.from_bytes(hashlib.sha256(b"".join(here.gather(seen.digest()))).digest()[:2], "big")
 
     def _end(self, request: Request) -> None:
