@@ -23,17 +23,19 @@ class GpuCopies:
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = pieces
-        self._own: kvferry.Agent | None = None
         self._agent: kvferry.Agent | None = None
-        self._peer: Any = None
+        # This agent, and that of the store, as peers.
+        self._self: Any = None
+        self._store: Any = None
         self._regions: dict[Piece, kvferry.Region] = {}
+        # Memory of the host that is not the store's, by address.
+        self._lent: dict[int, kvferry.Region] = {}
 
-    def open(self, agent: kvferry.Agent | None) -> None:
-        """Registers the cache, with an agent of its own if none is given. Raises `kvferry.Error`."""
-        if agent is None:
-            agent = self._own = kvferry.Agent("trtllm-copies", listen="127.0.0.1:0", transports="local")
-        self._agent = agent
-        self._peer = agent.peer(agent.address)
+    def open(self, store: kvferry.Agent | None) -> None:
+        """Registers the cache. Raises `kvferry.Error`."""
+        agent = self._agent = kvferry.Agent("trtllm-copies", listen="127.0.0.1:0", transports="local")
+        self._self = agent.peer(agent.address)
+        self._store = agent.peer(store.address) if store is not None else None
         try:
             for piece in self._pieces:
                 nbytes = piece.stride * (piece.slots - 1) + piece.nbytes
@@ -44,19 +46,17 @@ class GpuCopies:
 
     def close(self) -> None:
         """Waits for copies of the cache, which may go then."""
-        regions = list(self._regions.values())
+        if self._agent is not None:
+            self._agent.shutdown()
+        self._agent = self._self = self._store = None
         self._regions.clear()
-        if self._own is not None:
-            self._own.shutdown()
-        elif self._agent is not None:
-            self._agent.unregister_batch(regions)
-        self._own = self._agent = None
+        self._lent.clear()
 
     def begin(self, moves: Sequence[Move], memory: Memory, *, to_pages: bool, stream: Any) -> Any:
         """Begins copies that come after what the stream has now. What `wait` returns on has ended."""
         if not moves:
             return _Ended()
-        remote = self._remote(memory)
+        peer, remote = self._peer_of(memory)
         batch = kvferry.Batch()
         for move in moves:
             piece = move.piece
@@ -65,14 +65,18 @@ class GpuCopies:
                 self._regions[piece], places, remote, list(move.offsets), list(repeat(piece.nbytes, len(places)))
             )
         after = "host" if stream is None else stream
-        start = self._peer.read_async if to_pages else self._peer.write_async
+        start = peer.read_async if to_pages else peer.write_async
         return _Copying(start(batch, timeout=_PATIENCE_S, after=after))
 
-    def _remote(self, memory: Memory) -> Any:
+    def _peer_of(self, memory: Memory) -> tuple[Any, Any]:
+        """The agent that has registered memory of the host, and the region."""
+        if memory.region is not None:
+            return self._store, memory.region.remote()
         assert self._agent is not None
-        if memory.region is None:
-            memory.region = self._agent.register(memory.buffer, "rw")
-        return memory.region.remote()
+        lent = self._lent.get(memory.addr)
+        if lent is None:
+            lent = self._lent[memory.addr] = self._agent.register(memory.buffer, "rw")
+        return self._self, lent.remote()
 
 
 class _Copying:

@@ -44,7 +44,7 @@ class Memory:
 
     def __init__(self, buffer: Any, addr: int, region: Any = None) -> None:
         self.buffer, self.addr = buffer, addr
-        # Of the agent that copies, once it has been registered.
+        # Of the store's agent, if it has registered the memory.
         self.region = region
 
 
