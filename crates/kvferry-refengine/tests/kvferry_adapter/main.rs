@@ -7,6 +7,7 @@ mod basics;
 mod endings;
 mod failures;
 mod flows;
+mod gpus;
 mod invented;
 mod kit;
 mod scenarios;
