@@ -2,7 +2,7 @@
 
 use crate::calls::writing::Writing;
 use crate::error::{Error, Result};
-use crate::index::Entry;
+use crate::index::{Entry, SlotId};
 use crate::key::Key;
 use crate::log;
 use crate::memory::BlockMemory;
@@ -217,7 +217,7 @@ impl Space {
             match self.is_there(&keys[at], check) {
                 BlockPlace::OnDisk(entry) => {
                     put.present += 1;
-                    found.push(entry);
+                    found.push((at, entry));
                     continue;
                 }
                 BlockPlace::Waits(left) => {
@@ -235,16 +235,14 @@ impl Space {
                 memory: memory.clone(),
             });
         }
-        self.store.worker.writer.note_present(core, found.iter());
+        self.store.worker.writer.note_present(core, found.iter().map(|(_, entry)| entry));
         let patience = self.store.patience(since);
-        let is_first = |_: &&AbsentBlock| set == BlockSet::OfPrompt;
-        let first_absent = absent.first().filter(is_first).map(|it| it.key);
         let (waiting, outcome) = match &self.store.host {
             Some(host) => self.put_behind(host, absent, retention, patience, &mut put),
             None => (0, self.put_now(&absent, retention, patience, &mut put)),
         };
-        if let Some(first) = first_absent {
-            self.note_found_behind(&keys, &first, &found);
+        if set == BlockSet::OfPrompt {
+            self.join_found(&keys, &found);
         }
         // What waits is counted once it is on the disk.
         Counters::add(&core.counters.stored, put.stored - waiting);
@@ -252,18 +250,52 @@ impl Space {
         outcome.map(|()| put)
     }
 
-    /// Tells the keeper of blocks that a put has found behind a missing one, which is there again. Without that the
-    /// keeper, to which they had left with the missing one, would soon free them.
-    fn note_found_behind(&self, keys: &[Key], first_absent: &Key, found: &[Entry]) {
-        let Some(first) = keys.iter().position(|it| it == first_absent) else { return };
-        let (before, behind) = keys.split_at(first);
-        if !found.iter().any(|it| behind.contains(&it.key)) {
-            return;
+    /// Has blocks that were found, by their places in `keys`, be behind those before them, which may have been missing and
+    /// be there again. Without that the keeper, to which they had left with the missing one, would soon free them.
+    fn join_found(&self, keys: &[Key], found: &[(usize, Entry)]) {
+        for chain in found.chunk_by(|(one, _), (next, _)| one + 1 == *next) {
+            let (first, _) = chain[0];
+            let before = first.checked_sub(1).and_then(|before| {
+                let behind = &keys[first..first + chain.len()];
+                self.slot_before(&keys[before], behind)
+            });
+            let chain: Vec<_> = chain.iter().map(|(_, entry)| *entry).collect();
+            self.join_chain(before, &chain);
         }
+    }
+
+    /// The slot of a block that others are behind. `None`: it waits in host memory, which tells of them once it is
+    /// written; or it is not there.
+    fn slot_before(&self, key: &Key, behind: &[Key]) -> Option<SlotId> {
+        let on_disk = || self.store.core.member.find(key).map(|it| it.slot);
+        let waits = || self.store.host.as_ref().is_some_and(|host| host.note_behind(key, behind));
+        on_disk().or_else(|| if waits() { None } else { on_disk() })
+    }
+
+    /// A block that was written is before others that may be there.
+    pub(crate) fn join_behind(&self, key: &Key, behind: &[Key]) {
         let member = &self.store.core.member;
-        let there = |key: &Key| member.find(key).map(|it| it.slot);
-        let slots: Vec<_> = behind.iter().map_while(there).collect();
-        self.note_found(before.last().and_then(there), &slots);
+        let chain: Vec<_> = behind.iter().map_while(|key| member.find(key)).collect();
+        self.join_chain(member.find(key).map(|it| it.slot), &chain);
+    }
+
+    /// Has blocks that were found one after the other be behind each other, and the first behind `before`.
+    fn join_chain(&self, before: Option<SlotId>, chain: &[Entry]) {
+        let member = &self.store.core.member;
+        let parents = std::iter::once(before).chain(chain.iter().map(|entry| Some(entry.slot)));
+        // The keeper may know nothing of a block that was put again before the first.
+        let mut first = before.map(|before| (0, before));
+        for (at, (entry, parent)) in chain.iter().zip(parents).enumerate() {
+            if let Some(parent) = parent.filter(|parent| entry.parent != Some(*parent)) {
+                member.set_parent(entry, Some(parent));
+                first.get_or_insert((at, parent));
+            }
+        }
+        if let Some((first, parent)) = first {
+            let there = |entry: &Entry| member.find(&entry.key).map(|it| it.slot);
+            let slots: Vec<_> = chain[first..].iter().map_while(there).collect();
+            self.note_found(Some(parent), &slots);
+        }
     }
 
     fn is_there(&self, key: &Key, check: impl Fn() -> u64) -> BlockPlace {

@@ -44,7 +44,7 @@ pub enum Event<'a> {
         /// The new blocks.
         slots: &'a [SlotId],
     },
-    /// A put has found these blocks, in the order of its prompt, behind one that it has inserted.
+    /// A put has found these blocks, in the order of its prompt, behind one that may be new.
     Found {
         /// Milliseconds.
         now_ms: u64,

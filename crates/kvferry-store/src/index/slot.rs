@@ -13,7 +13,7 @@
 //! | retention | the caller's |
 //!
 //! A slot is *free*; *held* by a member that fills or removes it; or *live*. Readers pass over a held
-//! slot in a chain. All words but `next`, `page` and `used at` change only while the slot is held.
+//! slot in a chain. All words but `next`, `page`, `parent` and `used at` change only while the slot is held.
 
 use super::Index;
 use super::layout::{MemberId, SLOT_LEN, SLOT_WORDS};
@@ -45,7 +45,7 @@ pub struct Entry {
     pub key: Key,
     /// Checksum of its data, combined with its identity.
     pub sum: u64,
-    /// The slot that the block before it in its prompt had when this one was inserted.
+    /// The slot that the block before it in its prompt had when this one was inserted, or when a put last found it.
     pub parent: Option<SlotId>,
     /// The page where its data begins.
     pub page: u32,
@@ -293,7 +293,7 @@ impl Slot<'_> {
         }
         store(PLACE, new.page);
         store(LEN, new.len);
-        store(PARENT, new.parent.map_or(0, |parent| parent + 1));
+        self.set_parent(new.parent);
         store(USED_AT, new.now);
         store(RETENTION, new.retention);
         self.set_next(next);
@@ -307,6 +307,11 @@ impl Slot<'_> {
     pub(super) fn relocate(&self, page: u32) {
         self.words[PLACE].store(page, Release);
         self.advance(LIVE);
+    }
+
+    /// Readers find one of the two.
+    pub(super) fn set_parent(&self, parent: Option<SlotId>) {
+        self.words[PARENT].store(parent.map_or(0, |parent| parent + 1), Relaxed);
     }
 
     /// Ends holding.

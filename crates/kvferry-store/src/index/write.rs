@@ -76,6 +76,17 @@ impl Member {
         true
     }
 
+    /// Sets the block before a block, if it still is `entry`'s.
+    pub fn set_parent(&self, entry: &Entry, parent: Option<SlotId>) -> bool {
+        let Some(_locked) = self.lock(self.bucket_of(&entry.key)) else { return false };
+        let slot = self.slot(entry.slot);
+        let is_there = slot.is(entry);
+        if is_there {
+            slot.set_parent(parent);
+        }
+        is_there
+    }
+
     /// Removes a block, if it still is where `entry` says.
     pub fn remove(&self, entry: &Entry) -> bool {
         let bucket = self.bucket_of(&entry.key);

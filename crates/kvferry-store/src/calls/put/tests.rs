@@ -509,6 +509,39 @@ fn a_block_that_is_put_behind_one_that_was_present_is_behind_that_one_in_the_ind
 }
 
 #[test]
+fn a_block_that_is_found_behind_one_that_is_there_again_is_behind_that_one_in_the_index() {
+    let pieces = [&[6][..], &[3, 6], &[2, 6]];
+    for (ends, host_bytes) in pieces.into_iter().flat_map(|it| [(it, 0), (it, 4 << 20)]) {
+        let bench = bench("found");
+        let (store, kv) = bench.open(&bench.options().host_bytes(host_bytes));
+        let whole = prompt(0, 6);
+        assert_eq!(bench.put(&kv, 0, &whole).stored, 6);
+        store.sync().expect("written");
+        let keys = kv.keys(&whole).expect("hashes");
+        let member = &store.inner().core.member;
+        let entry = |block: usize| member.find(&keys[block]).expect("it was put");
+        let before = entry(2);
+        assert!(member.remove(&before));
+        // Another block has its slot.
+        assert_eq!(bench.put(&kv, 8, &prompt(8, 1)).stored, 1);
+        store.sync().expect("written");
+        let mut first = 0;
+        for end in ends {
+            let memory = bench.memory(first as u64, end - first);
+            kv.put(&whole, first, &memory, Retain::default()).expect("a put");
+            first = *end;
+        }
+        store.sync().expect("written");
+        assert_ne!(entry(2).slot, before.slot);
+        for block in 1..6 {
+            let expected = Some(entry(block - 1).slot);
+            assert_eq!(entry(block).parent, expected, "{block} {ends:?} {host_bytes}");
+        }
+        store.close();
+    }
+}
+
+#[test]
 fn each_of_two_calls_that_close_a_store_returns_when_it_is_closed() {
     let bench = bench("closing");
     let (store, kv) = bench.with_host();

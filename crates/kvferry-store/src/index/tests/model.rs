@@ -37,7 +37,7 @@ impl Model {
         let n = self.rng.u64(0..150);
         let page = self.rng.u32(0..70 * PAGES_PER_SEGMENT);
         let found = self.find(n);
-        match (self.rng.u32(0..10), found) {
+        match (self.rng.u32(0..11), found) {
             (0..5, found) => {
                 let parent = self.rng.bool().then(|| self.rng.u32(..));
                 let new = New { parent: parent.map(|p| p % MAX_SLOTS), ..block(n, page) };
@@ -51,6 +51,7 @@ impl Model {
             (5..7, Some(entry)) => {
                 assert!(self.member.remove(&entry) && !self.member.remove(&entry));
                 assert!(!self.member.relocate(&entry, page));
+                assert!(!self.member.set_parent(&entry, None));
                 self.blocks.remove(&n);
             }
             (7, Some(entry)) => {
@@ -61,6 +62,11 @@ impl Model {
             (8, Some(entry)) => {
                 self.member.touch(&entry, page);
                 self.blocks.get_mut(&n).expect("there").now = page;
+            }
+            (9, Some(entry)) => {
+                let parent = Some(page % MAX_SLOTS);
+                assert!(self.member.set_parent(&entry, parent));
+                self.blocks.get_mut(&n).expect("there").parent = parent;
             }
             _ => self.find_prefix(),
         }

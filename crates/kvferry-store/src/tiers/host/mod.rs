@@ -68,6 +68,8 @@ pub(crate) struct Waiting {
     pub(crate) record: log::Block,
     /// Reason why the last try to write the block failed.
     pub(crate) left: Option<NotStored>,
+    /// Keys of blocks on the disk that follow it in its prompt, where a put has found some.
+    behind: Vec<Key>,
     /// Time of the next try, and the pause before it. `None`: the block is tried when others are.
     again: Option<(Instant, Duration)>,
 }
@@ -229,7 +231,7 @@ impl HostTier {
             return TakenIn::No;
         }
         let (block, record) = (Arc::clone(block), record(block));
-        let waiting = Waiting { block, record, left: None, again: None };
+        let waiting = Waiting { block, record, left: None, behind: Vec::new(), again: None };
         state.policy.pin(slot);
         state.waiting_bytes = waiting_bytes;
         state.waiting.insert(state.next_number, waiting);
@@ -242,6 +244,18 @@ impl HostTier {
     pub(crate) fn waits(&self, key: &Key) -> Option<Option<NotStored>> {
         let state = self.state.lock();
         state.numbers.get(key).map(|number| state.waiting[number].left)
+    }
+
+    /// Notes blocks on the disk that are behind one that waits, for [`HostTier::written`]. False if it does not wait.
+    pub(crate) fn note_behind(&self, key: &Key, behind: &[Key]) -> bool {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let number = state.numbers.get(key);
+        let Some(waiting) = number.and_then(|number| state.waiting.get_mut(number)) else {
+            return false;
+        };
+        waiting.behind = behind.to_vec();
+        true
     }
 
     /// The number that the next block gets which waits.
@@ -274,10 +288,11 @@ impl HostTier {
         chain
     }
 
-    /// Blocks wait no more: they may leave.
-    pub(crate) fn written(&self, numbers: impl Iterator<Item = u64>) {
+    /// Blocks wait no more: they may leave. Returns those of them that were noted to have others behind them, with these.
+    pub(crate) fn written(&self, numbers: impl Iterator<Item = u64>) -> Vec<(Key, Vec<Key>)> {
         let mut state = self.state.lock();
         let state = &mut *state;
+        let mut joined = Vec::new();
         for number in numbers {
             let Some(waiting) = state.waiting.remove(&number) else { continue };
             let key = waiting.block.key;
@@ -285,7 +300,11 @@ impl HostTier {
             state.waiting_bytes -= waiting.block.len;
             let slot = state.slots.get(&key).expect("it is pinned");
             state.policy.unpin(*slot);
+            if !waiting.behind.is_empty() {
+                joined.push((key, waiting.behind));
+            }
         }
+        joined
     }
 
     /// Notes why blocks with these numbers could not be written, if they still wait.
@@ -323,7 +342,7 @@ impl HostTier {
             let why = |it: &Waiting| it.left.unwrap_or(NotStored::Failed);
             state.waiting.iter().map(|(number, it)| (*number, why(it))).collect()
         };
-        self.written(waiting.iter().map(|(number, _)| *number));
+        drop(self.written(waiting.iter().map(|(number, _)| *number)));
         waiting.into_iter().map(|(_, why)| why).collect()
     }
 }

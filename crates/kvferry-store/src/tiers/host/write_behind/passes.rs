@@ -186,7 +186,10 @@ fn pass(space: &Space, host: &HostTier, end: u64, patience: Patience, due: Optio
             space.store.worker.writer.note_present(core, found.iter());
             found.is_some()
         };
-        host.written(chain.iter().filter(is_written).map(|(number, _)| *number));
+        let written = chain.iter().filter(is_written).map(|(number, _)| *number);
+        for (key, behind) in host.written(written) {
+            space.join_behind(&key, &behind);
+        }
         match not_stored(&put) {
             None => is_tried = true,
             Some(NotStored::Failed) if hangs && again > 0 => {
