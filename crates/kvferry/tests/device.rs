@@ -369,6 +369,21 @@ fn a_batch_without_pieces_does_not_reach_a_device() {
 }
 
 #[test]
+fn a_list_of_ranges_with_a_bad_one_leaves_no_device_in_the_batch() {
+    let near = agent(TransportKind::TCP);
+    let (device, host) = (TestDevice::new(4096, 1), near.allocate(4096, Access::WRITE).unwrap());
+    let ours = device.register(&near);
+    let mut batch = Batch::new();
+    batch.push(&host, 0, &host.remote(), 64, 64).expect("inside");
+    let bad = [(0, 0, 64), (4095, 0, 2)];
+    let refused = batch.extend(&ours, &host.remote(), bad.into_iter()).expect_err("out of bounds");
+    assert_eq!(refused.kind(), ErrorKind::OutOfBounds);
+    assert!(batch.devices().is_empty());
+    batch.extend(&ours, &host.remote(), bad[..1].iter().copied()).expect("inside");
+    assert_eq!((batch.len(), batch.devices().len()), (2, 1));
+}
+
+#[test]
 fn pieces_of_two_devices_and_host_memory_in_one_batch_land_where_they_were_aimed() {
     let _bound = Watchdog::new(PATIENCE);
     // Longer than a stage, and not a multiple of anything.

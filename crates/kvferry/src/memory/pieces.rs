@@ -37,6 +37,14 @@ pub(crate) struct Pieces {
     pub(crate) after: After,
 }
 
+/// Length of [`Pieces`] at some time.
+#[derive(Debug)]
+pub(crate) struct Mark {
+    pieces: usize,
+    regions: usize,
+    bytes: u64,
+}
+
 impl Pieces {
     /// Appends a piece of a region.
     pub(crate) fn push(&mut self, region: &Arc<RegionInner>, offset: u64, len: u64) {
@@ -75,6 +83,18 @@ impl Pieces {
     fn push_piece(&mut self, piece: Piece) {
         self.bytes += piece.len;
         self.pieces.push(piece);
+    }
+
+    /// The state that [`Pieces::go_back`] restores.
+    pub(crate) fn mark(&self) -> Mark {
+        Mark { pieces: self.pieces.len(), regions: self.regions.len(), bytes: self.bytes }
+    }
+
+    /// Removes the pieces that were appended since the mark, and their regions.
+    pub(crate) fn go_back(&mut self, mark: &Mark) {
+        self.pieces.truncate(mark.pieces);
+        self.regions.truncate(mark.regions);
+        self.bytes = mark.bytes;
     }
 
     /// Removes all pieces; keeps the allocation.

@@ -147,14 +147,12 @@ impl Batch {
         remote: &RemoteRegion,
         ranges: impl ExactSizeIterator<Item = (u64, u64, u64)>,
     ) -> Result<()> {
-        let (len, bytes, incarnation) = (self.len(), self.bytes(), self.incarnation);
+        let (len, before, incarnation) = (self.len(), self.local.mark(), self.incarnation);
         Arc::make_mut(&mut self.local).pieces.reserve(ranges.len());
         Arc::make_mut(&mut self.remote).reserve(ranges.len());
         for (local_offset, remote_offset, range_len) in ranges {
             if let Err(e) = self.push(local, local_offset, remote, remote_offset, range_len) {
-                let pieces = Arc::make_mut(&mut self.local);
-                pieces.pieces.truncate(len);
-                pieces.bytes = bytes;
+                Arc::make_mut(&mut self.local).go_back(&before);
                 Arc::make_mut(&mut self.remote).truncate(len);
                 self.incarnation = incarnation;
                 return Err(e);
@@ -208,10 +206,9 @@ impl Batch {
         fill: impl FnOnce(&mut Pieces, &mut Vec<RemotePart>) -> Result<(), E>,
     ) -> Result<(), E> {
         let (local, remote) = (Arc::make_mut(&mut self.local), Arc::make_mut(&mut self.remote));
-        let (len, bytes) = (remote.len(), local.bytes);
+        let (len, before) = (remote.len(), local.mark());
         fill(local, remote).inspect_err(|_| {
-            local.pieces.truncate(len);
-            local.bytes = bytes;
+            local.go_back(&before);
             remote.truncate(len);
         })
     }
