@@ -213,6 +213,7 @@ typedef struct kvferry_error {
 // Facts of a region. Set `size` to `sizeof(kvferry_region_info)`.
 typedef struct kvferry_region_info {
   size_t size;
+  // NULL for memory of a GPU.
   void *address;
   size_t len;
   // `KVFERRY_ACCESS_` bits.
@@ -229,7 +230,7 @@ typedef struct kvferry_region_info {
 typedef struct kvferry_remote {
   // The incarnation of the agent that owns the region; later ones refuse the description.
   uint8_t incarnation[16];
-  // The address in the owner's process; 0 for a file.
+  // The address in the owner's process; 0 for a file, and for memory of a GPU.
   uint64_t address;
   uint64_t len;
   uint32_t id;
@@ -287,7 +288,7 @@ typedef void (*kvferry_done)(void *user,
                              const struct kvferry_error *error,
                              const struct kvferry_transfer_stats *stats);
 
-// Work that a transfer of memory of GPUs comes after.
+// Work that a transfer of memory of GPUs comes after. Set all of it, `reserved` to zero.
 typedef struct kvferry_after {
   // `KVFERRY_AFTER_`.
   uint32_t kind;

@@ -59,7 +59,7 @@ pub const KVFERRY_AFTER_STREAM: u32 = 1;
 /// What was before an event's (`CUevent`, `cudaEvent_t`) last record.
 pub const KVFERRY_AFTER_EVENT: u32 = 2;
 
-/// Work that a transfer of memory of GPUs comes after.
+/// Work that a transfer of memory of GPUs comes after. Set all of it, `reserved` to zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct kvferry_after {
@@ -125,6 +125,10 @@ unsafe fn read(options: *const kvferry_transfer_options) -> Result<Wish, Failure
 }
 
 pub(crate) fn order_of(after: &kvferry_after) -> Result<Order, Failure> {
+    let has_handle = after.kind != KVFERRY_AFTER_HOST;
+    if after.reserved != 0 || (after.handle != 0 && !has_handle) {
+        return Err(Failure::invalid("set what an element of after has no use for to zero"));
+    }
     match after.kind {
         KVFERRY_AFTER_HOST => Ok(Order::Host),
         KVFERRY_AFTER_STREAM => Ok(Order::Stream(RawStream(after.handle))),

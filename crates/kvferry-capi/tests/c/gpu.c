@@ -77,6 +77,17 @@ int main(int argc, char **argv) {
     CHECK(memcmp(source, target, SIZE) == 0);
     after[0].kind = 7;
     CHECK(kvferry_read(peer, batch, &options, NULL, &error) == KVFERRY_INVALID_ARGUMENT);
+    /* What an element has no use for may mean something later. */
+    after[0].kind = KVFERRY_AFTER_STREAM;
+    after[0].reserved = 1;
+    CHECK(kvferry_read(peer, batch, &options, NULL, &error) == KVFERRY_INVALID_ARGUMENT);
+    after[0] = after[1];
+    after[0].handle = 1;
+    CHECK(kvferry_read(peer, batch, &options, NULL, &error) == KVFERRY_INVALID_ARGUMENT);
+    CHECK(strstr(error.text, "to zero") != NULL);
+    after[0].kind = KVFERRY_AFTER_EVENT;
+    after[0].handle = 0;
+    CHECK(kvferry_read(peer, batch, &options, NULL, &error) == KVFERRY_INVALID_ARGUMENT);
     memset(target, 5, SIZE);
     after[0] = after[1];
     kvferry_transfer *transfer;
