@@ -64,10 +64,14 @@ def _cuda_array(buffer: object, interface: Any) -> tuple[int, int, object, int |
 
 
 def _check_contiguous(shape: tuple[int, ...], strides: Sequence[int] | None, item: int) -> None:
-    if math.prod(shape) == 0:
+    if any(length < 1 for length in shape):
         raise ValueError("expected an array that is not empty")
+    if strides is None:
+        return
+    if len(strides) != len(shape):
+        raise ValueError("expected an array with a stride for each of its dimensions")
     step = item
-    for length, stride in zip(reversed(shape), reversed(strides or ()), strict=False):
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
         if length > 1 and stride != step:
             raise ValueError("expected a contiguous array in C order")
         step *= length

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import kvferry
@@ -175,6 +176,132 @@ def test_memory_is_found_by_dlpack(driver: Driver, agent: kvferry.Agent, far: kv
         agent.register(Exported(array, (100, 64), (128, 1)))
     with pytest.raises(TypeError, match="expected an object with a buffer"):
         agent.register(Exported(array, (7,), None, kind=10))
+
+
+class Counted(Exported):
+    """Counts the capsules that were made and not freed."""
+
+    alive = 0
+
+    def __dlpack__(self, *, stream: object = None) -> object:
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype, make.argtypes = ctypes.py_object, [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p]
+        Counted.alive += 1
+        return make(self._tensor, b"dltensor", ctypes.cast(_freed, ctypes.c_void_p))
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _freed(_capsule: int) -> None:
+    Counted.alive -= 1
+
+
+def test_a_capsule_is_kept_until_its_region_is_unregistered_and_freed_once(driver: Driver) -> None:
+    array = Array(driver, NBYTES, device=1)
+    with kvferry.Agent("short") as agent:
+        region = agent.register(Counted(array, (7,), None))
+        assert Counted.alive == 1
+        agent.unregister(region)
+        assert Counted.alive == 0
+        for refused, device in [(Counted(array, (4, 4), (8, 1)), None), (Counted(array, (7,), None), "cuda:0")]:
+            with pytest.raises(ValueError, match=r"contiguous|not on that device"):
+                agent.register(refused, device=device)
+            assert Counted.alive == 0
+        with pytest.raises(kvferry.InvalidArgumentError):
+            agent.register_batch([Counted(array, (7,), None), Counted(array, (1 << 20,), None)])
+        assert Counted.alive == 0
+        left = agent.register(Counted(array, (7,), None))
+        assert Counted.alive == 1
+    assert Counted.alive == 0
+    dropped = kvferry.Agent("dropped")
+    dropped.register(Counted(array, (7,), None))
+    del dropped
+    gc.collect()
+    assert Counted.alive == 0 and not left.is_registered
+    array.free()
+
+
+class Hostile:
+    """Its attributes run Python code."""
+
+    def __init__(self, name: str, run: Callable[[], object]) -> None:
+        self._name, self._run = name, run
+
+    def __getattr__(self, name: str) -> object:
+        if name == self._name:
+            return self._run()
+        raise AttributeError(name)
+
+
+def test_errors_of_what_a_transfer_comes_after_reach_the_caller(
+    driver: Driver, agent: kvferry.Agent, far: kvferry.Agent
+) -> None:
+    array = Array(driver, NBYTES)
+    region, remote = agent.register(array), far.register(bytearray(NBYTES))
+    batch = kvferry.Batch()
+    batch.push(region, 0, remote.remote(), 0, NBYTES)
+    peer = agent.peer(far.address)
+
+    def fail() -> object:
+        raise KeyError("mine")
+
+    for name in ("cuda_event", "cuda_stream", "__cuda_stream__", "ptr"):
+        for after in (Hostile(name, fail), ["host", Hostile(name, fail)]):
+            with pytest.raises(KeyError, match="mine"):
+                peer.write(batch, after=after)  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="mine"):
+        peer.write(batch, after=Hostile("__cuda_stream__", lambda: fail))  # type: ignore[arg-type]
+    # It changes the batch, or the list.
+    stream, orders = Stream(driver), ["host"]
+    for run in (batch.clear, orders.clear):
+        batch.push(region, 0, remote.remote(), 0, 64)
+
+        def handle(run: Callable[[], object] = run) -> int:
+            run()
+            return stream.cuda_stream
+
+        orders[:] = [Hostile("cuda_stream", handle), "host"]  # type: ignore[list-item]
+        peer.write(batch, after=orders)
+    # An event that was never recorded has no handle.
+    with pytest.raises(kvferry.InvalidArgumentError, match="handle is zero"):
+        peer.write(batch, after=Hostile("cuda_event", lambda: 0))  # type: ignore[arg-type]
+    agent.unregister(region)
+    array.free()
+
+
+class Shaped(Array):
+    """An array of which an interface says something else."""
+
+    def __init__(self, driver: Driver, says: dict[str, object]) -> None:
+        super().__init__(driver, NBYTES)
+        self.says = says
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {**super().__cuda_array_interface__, **self.says}
+
+
+@pytest.mark.parametrize(
+    ("says", "nbytes"),
+    [
+        ({"shape": (0, 8)}, "not empty"),
+        ({"shape": (8,), "strides": (-1,)}, "contiguous"),
+        ({"shape": (8, 2), "strides": (1, 8)}, "contiguous"),
+        ({"shape": (8, 2), "strides": (2, 1), "stream": 1}, 16),
+        ({"shape": (1, 8), "strides": (999, 1)}, 8),
+        ({"shape": (), "typestr": "<f8"}, 8),
+        ({"shape": (8, 2), "strides": (1,)}, "a stride for each"),
+        ({"shape": (-2, -4)}, "not empty"),
+    ],
+)
+def test_shapes_and_strides_of_arrays_are_checked(
+    driver: Driver, agent: kvferry.Agent, says: dict[str, object], nbytes: int | str
+) -> None:
+    array = Shaped(driver, says)
+    if isinstance(nbytes, int):
+        assert agent.register(array).nbytes == nbytes
+    else:
+        with pytest.raises(ValueError, match=nbytes):
+            agent.register(array)
 
 
 class ReadOnly(Array):
