@@ -69,8 +69,24 @@ class Stream:
 
     def fill(self, array: Array, byte: int, *, delay: float = 0.001) -> None:
         """Runs a kernel that fills an array after a delay in seconds."""
-        place = _Range(array.address, array.nbytes)
-        kernel = _Kernel(b"fill", None, 0, ctypes.pointer(place), 1, byte, -1, int(delay * 1e9))
+        self.run("fill", writes=[(array.address, array.nbytes)], byte=byte, delay=delay)
+
+    def run(
+        self,
+        name: str,
+        *,
+        reads: list[tuple[int, int]] | None = None,
+        writes: list[tuple[int, int]] | None = None,
+        byte: int = 0,
+        expect: int = -1,
+        delay: float = 0.001,
+    ) -> None:
+        """Runs a kernel that reads and fills ranges, each an address and its bytes, after a delay in seconds. What it
+        reads must be `expect`, unless that is negative.
+        """
+        ranges = [(_Range * len(it))(*it) for it in (reads or [], writes or [])]
+        counted = [part for it in ranges for part in (it, len(it))]
+        kernel = _Kernel(name.encode(), *counted, byte, expect, int(delay * 1e9))
         with self._driver.current(self._device):
             self._driver.call("fakecuda_launch", c_size_t(self.cuda_stream), byref(kernel))
 

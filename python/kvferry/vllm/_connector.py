@@ -650,10 +650,11 @@ class _Worker:
     def _start(self, agent: Agent, kv_caches: dict[str, Any], found: list[Any], place: Place) -> WorkerHalf:
         # Peers read the blocks of this rank. What is written here, this rank reads from its peers.
         device = found[0].device if found else None
-        regions = agent.register_batch(
-            [(it.address, it.nbytes) for it in found], "r", device=None if device is None else f"cuda:{device}"
-        )
-        if device is not None:
+        memory = [(it.address, it.nbytes) for it in found]
+        if device is None:
+            regions = agent.register_batch(memory, "r")
+        else:
+            regions = agent.register_batch(memory, "r", device=f"cuda:{device}")
             self._stream = compute_stream(device)
         numbers = [(region.id, it.address, it.nbytes) for region, it in zip(regions, found, strict=True)]
         facts = layer_facts(self._config, list(kv_caches), tp_size=place.tp_size)

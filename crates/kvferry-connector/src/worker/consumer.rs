@@ -354,6 +354,22 @@ impl Inner {
         }
     }
 
+    /// Begins an action in a step for which it is not known what its reads would come after: a fetch fails, and its
+    /// producer is told.
+    pub(super) fn begin_unordered(
+        &self,
+        state: &mut State,
+        mut pending: PendingAction,
+        why: String,
+    ) {
+        if let Action::Fetch(FetchRequest { request, .. }) = &pending.action {
+            let (request, code) = (request.clone(), WireCode::Internal);
+            pending.action.give_up(&request, code);
+            self.fetched(state, request, failure(code, why), Vec::new());
+        }
+        state.pending.push(pending);
+    }
+
     /// Runs an action anew whose engine, known at this address, was restarted.
     fn run_anew(&self, state: &mut State, address: &ProducerAddress, again: PendingAction) {
         state.doubt_names(address.as_str());
@@ -370,7 +386,7 @@ impl Inner {
     }
 
     /// Refuses an action that failed before the rank began it, for a reason unrelated to the engine's address.
-    pub(super) fn refuse(&self, state: &mut State, action: Action, failure: &Failure) {
+    fn refuse(&self, state: &mut State, action: Action, failure: &Failure) {
         let Failure { code, detail, addresses } = failure;
         let fetch = match action {
             Action::Fetch(fetch) => fetch,
@@ -509,7 +525,7 @@ fn forbidden(error: &ForbiddenProducer) -> Failure {
     failure(WireCode::ForbiddenProducer, error.to_string())
 }
 
-pub(super) const fn failure(code: WireCode, detail: String) -> Failure {
+const fn failure(code: WireCode, detail: String) -> Failure {
     Failure { code, detail, addresses: Vec::new() }
 }
 

@@ -211,14 +211,10 @@ impl Worker {
                 debug_assert!(before.is_none(), "a request is fetched once");
             }
             let deadline = now() + action.budget(&inner.config.limits);
+            let pending = PendingAction::new(action, deadline);
             match after {
-                Ok(after) => {
-                    let pending = PendingAction::new(action, deadline);
-                    state.pending.push(PendingAction { after, ..pending });
-                }
-                Err(why) => {
-                    inner.refuse(&mut state, action, &consumer::failure(WireCode::Internal, why));
-                }
+                Ok(after) => state.pending.push(PendingAction { after, ..pending }),
+                Err(why) => inner.begin_unordered(&mut state, pending, why),
             }
         }
         for cancel in std::mem::take(&mut state.cancels) {

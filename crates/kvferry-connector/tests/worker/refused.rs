@@ -2,6 +2,58 @@
 
 use super::*;
 
+/// A device that is lost.
+struct Lost;
+
+impl ComputeEvent for Lost {
+    fn is_ready(&self) -> bool {
+        false
+    }
+
+    fn wait(&self) {}
+
+    fn failure(&self) -> Option<String> {
+        Some("the device is lost".to_owned())
+    }
+}
+
+#[test]
+fn a_step_whose_event_never_happens_is_withdrawn_with_the_reason() {
+    let _bounded = bounded();
+    let (p, d) = two_engines();
+    let (there, here) = (blocks(8, 1), blocks(8, 5));
+    d.fetch_request("a", &p.address, &here, 0..32);
+    p.apply(&ConnectorMetadata { computes: vec![compute("a", &there)], ..metadata() });
+    p.ranks[0].worker.step_computed(Some(Box::new(Lost)));
+    let (code, detail) = d.fetched("a").remove(0);
+    assert_eq!(code, WireCode::Internal);
+    assert!(detail.contains("the device is lost"), "{detail}");
+    assert!(!d.ranks[0].has(1, &here, 0, 0));
+    d.assert_idle();
+}
+
+#[test]
+fn a_fetch_whose_order_is_not_known_fails_and_frees_its_producer() {
+    let _bounded = bounded();
+    let (p, d) = two_engines();
+    let (there, here) = (blocks(8, 1), blocks(8, 5));
+    p.compute("a", 1, &there, 0..32);
+    p.hold("a");
+    let fetches = vec![fetch("a", &p.address, &here, 0..32)];
+    let step = ConnectorMetadata { fetches, ..metadata() }.encode();
+    let worker = &d.ranks[0].worker;
+    worker.apply_after(&step, || Err("the stream is in a capture".to_owned())).expect("valid");
+    d.fetch();
+    let (code, detail) = d.fetched("a").remove(0);
+    assert_eq!((code, &detail[..]), (WireCode::Internal, "the stream is in a capture"));
+    p.assert_sent("a");
+    assert!(!d.ranks[0].has(1, &here, 0, 0));
+    // A step without fetches needs no order.
+    worker.apply_after(&metadata().encode(), || panic!("it has no fetches")).expect("valid");
+    p.assert_idle();
+    d.assert_idle();
+}
+
 #[test]
 fn engines_with_different_layouts_refuse_each_other_with_both_numbers() {
     let _bounded = bounded();

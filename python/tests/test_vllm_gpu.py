@@ -1,0 +1,350 @@
+"""`KVFerryConnector` with caches in memory of GPUs, on the fake driver, driven as vLLM's first model runner drives it:
+prefill computes on its stream, decode loads, and the race checker sees what no edge orders.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm_stand_in as vllm
+from fake_gpu import COMPUTE, LIBRARY, Array, Driver, Stream
+from kvferry._engine.identity.vllm import LayerFacts
+from vllm_stand_in import Request
+
+BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 12, 2, 4, 16, 3
+BLOCK = HEADS * TOKENS * CONTENT * 4
+LAYER = BLOCKS * BLOCK
+NAMES = [f"model.layers.{at}.attn" for at in range(LAYERS)]
+PROMPT = list(range(10))
+
+
+class FullAttentionSpec:
+    block_size, dtype = TOKENS, "torch.float32"
+
+
+class Tensor:
+    """A layer of the cache, as torch shows it."""
+
+    shape = (BLOCKS, HEADS, TOKENS, CONTENT)
+    _strides = (HEADS * TOKENS * CONTENT, TOKENS * CONTENT, CONTENT, 1)
+
+    def __init__(self, array: Array, layer: int) -> None:
+        self._array, self._layer = array, layer
+        self.device = SimpleNamespace(type="cuda", index=array.device)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def stride(self, axis: int) -> int:
+        return self._strides[axis]
+
+    def element_size(self) -> int:
+        return 4
+
+    def data_ptr(self) -> int:
+        return self._array.address + self._layer * LAYER
+
+    def untyped_storage(self) -> Any:
+        return SimpleNamespace(data_ptr=lambda: self._array.address, nbytes=lambda: self._array.nbytes)
+
+
+class Engine:
+    """An engine of one GPU: what its scheduler and its runner call."""
+
+    def __init__(self, module: Any, driver: Driver, gpu: int) -> None:
+        self.stream = Stream(driver, gpu)
+        self.array = Array(driver, LAYERS * LAYER, gpu)
+        self.array.content = bytes(self.array.nbytes)
+        group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=NAMES)
+        caches = SimpleNamespace(
+            kv_cache_groups=[group],
+            transfer_groups=[group],
+            transfer_group_ids=(0,),
+            transfer_group_index_by_layer=dict.fromkeys(NAMES, 0),
+            num_blocks=BLOCKS,
+        )
+        config = vllm.config(is_kv_producer=False, prefill_context_parallel_size=1)
+        config.kv_transfer_config.kv_connector_extra_config = {"timeout": 20}
+        role = module.KVConnectorRole
+        self.worker, self.scheduler = (
+            module.KVFerryConnector(config, it, caches) for it in (role.WORKER, role.SCHEDULER)
+        )
+        self.worker.register_kv_caches({name: Tensor(self.array, at) for at, name in enumerate(NAMES)})
+        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        self.sent: set[str] = set()
+        self.received: set[str] = set()
+        self.failed: set[str] = set()
+
+    def ranges(self, layer: int, blocks: list[int]) -> list[tuple[int, int]]:
+        return [(self.array.address + layer * LAYER + block * BLOCK, BLOCK) for block in blocks]
+
+    def step(self, *new: tuple[str, int, list[int]], launch: Callable[[int], None] | None = None) -> None:
+        """A step. `new`: requests with their tokens and blocks; `launch`: launches a layer."""
+        scheduled = [
+            SimpleNamespace(req_id=request, block_ids=(blocks,), num_computed_tokens=0) for request, _, blocks in new
+        ]
+        output = SimpleNamespace(
+            num_scheduled_tokens={request: tokens for request, tokens, _ in new},
+            scheduled_new_reqs=scheduled,
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[]
+            ),
+            preempted_req_ids=set(),
+        )
+        worker, metadata = self.worker, self.scheduler.build_connector_meta(output)
+        worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
+        if launch is not None:
+            for at, name in enumerate(NAMES):
+                worker.wait_for_layer_load(name)
+                launch(at)
+                worker.save_kv_layer(name, None, None)
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(set())
+        results.kv_connector_worker_meta = worker.build_connector_worker_meta()
+        worker.clear_connector_metadata()
+        self.scheduler.update_connector_output(results)
+        self.sent |= results.finished_sending
+        self.received |= results.finished_recving
+        self.failed |= results.failed_recving
+
+    def until(self, has_ended: Callable[[], bool], seconds: float = 20) -> bool:
+        """Steps without requests. False after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not has_ended():
+            if time.monotonic() > deadline:
+                return False
+            self.step()
+            time.sleep(0.001)
+        return True
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+@pytest.fixture(scope="module")
+def driver() -> Driver:
+    assert LIBRARY.exists(), f"{LIBRARY} is missing: make test-wheel"
+    return Driver()
+
+
+@pytest.fixture
+def engines(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Engine]]:
+    vllm.install(monkeypatch)
+    module = importlib.import_module("kvferry.vllm._connector")
+    monkeypatch.setattr(module, "check_connector", lambda: None)
+    monkeypatch.setattr(module, "of_vllm", lambda *_: SimpleNamespace(properties=lambda: {"model": "m"}))
+    monkeypatch.setattr(module, "_place", lambda _: (module.Place(), 0))
+    torch: Any = ModuleType("torch")
+    torch.cuda = SimpleNamespace(current_stream=lambda gpu: made[gpu].stream)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    made: list[Engine] = []
+    for gpu in range(2):
+        made.append(Engine(module, driver, gpu))
+    driver.clear_findings()
+    yield made[0], made[1]
+    driver.hold(0)
+    for engine in made:
+        engine.close()
+    for engine in made:
+        engine.array.free()
+    driver.clear_findings()
+
+
+def compute(engine: Engine, request: str, byte: int, blocks: list[int], transfer: str = "x") -> dict[str, Any] | None:
+    """Prefills a request on the engine's stream, whose one token ends it. None if its KV is not offered."""
+    made = Request(request, {"do_remote_decode": True, "transfer_id": transfer}, list(PROMPT))
+    engine.scheduler.on_new_request(made)
+    assert engine.scheduler.get_num_new_matched_tokens(made, 0) == (0, False)
+
+    def launch(layer: int) -> None:
+        engine.stream.run("prefill", writes=engine.ranges(layer, blocks), byte=byte + layer)
+
+    engine.step((request, len(PROMPT), blocks), launch=launch)
+    held, params = engine.scheduler.request_finished(made, blocks)
+    answer: dict[str, Any] | None = params if held else None
+    return answer
+
+
+def before_it_is_computed(prefill: Engine) -> dict[str, Any]:
+    """The parameters of a request that decode gets together with prefill."""
+    host, _, port = prefill.worker.get_handshake_metadata().address.rpartition(":")
+    return {"do_remote_prefill": True, "transfer_id": "x", "remote_host": host, "remote_port": int(port)}
+
+
+def load(engine: Engine, request: str, params: Any, blocks: list[int]) -> Request:
+    """Gives a request blocks and begins its load."""
+    made = Request(request, params, list(PROMPT), max_tokens=4)
+    engine.scheduler.on_new_request(made)
+    assert engine.scheduler.get_num_new_matched_tokens(made, 0) == (len(PROMPT), True)
+    given = SimpleNamespace(get_block_ids=lambda: (blocks,))
+    engine.scheduler.update_state_after_alloc(made, given, len(PROMPT))
+    engine.step()
+    return made
+
+
+def finish(engine: Engine, made: Request, blocks: list[int]) -> None:
+    assert engine.scheduler.request_finished(made, blocks)[0] is False
+
+
+def decode(engine: Engine, blocks: list[int], byte: int, *, delay: float = 0.001) -> None:
+    """A step of decode that reads the blocks."""
+    for layer in range(LAYERS):
+        engine.stream.run("decode", reads=engine.ranges(layer, blocks), expect=byte + layer, delay=delay)
+
+
+def bytes_of(engine: Engine, blocks: list[int]) -> list[set[int]]:
+    """Of each layer, the bytes that the blocks' tokens of the prompt have."""
+    content, tokens = engine.array.content, len(PROMPT)
+    found: list[set[int]] = [set() for _ in range(LAYERS)]
+    for layer in range(LAYERS):
+        for at, block in enumerate(blocks):
+            held = min(TOKENS, tokens - at * TOKENS)
+            for head in range(HEADS):
+                start = layer * LAYER + block * BLOCK + head * TOKENS * CONTENT * 4
+                found[layer] |= set(content[start : start + held * CONTENT * 4])
+    return found
+
+
+def test_a_prompt_is_not_read_before_the_prefill_stream_has_computed_it(
+    driver: Driver, engines: tuple[Engine, Engine]
+) -> None:
+    prefill, decoder = engines
+    driver.hold(COMPUTE)
+    params = compute(prefill, "p", 7, [1, 2, 5])
+    made = load(decoder, "d", params, [9, 3, 4])
+    assert not decoder.until(lambda: "d" in decoder.received, 0.1), "nothing is computed"
+    driver.hold(0)
+    assert decoder.until(lambda: "d" in decoder.received)
+    assert not decoder.failed
+    decode(decoder, [9, 3], 7)
+    assert bytes_of(decoder, [9, 3, 4]) == [{7}, {8}, {9}]
+    finish(decoder, made, [9, 3, 4])
+    assert prefill.until(lambda: "p" in prefill.sent)
+    assert driver.findings() == ""
+
+
+def test_what_is_asked_for_early_is_announced_layer_by_layer_behind_the_stream(
+    driver: Driver, engines: tuple[Engine, Engine]
+) -> None:
+    prefill, decoder = engines
+    made = load(decoder, "d", before_it_is_computed(prefill), [2, 3, 4])
+    compute(prefill, "p", 20, [1, 2, 5])
+    assert decoder.until(lambda: "d" in decoder.received)
+    decode(decoder, [2, 3], 20)
+    assert bytes_of(decoder, [2, 3, 4]) == [{20}, {21}, {22}]
+    finish(decoder, made, [2, 3, 4])
+    assert driver.findings() == ""
+
+
+def test_a_load_is_written_after_the_last_step_that_read_its_blocks(
+    driver: Driver, engines: tuple[Engine, Engine]
+) -> None:
+    prefill, decoder = engines
+    first = load(decoder, "d1", compute(prefill, "p1", 40, [1, 2, 5], "x1"), [1, 2, 3])
+    assert decoder.until(lambda: "d1" in decoder.received)
+    second = compute(prefill, "p2", 60, [4, 6, 7], "x2")
+    # The last step is launched and has not run when the blocks are given to the next request.
+    driver.hold(COMPUTE)
+    decode(decoder, [1, 2], 40)
+    finish(decoder, first, [1, 2, 3])
+    made = load(decoder, "d2", second, [1, 2, 3])
+    assert not decoder.until(lambda: "d2" in decoder.received, 0.1), "the blocks are read"
+    driver.hold(0)
+    assert decoder.until(lambda: "d2" in decoder.received)
+    decode(decoder, [1, 2], 60)
+    assert bytes_of(decoder, [1, 2, 3]) == [{60}, {61}, {62}]
+    finish(decoder, made, [1, 2, 3])
+    assert prefill.until(lambda: {"p1", "p2"} <= prefill.sent)
+    assert driver.findings() == ""
+
+
+def test_blocks_of_a_prompt_are_computed_anew_only_after_they_were_read(
+    driver: Driver, engines: tuple[Engine, Engine]
+) -> None:
+    prefill, decoder = engines
+    for at in range(8):
+        blocks = [1, 2, 3]
+        made = load(decoder, f"d{at}", compute(prefill, f"p{at}", 10 * at + 1, blocks, f"x{at}"), [1, 2, 3])
+        assert decoder.until(lambda at=at: f"d{at}" in decoder.received)  # type: ignore[misc]
+        decode(decoder, [1, 2], 10 * at + 1)
+        finish(decoder, made, [1, 2, 3])
+        assert prefill.until(lambda at=at: f"p{at}" in prefill.sent)  # type: ignore[misc]
+    assert driver.findings() == ""
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_without_its_edges_the_race_is_found(driver: Driver, engines: tuple[Engine, Engine], side: str) -> None:
+    prefill, decoder = engines
+    bare = prefill if side == "prefill" else decoder
+    bare.worker._worker._stream = lambda: "host"
+    made = load(decoder, "d1", compute(prefill, "p1", 40, [1, 2, 5], "x1"), [1, 2, 3])
+    assert decoder.until(lambda: "d1" in decoder.received)
+    decoder.stream.run("decode", reads=decoder.ranges(0, [1, 2]), delay=0.01)
+    finish(decoder, made, [1, 2, 3])
+    made = load(decoder, "d2", compute(prefill, "p2", 60, [4, 6, 7], "x2"), [1, 2, 3])
+    assert decoder.until(lambda: "d2" in decoder.received)
+    finish(decoder, made, [1, 2, 3])
+    assert f"kernel `{side}`" in driver.findings()
+
+
+def test_a_step_whose_event_can_not_be_recorded_hands_nothing_over(
+    driver: Driver, engines: tuple[Engine, Engine]
+) -> None:
+    prefill, decoder = engines
+    # As for a stream in a graph capture: the driver refuses.
+    prefill.worker._worker._stream = lambda: 12345
+    made = load(decoder, "d", before_it_is_computed(prefill), [1, 2, 3])
+    assert compute(prefill, "p", 7, [1, 2, 5]) is None
+    assert decoder.until(lambda: "d" in decoder.received)
+    assert decoder.failed == {"d"}
+    finish(decoder, made, [1, 2, 3])
+    assert bytes_of(decoder, [1, 2, 3]) == [{0}, {0}, {0}]
+
+
+def test_loads_without_their_order_fail_and_write_nothing(driver: Driver, engines: tuple[Engine, Engine]) -> None:
+    prefill, decoder = engines
+    params = compute(prefill, "p", 7, [1, 2, 5])
+    decoder.worker._worker._stream = lambda: 12345
+    made = load(decoder, "d", params, [1, 2, 3])
+    assert decoder.until(lambda: "d" in decoder.received)
+    assert decoder.failed == {"d"}
+    finish(decoder, made, [1, 2, 3])
+    assert bytes_of(decoder, [1, 2, 3]) == [{0}, {0}, {0}]
+    assert prefill.until(lambda: "p" in prefill.sent)
+
+
+def test_steps_without_handoffs_call_no_driver(driver: Driver, engines: tuple[Engine, Engine]) -> None:
+    prefill, _ = engines
+    names = ("cuEventCreate", "cuEventRecord", "cuEventQuery", "cuStreamGetCtx")
+    calls = [driver.counter(f"call:{name}") for name in names]
+    for _ in range(100):
+        prefill.step()
+    assert [driver.counter(f"call:{name}") for name in names] == calls
+
+
+def test_caches_of_several_gpus_are_refused(driver: Driver, engines: tuple[Engine, Engine]) -> None:
+    layout: Any = importlib.import_module("kvferry.vllm._layout")
+    tensors = {name: Tensor(engine.array, 0) for name, engine in zip(NAMES, engines, strict=False)}
+    with pytest.raises(layout.UnsupportedCacheError, match="several devices"):
+        layout.storages(tensors)
+
+
+def test_engines_of_other_attention_backends_do_not_fit() -> None:
+    layout: Any = importlib.import_module("kvferry.vllm._layout")
+    array: Any = SimpleNamespace(address=1 << 30, nbytes=LAYERS * LAYER, device=0)
+
+    def encoding(backend: str) -> str:
+        facts = LayerFacts(backend=backend)
+        shape = layout._shape("a", Tensor(array, 0), FullAttentionSpec(), BLOCKS, layout.Place(), facts)
+        return str(shape["encoding"])
+
+    assert encoding("FLASH_ATTN") == "FLASH_ATTN:float32" != encoding("FLASHINFER")
