@@ -18,6 +18,7 @@ pub(crate) mod device;
 pub(crate) mod fuzzing;
 pub(crate) mod gate;
 pub(crate) mod held;
+pub(crate) mod packed;
 pub(crate) mod pieces;
 pub(crate) mod region;
 pub(crate) mod remote;

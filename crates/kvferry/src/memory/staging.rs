@@ -4,17 +4,15 @@
 //! A batch has pieces that follow each other in the cursor and are memory of one device, as many as fit into a
 //! stage and the device allows.
 
-use crate::memory::device::{Copy, DeviceMemory, DevicePiece, Direction, Regions};
+use crate::memory::device::{Copy, DeviceMemory, Direction};
 use crate::memory::gate::Gate;
-use crate::memory::pieces::{Fault, MemoryFault, Pieces, Position, index_of};
-use crate::memory::region::Held;
+use crate::memory::packed::{Packed, device_fault};
+use crate::memory::pieces::{Fault, Pieces, Position};
 use crate::memory::stages::{Stage, StageUser, Wake};
-use crate::sync::{Arc, Mutex};
-use kvferry_proto::WireCode;
+use crate::sync::Arc;
 use kvferry_sys::span::HostSpan;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
-use std::io;
 
 /// Stages that one cursor has at the same time, at most: of two that are sent or received and two that are copied,
 /// one of each may be late and none waits for the other.
@@ -53,88 +51,25 @@ impl Batch {
 struct Filling {
     stage: Stage,
     packed: Packed,
+    /// Index of the first piece.
+    first: usize,
     filled: usize,
 }
 
-/// Pieces that one stage takes.
-struct Packed {
-    /// Memory of the first piece.
-    memory: DeviceMemory,
-    /// Index of the first piece.
-    first: usize,
-    pieces: Vec<DevicePiece>,
-    /// The regions, by their indexes in the cursor's pieces, each with the index of its first piece.
-    regions: SmallVec<[(u32, usize); 2]>,
-    len: usize,
-}
-
-impl Packed {
-    /// Pieces from `at` on, which is device memory, of at most `left` bytes.
-    fn new(pieces: &Pieces, at: Position, left: u64) -> Self {
-        let memory = pieces.device(at.piece).expect("the caller has looked").clone();
-        let room = memory.stages.room(memory.at(pieces.pieces[at.piece].offset + at.within));
-        let mut packed =
-            Self { memory, first: at.piece, pieces: Vec::new(), regions: SmallVec::new(), len: 0 };
-        let mut left = usize::try_from(left).unwrap_or(usize::MAX).min(room);
-        let mut within = at.within;
-        let (mut last_region, mut seen) = (None, Seen::default());
-        for (index, piece) in pieces.pieces.iter().enumerate().skip(at.piece) {
-            let Some(memory) = pieces.device(index) else { break };
-            if left == 0 || !memory.is_beside(&packed.memory) {
-                break;
-            }
-            let len = usize::try_from(piece.len - within).unwrap_or(usize::MAX).min(left);
-            let address = memory.at(piece.offset + within);
-            within = 0;
-            if len == 0 {
-                continue;
-            }
-            let count = packed.pieces.len();
-            // Not across regions: those that are neighbours may be two allocations of the device.
-            let is_of_last = last_region.replace(piece.region) == Some(piece.region);
-            match packed.pieces.last_mut() {
-                Some(last) if is_of_last && last.address + last.len as u64 == address => {
-                    last.len += len;
-                }
-                _ if count == packed.memory.pieces_max => break,
-                _ => packed.pieces.push(DevicePiece { address, len }),
-            }
-            if !is_of_last && seen.insert(piece.region) {
-                packed.regions.push((piece.region, index));
-            }
-            packed.len += len;
-            left -= len;
+/// Pieces from `at` on, which is device memory, of at most `left` bytes.
+fn pack(pieces: &Pieces, at: Position, left: u64) -> Packed {
+    let memory = pieces.device(at.piece).expect("the caller has looked").clone();
+    let room = memory.stages.room(memory.at(pieces.pieces[at.piece].offset + at.within));
+    let room = usize::try_from(left).unwrap_or(usize::MAX).min(room);
+    let mut packed = Packed::new(memory, room);
+    let mut within = at.within;
+    for index in at.piece..pieces.pieces.len() {
+        if packed.add(pieces, index, within).is_none() {
+            break;
         }
-        packed
+        within = 0;
     }
-
-    /// Drops what is beyond the first `len` bytes. Their regions stay: they are seen alive, and held, too.
-    fn truncate(&mut self, len: usize) {
-        let mut left = len;
-        self.pieces.retain_mut(|piece| {
-            piece.len = piece.len.min(left);
-            left -= piece.len;
-            piece.len > 0
-        });
-        self.len = len;
-    }
-}
-
-/// The regions that a batch has, by their indexes: a bit for each.
-#[derive(Default)]
-struct Seen(SmallVec<[u64; 4]>);
-
-impl Seen {
-    /// Whether the region is new.
-    fn insert(&mut self, region: u32) -> bool {
-        let (word, bit) = (region as usize / 64, 1 << (region % 64));
-        if self.0.len() <= word {
-            self.0.resize(word + 1, 0);
-        }
-        let is_new = self.0[word] & bit == 0;
-        self.0[word] |= bit;
-        is_new
-    }
+    packed
 }
 
 impl Staging {
@@ -162,31 +97,17 @@ impl Staging {
         self.users[user].take(self.batches.len())
     }
 
-    /// Starts a copy, inside the gate.
+    /// Starts a copy of pieces of which `first` is the first one, inside the gate.
     fn start(
         &mut self,
         pieces: &Pieces,
         gate: &Arc<Gate>,
         stage: Stage,
         packed: Packed,
+        first: usize,
     ) -> Result<(), Fault> {
-        let _inside = gate.enter().map_err(|_| Fault::Shut)?;
-        let held = packed.regions.iter().map(|&(region, piece)| {
-            let held = Held::begin(&pieces.regions[region as usize]);
-            held.ok_or_else(|| Fault::Memory(MemoryFault::revoked(piece)))
-        });
-        let held = held.collect::<Result<Regions, Fault>>()?;
-        let copy = Arc::new(Copy {
-            direction: self.direction,
-            memory: packed.memory,
-            pieces: packed.pieces,
-            len: packed.len,
-            gate: Arc::clone(gate),
-            wake: Arc::clone(&self.wake),
-            outcome: Mutex::new(None),
-        });
-        self.batches.push_back(Batch::Copying { copy: Arc::clone(&copy), piece: packed.first });
-        copy.start(stage, held);
+        let copy = packed.start(self.direction, pieces, gate, stage, &self.wake)?;
+        self.batches.push_back(Batch::Copying { copy, piece: first });
         Ok(())
     }
 
@@ -206,9 +127,9 @@ impl Staging {
             // Not across host memory: while that is sent, no stage waits for the peer.
             let Some(memory) = pieces.device(self.ahead.piece) else { break };
             let Some(stage) = self.stage(memory) else { break };
-            let packed = Packed::new(pieces, self.ahead, self.ahead_left);
-            let len = packed.len as u64;
-            self.start(pieces, gate, stage.aligned_as(packed.pieces[0].address), packed)?;
+            let packed = pack(pieces, self.ahead, self.ahead_left);
+            let (len, stage) = (packed.len() as u64, stage.aligned_as(packed.address()));
+            self.start(pieces, gate, stage, packed, self.ahead.piece)?;
             self.ahead.advance(pieces, len);
             self.ahead_left -= len;
         }
@@ -237,12 +158,12 @@ impl Staging {
             }
             let memory = pieces.device(at.piece).expect("the caller has looked");
             let Some(stage) = self.stage(memory) else { return Ok(None) };
-            let packed = Packed::new(pieces, at, remaining);
-            let stage = stage.aligned_as(packed.pieces[0].address);
-            self.filling = Some(Filling { stage, packed, filled: 0 });
+            let packed = pack(pieces, at, remaining);
+            let stage = stage.aligned_as(packed.address());
+            self.filling = Some(Filling { stage, packed, first: at.piece, filled: 0 });
         }
         let filling = self.filling.as_ref().expect("set above");
-        Ok(Some(filling.stage.span(filling.filled, filling.packed.len - filling.filled)))
+        Ok(Some(filling.stage.span(filling.filled, filling.packed.len() - filling.filled)))
     }
 
     /// Bytes of the last span moved between it and the socket.
@@ -266,7 +187,11 @@ impl Staging {
             Direction::In => {
                 let filling = self.filling.as_mut().expect("bytes were received into it");
                 filling.filled += bytes;
-                if filling.filled == filling.packed.len { self.fill(pieces, gate) } else { Ok(()) }
+                if filling.filled == filling.packed.len() {
+                    self.fill(pieces, gate)
+                } else {
+                    Ok(())
+                }
             }
         }
     }
@@ -274,9 +199,9 @@ impl Staging {
     /// In: copies what the stage that is being filled has, if it has any bytes.
     fn fill(&mut self, pieces: &Pieces, gate: &Arc<Gate>) -> Result<(), Fault> {
         match self.filling.take() {
-            Some(Filling { stage, mut packed, filled }) if filled > 0 => {
+            Some(Filling { stage, mut packed, first, filled }) if filled > 0 => {
                 packed.truncate(filled);
-                self.start(pieces, gate, stage, packed)
+                self.start(pieces, gate, stage, packed, first)
             }
             _ => Ok(()),
         }
@@ -339,21 +264,18 @@ impl Staging {
     }
 }
 
-fn device_fault(piece: usize, error: io::Error) -> Fault {
-    warn_limited!(piece, %error, "a copy between device and staging memory failed");
-    let (code, index) = (WireCode::Internal, index_of(piece));
-    Fault::Memory(MemoryFault { code, index, device: Some(error) })
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use crate::memory::cursor::{Cursor, Lent};
     use crate::memory::device::{Device, DeviceCopy};
-    use crate::memory::region::{Access, Backing, Region, RegionTable};
+    use crate::memory::pieces::MemoryFault;
+    use crate::memory::region::{Access, Backing, Held, Region, RegionTable};
     use crate::memory::stages::StagePool;
+    use crate::sync::Mutex;
     use kvferry_proto::Incarnation;
     use kvferry_sys::map::Mapping;
+    use std::io;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     const STAGE: usize = 4096;
