@@ -13,6 +13,5 @@ kvferry_testkit::conformance!(
 );
 // `local` can't reach device memory: it goes over tcp.
 kvferry_testkit::conformance!(local, AgentFabric::new("local,tcp"));
-// Device memory goes to and from files by way of host memory.
-kvferry_testkit::conformance!(file, FileFabric { engine: "auto" }, host: Host);
-kvferry_testkit::conformance!(file_posix, FileFabric { engine: "posix" }, host: Host);
+kvferry_testkit::conformance!(file, FileFabric { engine: "auto" });
+kvferry_testkit::conformance!(file_posix, FileFabric { engine: "posix" });

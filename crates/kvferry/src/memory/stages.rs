@@ -239,6 +239,18 @@ impl Stage {
         self
     }
 
+    /// The same; where that leaves a choice, the first byte also has its place in a page that this offset of a file has.
+    pub(crate) fn aligned_to_file(mut self, address: u64, offset: u64) -> Self {
+        let in_page = usize::try_from(offset % PAGE as u64).expect("less than a page");
+        self.lead = if in_page % LINE as usize == lead(address) { in_page } else { lead(address) };
+        self
+    }
+
+    /// Bytes that the stage takes.
+    pub(crate) fn room(&self) -> usize {
+        self.pool.stage_bytes - self.lead
+    }
+
     /// A part of the stage's bytes.
     pub(crate) fn span(&self, at: usize, len: usize) -> HostSpan {
         let bytes = self.pool.stage_bytes;
@@ -352,6 +364,24 @@ mod tests {
             let start = stage.span(0, room).as_ptr() as u64;
             assert_eq!(start % LINE, address % LINE);
             assert_eq!((start + room as u64) % PAGE as u64, 0, "to the end of the stage");
+        }
+    }
+
+    #[test]
+    fn a_stage_has_the_alignment_of_a_file_where_that_of_the_address_allows_it() {
+        let pool = StagePool::new(PAGE, 1).expect("memory");
+        let (user, _) = user(&pool);
+        for (address, offset, lead) in [
+            (0, 0, 0),
+            (4096, 8192, 0),
+            (0, 4096 + 512, 512),
+            (130, 4096 + 258, 258),
+            (130, 512, 2),
+        ] {
+            let stage = user.take(0).expect("free").aligned_to_file(address, offset);
+            assert_eq!(stage.room(), PAGE - lead, "{address}, {offset}");
+            let start = stage.span(0, stage.room()).as_ptr() as usize;
+            assert_eq!(start % PAGE, lead, "{address}, {offset}");
         }
     }
 

@@ -1,5 +1,6 @@
 //! The two engines, and the queues of operations that they give.
 
+use super::filled::Filled;
 use super::posix::{Pool, PoolQueue};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::region::Held;
@@ -30,7 +31,10 @@ const LEASED_MAX: usize = 256;
 /// and takes some 0.1 ms per MiB.
 const RANGE_BYTES: usize = 16 << 20;
 /// Ranges overlap by the bytes of the longest operation, so that each lies in one range.
-pub(super) const OVERLAP_BYTES: usize = 1 << 20;
+const OVERLAP_BYTES: usize = 1 << 20;
+/// Bytes of one operation at most. An operation can't be stopped.
+pub(super) const OPERATION_BYTES_MAX: u64 = 1 << 20;
+const _: () = assert!(OPERATION_BYTES_MAX <= OVERLAP_BYTES as u64);
 
 /// A region's registrations with rings. An operation makes them while it holds the region.
 impl RegionKey for Pins {
@@ -80,15 +84,21 @@ pub(super) struct Operation {
     /// Past the page cache: the device reads or writes the memory, whose pages the kernel has to keep
     /// meanwhile. Through the page cache, bytes are copied.
     pub(super) is_direct: bool,
-    pub(super) held: Held,
-    /// The pair of the batch.
+    pub(super) memory: Memory,
+    /// The pair of the batch; the first one of several that are neighbours in the file.
     pub(super) pair: usize,
+}
+
+/// What keeps the memory of an operation in place.
+pub(super) enum Memory {
+    Region(Held),
+    Stage(Arc<Filled>),
 }
 
 /// Operations under way. One share uses it at a time.
 ///
-/// Device memory that an engine can reach, as GPUDirect Storage can, would be another kind of memory of
-/// an [`Operation`], and its engine another implementation of this.
+/// Device memory that an engine can reach, as GPUDirect Storage can, would be another kind of [`Memory`], and its
+/// engine another implementation of this.
 pub(super) trait Queue: Send {
     /// Operations that were pushed and not returned by [`Queue::completed`].
     fn in_flight(&self) -> usize;
@@ -153,7 +163,10 @@ impl Queue for RingQueue {
 
     fn push(&mut self, operation: Operation) {
         let Operation { way, offset, span, is_direct, .. } = operation;
-        let range = if is_direct { range(&operation.held, span) } else { None };
+        let range = match &operation.memory {
+            Memory::Region(held) if is_direct => range(held, span),
+            _ => None,
+        };
         let place = range.and_then(|range| self.ring.place(range, span));
         if place.is_some() {
             self.rings.registered.fetch_add(1, Ordering::Relaxed);

@@ -7,7 +7,9 @@
 //! Queues come from one of two engines ([`engine`]): io_uring, or threads that call `pread` and
 //! `pwrite`. Both pass the conformance tests in `tests/file.rs`.
 //!
-//! Ownership: an operation holds its memory ([`Held`](crate::memory::region::Held)) and its file until
+//! Host memory is read and written in place. Device memory goes through the stages of its device ([`staged`]).
+//!
+//! Ownership: an operation holds its memory ([`Memory`](engine::Memory)) and its file until
 //! the kernel has completed it, even if no caller waits for the transfer. So a transfer can end at its
 //! deadline although the device does not answer; unregistering the memory then waits for the device.
 //!
@@ -24,10 +26,13 @@
 //! share a page.
 
 mod engine;
+mod filled;
 mod posix;
 mod region;
 mod route;
 mod share;
+mod staged;
+mod targets;
 
 pub use region::{DirectIo, FileOptions, FileRegion};
 
@@ -36,6 +41,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::sync::Arc;
 use crate::transfer::batch::Batch;
 use crate::transfer::drive;
+use crate::transfer::edges;
 use crate::transfer::job::{Job, Op, TransferStats};
 use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
 use crate::transfer::link::{Backend, Link};
@@ -160,6 +166,9 @@ impl Storage {
             job.finish(Ok(nothing()));
             return Ok(nothing());
         }
+        if !edges::have_happened(&job, options.interrupt) {
+            return drive::outcome(&job, options.interrupt);
+        }
         drive::run(&job, &self.link, options.interrupt)
     }
 
@@ -169,7 +178,10 @@ impl Storage {
         match self.check(batch, options) {
             Err(e) => job.finish(Err(e)),
             Ok(()) if batch.is_empty() => job.finish(Ok(nothing())),
-            Ok(()) => drive::submit(&job, &self.link),
+            Ok(()) => {
+                let (submitted, link) = (Arc::clone(&job), Arc::clone(&self.link));
+                edges::when_happened(&job, move || drive::submit(&submitted, &link));
+            }
         }
         Transfer(job)
     }

@@ -104,6 +104,11 @@ impl FileInner {
         self.direct.is_some()
     }
 
+    /// The offset in the file of one in the region, for access past the page cache.
+    pub(super) fn direct_offset(&self, offset: u64) -> Option<u64> {
+        self.is_direct().then_some(self.offset + offset)
+    }
+
     /// The file through the page cache, which takes any range.
     pub(super) fn buffered(&self) -> &Arc<File> {
         &self.file

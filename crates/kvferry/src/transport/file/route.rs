@@ -1,8 +1,9 @@
 //! The only route of the files' link.
 
-use super::share::{FileShare, Targets};
+use super::share::FileShare;
+use super::targets::Targets;
 use super::{File, Shared};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use crate::sync::Arc;
 use crate::transfer::drive::{background, drive};
 use crate::transfer::job::{Frames, Job};
@@ -14,12 +15,7 @@ pub(super) struct FileRoute(pub(super) Arc<Shared>);
 
 impl FileRoute {
     fn share(&self, link: &Arc<Link>, job: &Arc<Job>, is_callers: bool) -> Result<FileShare> {
-        if !job.batch.local.all_host() {
-            let what =
-                "device memory can't be moved to or from a file; copy it to host memory first";
-            return Err(Error::new(ErrorKind::Unsupported, what));
-        }
-        let targets = Targets::of(&job.batch, job.op, &self.0)?;
+        let targets = Targets::of(&job.batch, job.op, &self.0.table)?;
         let share = FileShare::new(&self.0, link, job, targets, is_callers)?;
         job.start_shares(1, File::KIND, Frames::Messages);
         Ok(share)
@@ -35,7 +31,7 @@ impl Route for FileRoute {
         match self.share(link, job, true) {
             Ok(share) => {
                 link.begin();
-                drive(job, link, &[], interrupt, [|_| share]);
+                drive(job, link, &[], interrupt, [|wake| share.woken_by(wake)]);
                 link.finish();
                 Offered::Taken
             }
@@ -46,7 +42,7 @@ impl Route for FileRoute {
     fn submit(&self, link: &Arc<Link>, job: &Arc<Job>) -> Offered {
         match self.share(link, job, false) {
             Ok(share) => {
-                background(job, link, None, |_, _| {}, |_| share);
+                background(job, link, None, |_, _| {}, |wake| share.woken_by(wake));
                 Offered::Taken
             }
             Err(e) => Offered::Refused(e),

@@ -1,118 +1,36 @@
 //! One transfer between memory and files: keeps a queue full of operations until all have ended.
 
 use super::Shared;
-use super::engine::{Leased, OVERLAP_BYTES, Operation, Queue};
-use super::region::FileInner;
+use super::engine::{Leased, Memory, OPERATION_BYTES_MAX, Operation, Queue};
+use super::filled::Cut;
+use super::staged::Staged;
+use super::targets::{Order, Side, Targets};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::gate::Gate;
 use crate::memory::held::NotHeld;
-use crate::memory::pieces::Position;
+use crate::memory::pieces::{Fault, MemoryFault, Position};
 use crate::memory::region::Held;
+use crate::memory::stages::Wake;
 use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::sync::Arc;
-use crate::transfer::batch::{Batch, Frame};
+use crate::transfer::batch::Frame;
 use crate::transfer::drive::{Drive, Progress, STEP_BYTES};
 use crate::transfer::job::{Job, Op};
 use crate::transfer::link::Link;
-use kvferry_proto::{Limits, RegionId, Timestamp};
+use kvferry_proto::{Limits, Timestamp};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::uring::Way;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
-/// Bytes of one operation at most. An operation can't be stopped.
-const OPERATION_BYTES_MAX: u64 = 1 << 20;
-const _: () = assert!(OPERATION_BYTES_MAX <= OVERLAP_BYTES as u64);
 /// Bytes of all operations under way, from which on no other is begun: four milliseconds of a device that
 /// moves 8 GB/s. Cold reads are slower with 8 MiB. Operations can't be stopped, so no more than needed.
 const IN_FLIGHT_BYTES_MAX: usize = 32 << 20;
-/// Pairs that are sorted together by their place in the file, so that a device sees neighbours one after the
-/// other. Few enough that sorting delays nothing. Reads through the page cache are not sorted: the kernel
-/// would take them for a sequential reader, and read ahead instead of reading several blocks at once.
-const SORTED_PAIRS: usize = 4096;
 /// Longest wait of a stopped transfer, whose deadline has passed, for the device.
 const DEVICE_GRACE: Duration = Duration::from_millis(20);
 /// Time after which operations that the kernel did not take are submitted again.
 const RESUBMIT_AFTER: Duration = Duration::from_millis(10);
-
-/// The file regions of a batch.
-pub(super) struct Targets {
-    files: Vec<Arc<FileInner>>,
-    /// Index into `files` for each pair; empty if there is only one file.
-    of_pair: Vec<u32>,
-}
-
-impl Targets {
-    /// Looks up all file regions that a batch names.
-    pub(super) fn of(batch: &Batch, op: Op, shared: &Shared) -> Result<Self> {
-        let mut targets = Self { files: Vec::new(), of_pair: Vec::new() };
-        let mut known: Vec<RegionId> = Vec::new();
-        for (pair, (part, piece)) in batch.remote.iter().zip(&batch.local.pieces).enumerate() {
-            let index = match known.iter().rposition(|id| *id == part.region) {
-                Some(index) => index,
-                None => {
-                    let file = shared.table.get(part.region).ok_or_else(|| {
-                        let what = "the batch names a file region that is not open";
-                        let error = Error::new(ErrorKind::NotRegistered, what);
-                        error.with("region", part.region).with("pair", pair)
-                    })?;
-                    if known.len() == 1 {
-                        targets.of_pair = vec![0; pair];
-                    }
-                    known.push(part.region);
-                    targets.files.push(file);
-                    known.len() - 1
-                }
-            };
-            let checked = targets.files[index].check(part.offset, piece.len, op == Op::Write);
-            checked.map_err(|e| e.with("pair", pair))?;
-            if known.len() > 1 {
-                let index = u32::try_from(index).expect("fewer files than pairs");
-                targets.of_pair.push(index);
-            }
-        }
-        Ok(targets)
-    }
-
-    fn index(&self, pair: usize) -> u32 {
-        self.of_pair.get(pair).copied().unwrap_or_default()
-    }
-
-    /// Whether all files are read and written past the page cache, as far as alignment allows.
-    fn are_direct(&self) -> bool {
-        self.files.iter().all(|file| file.is_direct())
-    }
-
-    fn get(&self, pair: usize) -> &FileInner {
-        &self.files[self.index(pair) as usize]
-    }
-}
-
-/// The order in which the pairs of a batch are moved.
-#[derive(Default)]
-struct Order {
-    /// Pairs that were sorted so far.
-    sorted: usize,
-    /// Sorted pairs that were not returned, the next one last.
-    left: Vec<(u32, u64, usize)>,
-}
-
-impl Order {
-    /// The next pair; `None` after the last one.
-    fn next(&mut self, batch: &Batch, op: Op, targets: &Targets) -> Option<usize> {
-        if self.left.is_empty() {
-            let end = batch.remote.len().min(self.sorted + SORTED_PAIRS);
-            let pairs = std::mem::replace(&mut self.sorted, end)..end;
-            let place = |pair: usize| (targets.index(pair), batch.remote[pair].offset, pair);
-            self.left.extend(pairs.rev().map(place));
-            if op == Op::Write || targets.are_direct() {
-                self.left.sort_unstable_by(|a, b| b.cmp(a));
-            }
-        }
-        self.left.pop().map(|(_, _, pair)| pair)
-    }
-}
 
 pub(super) struct FileShare {
     shared: Arc<Shared>,
@@ -127,8 +45,11 @@ pub(super) struct FileShare {
     queue: Option<Leased>,
     /// The transfer's frames, once the share has begun; they are complete when the last operation is.
     frames: Vec<Frame>,
+    /// Device memory of the batch, if it has any.
+    staged: Option<Staged>,
+    /// The order of the pairs of host memory.
     order: Order,
-    /// The next byte without an operation: its pair, and the bytes of the pair before it.
+    /// The next byte of host memory without an operation: its pair, and the bytes of the pair before it.
     at: Option<Position>,
     /// Remainders of operations that moved only a part, to be queued again.
     rest: Vec<Operation>,
@@ -148,8 +69,10 @@ impl FileShare {
         targets: Targets,
         is_callers: bool,
     ) -> Result<Self> {
+        let is_host = job.batch.local.all_host();
         Ok(Self {
-            is_callers,
+            // The driver waits for the device, too.
+            is_callers: is_callers && is_host,
             queue: Some(shared.engine.take()?),
             shared: Arc::clone(shared),
             link: Arc::clone(link),
@@ -158,7 +81,8 @@ impl FileShare {
             gate: job.core.memory.gates.gate(),
             limits: Limits::default(),
             frames: Vec::new(),
-            order: Order::default(),
+            staged: None,
+            order: Order::new(if is_host { Side::All } else { Side::Host }),
             at: None,
             rest: Vec::new(),
             in_flight: 0,
@@ -166,6 +90,13 @@ impl FileShare {
             stopped_at: None,
             has_ended: false,
         })
+    }
+
+    /// The share, of which device memory calls `wake` when it may be ready.
+    pub(super) fn woken_by(mut self, wake: Wake) -> Self {
+        let (job, gate) = (&self.job, &self.gate);
+        self.staged = (!job.batch.local.all_host()).then(|| Staged::new(job.op, gate, wake));
+        self
     }
 
     fn queue(&mut self) -> &mut dyn Queue {
@@ -177,7 +108,7 @@ impl FileShare {
         let len = operation.span.len();
         self.in_flight -= len;
         match moved {
-            Ok(moved) if moved == len => self.moved += len as u64,
+            Ok(moved) if moved == len => self.ended(operation.memory, len),
             Ok(0) => {
                 let (kind, what) = match operation.way {
                     Way::Read => (io::ErrorKind::UnexpectedEof, "the file ends before the range"),
@@ -186,7 +117,7 @@ impl FileShare {
                 self.fail(&operation, Error::io(what, kind.into()));
             }
             Ok(moved) => {
-                self.moved += moved as u64;
+                self.moved += self.counted(&operation.memory, moved);
                 operation.span = operation.span.split_at(moved.min(len)).1;
                 operation.offset += moved as u64;
                 // What is left may not be aligned.
@@ -205,10 +136,40 @@ impl FileShare {
         }
     }
 
+    /// Bytes of an operation that are where they belong: those that were read into a stage are not.
+    fn counted(&self, memory: &Memory, bytes: usize) -> u64 {
+        let is_there = matches!(memory, Memory::Region(_)) || self.job.op == Op::Write;
+        if is_there { bytes as u64 } else { 0 }
+    }
+
+    /// An operation has moved its last `len` bytes.
+    fn ended(&mut self, memory: Memory, len: usize) {
+        self.moved += self.counted(&memory, len);
+        if let (Memory::Stage(filled), Some(staged)) = (memory, &mut self.staged)
+            // One that has failed before may have left the stage without its bytes.
+            && !self.job.is_stopped()
+            && let Err(fault) = staged.moved(filled, &self.job.batch.local)
+        {
+            self.job.fail(local_error(fault));
+        }
+    }
+
+    /// Takes the results of the device's copies.
+    fn reap(&mut self) {
+        match self.staged.as_mut().map_or(Ok(0), Staged::reap) {
+            Ok(moved) => self.moved += moved,
+            Err(fault) => self.job.fail(local_error(fault)),
+        }
+    }
+
     fn fail(&self, operation: &Operation, error: Error) {
         let path = self.targets.get(operation.pair).path();
         let error = error.with("file", path.display()).with("offset", operation.offset);
-        self.job.fail(error.with("len", operation.span.len()).with("pair", operation.pair));
+        let pair = match &operation.memory {
+            Memory::Region(_) => operation.pair,
+            Memory::Stage(filled) => filled.pair_of(operation.span),
+        };
+        self.job.fail(error.with("len", operation.span.len()).with("pair", pair));
     }
 
     /// The next operation; `None` if all were made or the job is stopped.
@@ -221,6 +182,9 @@ impl FileShare {
         }
         if self.frames.is_empty() {
             self.frames.extend(std::iter::from_fn(|| self.job.next_frame(&self.limits)));
+        }
+        if let Some(operation) = self.next_staged() {
+            return Ok(Some(operation));
         }
         let batch = &self.job.batch;
         let at = match self.at {
@@ -239,31 +203,50 @@ impl FileShare {
         let size = usize::try_from(target.len).expect("at most OPERATION_BYTES_MAX");
         let (held, span) = Held::new(&batch.local, &self.gate, at, size).map_err(|e| {
             let error = match e {
-                NotHeld::Unregistered => {
-                    Error::new(ErrorKind::Revoked, "the local region was unregistered")
+                NotHeld::Unregistered => unregistered(),
+                NotHeld::Unsupported => {
+                    let what = "memory that was not registered can't be moved to or from a file";
+                    Error::new(ErrorKind::Unsupported, what)
                 }
-                NotHeld::Unsupported => Error::new(
-                    ErrorKind::Unsupported,
-                    "device memory can't be moved to or from a file; copy it to host memory first",
-                ),
             };
             error.with("pair", at.piece)
         })?;
         let within = at.within + target.len;
         self.at = (within < piece.len).then_some(Position { within, ..at });
         Ok(Some(Operation {
-            way: if self.job.op == Op::Write { Way::Write } else { Way::Read },
+            way: self.way(),
             file: target.file,
             offset: target.offset,
             span,
             is_direct: target.is_direct,
-            held,
+            memory: Memory::Region(held),
             pair: at.piece,
         }))
     }
 
+    fn way(&self) -> Way {
+        if self.job.op == Op::Write { Way::Write } else { Way::Read }
+    }
+
+    /// The next operation on a stage of a device.
+    fn next_staged(&mut self) -> Option<Operation> {
+        let way = self.way();
+        let staged = self.staged.as_mut()?;
+        let (cut, is_last) = staged.ready()?.next(&self.targets, OPERATION_BYTES_MAX);
+        if is_last {
+            staged.leave_ready();
+        }
+        let Cut { file, offset, is_direct, span, pair, filled } = cut;
+        Some(Operation { way, file, offset, span, is_direct, memory: Memory::Stage(filled), pair })
+    }
+
     /// Fills the queue, up to the bytes of one step. True if there was room for more.
     fn fill(&mut self) -> bool {
+        if let Some(staged) = &mut self.staged
+            && let Err(fault) = staged.begin(&self.job.batch, &self.targets)
+        {
+            self.job.fail(local_error(fault));
+        }
         let mut budget = STEP_BYTES;
         while budget > 0 && !self.queue().is_full() && self.in_flight < IN_FLIGHT_BYTES_MAX {
             match self.next() {
@@ -287,9 +270,13 @@ impl FileShare {
     /// Ends the share of a stopped job once the device has stopped, or does not answer.
     fn stop(&mut self, now: Timestamp) -> Progress {
         self.rest.clear();
+        if let Some(staged) = &mut self.staged {
+            staged.stop();
+        }
         self.queue().stop();
         if self.queue().in_flight() == 0 {
-            return self.end();
+            // The driver ends the share if the copies take too long.
+            return if self.gate.has_copies() { Progress::Memory } else { self.end() };
         }
         let stopped_at = *self.stopped_at.get_or_insert(now);
         // A caller without a deadline gets its memory back, however long that takes; but not from an agent
@@ -327,6 +314,26 @@ impl FileShare {
     }
 }
 
+fn unregistered() -> Error {
+    Error::new(ErrorKind::Revoked, "the local region was unregistered")
+}
+
+/// The error of device memory that can't be used any more.
+fn local_error(fault: Fault) -> Error {
+    match fault {
+        Fault::Memory(MemoryFault { device: None, index, .. }) => {
+            unregistered().with("pair", index)
+        }
+        Fault::Memory(MemoryFault { code, index, device: Some(e) }) => {
+            let what = "a device failed to copy local memory";
+            Error::new(ErrorKind::from_wire(code), what).caused_by(e).with("pair", index)
+        }
+        Fault::Shut | Fault::Io(_) => {
+            Error::new(ErrorKind::Internal, "a transfer with a file was stopped")
+        }
+    }
+}
+
 impl Drive for FileShare {
     fn wait(&mut self, timeout: Duration) -> Option<io::Result<()>> {
         Some(self.queue().wait(timeout))
@@ -343,6 +350,7 @@ impl Drive for FileShare {
         while let Some((operation, moved)) = self.queue().completed() {
             self.completed(operation, moved);
         }
+        self.reap();
         if self.job.core.is_closed() {
             self.job.stop(Error::shutdown());
         }
@@ -355,6 +363,9 @@ impl Drive for FileShare {
         }
         if self.queue().in_flight() > 0 {
             return self.waits();
+        }
+        if self.staged.as_ref().is_some_and(|staged| !staged.has_ended()) {
+            return Progress::Memory;
         }
         self.end()
     }
@@ -406,7 +417,9 @@ impl Handler for Leftover {
 mod tests {
     use super::*;
     use crate::sync::Mutex;
+    use crate::transfer::batch::Batch;
     use crate::transport::file::Storage;
+    use crate::transport::file::targets::SORTED_PAIRS;
     use crate::{Access, Agent, FileOptions, Options};
     use kvferry_sys::poll::EventFd;
     use kvferry_testkit::{PATIENCE, eventually};
@@ -601,8 +614,8 @@ mod tests {
             batch.push(&rig.memory, 0, &rig.file.remote(), at * 8, 8).expect("inside");
         }
         let shared = &storage(&rig.agent).shared;
-        let targets = Targets::of(&batch, Op::Read, shared).expect("an open file");
-        let mut order = Order::default();
+        let targets = Targets::of(&batch, Op::Read, &shared.table).expect("an open file");
+        let mut order = Order::new(Side::All);
         let pairs: Vec<usize> =
             std::iter::from_fn(|| order.next(&batch, Op::Write, &targets)).collect();
         let sorted = |pairs: &[usize]| pairs.is_sorted_by_key(|pair| batch.remote[*pair].offset);
