@@ -56,7 +56,7 @@ def _cuda_array(buffer: object, interface: Any) -> tuple[int, int, object, int |
     shape, (address, readonly) = tuple(interface["shape"]), interface["data"]
     item = int(interface["typestr"][2:])
     if readonly:
-        raise TypeError("expected writable memory, not a read-only array")
+        raise TypeError("expected writable memory, not a read-only array; pass torch.from_dlpack(array)")
     if interface.get("mask") is not None:
         raise TypeError("expected an array without a mask")
     _check_contiguous(shape, interface.get("strides"), item)

@@ -76,7 +76,7 @@ class _Tensor(Protocol):
     def is_contiguous(self) -> bool: ...
 
 class _CudaArray(Protocol):
-    """Memory of a GPU, by the CUDA array interface: CuPy, Numba, JAX."""
+    """Memory of a GPU, by the CUDA array interface: CuPy, Numba. Not read-only, as JAX's is."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
