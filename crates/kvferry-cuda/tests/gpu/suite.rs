@@ -4,7 +4,7 @@ use crate::machine::{Machine, machine};
 use kvferry::DeviceMemory;
 use kvferry_sys::cuda::DeviceAllocation;
 use kvferry_testkit::memory::{ProvidedMemory, provide};
-use kvferry_testkit::{AgentFabric, Effort};
+use kvferry_testkit::{AgentFabric, Effort, FileFabric};
 use std::sync::Arc;
 
 struct GpuMemory {
@@ -36,15 +36,25 @@ impl ProvidedMemory for GpuMemory {
     }
 }
 
-/// A fabric whose provided memory is the GPU's. A scenario has the process for itself.
-fn on_gpu(transports: &'static str) -> AgentFabric {
+/// Makes the provided memory that of the GPU. A scenario has the process for itself.
+fn provide_gpu() {
     provide(|len| {
         let machine = machine();
         let allocation = DeviceAllocation::new(&machine.context(0), len).expect("memory");
         Arc::new(GpuMemory { machine, allocation })
     });
+}
+
+fn on_gpu(transports: &'static str) -> AgentFabric {
+    provide_gpu();
     AgentFabric { effort: Effort::Brief, ..AgentFabric::new(transports) }
+}
+
+fn file_on_gpu() -> FileFabric {
+    provide_gpu();
+    FileFabric { engine: "auto" }
 }
 
 kvferry_testkit::conformance!(tcp, on_gpu("tcp"), gpu: Provided);
 kvferry_testkit::conformance!(local, on_gpu("local,tcp"), gpu: Provided);
+kvferry_testkit::conformance!(file, file_on_gpu(), gpu: Provided);
