@@ -76,7 +76,11 @@ impl Agent {
 /// The files of an agent. Clones are the same. All methods may be called from any thread.
 ///
 /// The remote side of a batch names file regions of the same agent ([`FileRegion::remote`]), the local
-/// side its host memory. A batch may name several files. Pairs are moved in any order.
+/// side its host memory and that of its devices. A batch may name several files. Pairs are moved in any order.
+///
+/// Device memory goes through the stages of its device ([`StagePool`](crate::StagePool)), of which a transfer takes eight at
+/// most: the device copies some while others are written or read. Operations on a file whose device does not answer keep
+/// their stages until it does.
 ///
 /// Bytes that were written are there for every reader of the file once the transfer is done. They are on
 /// the device after [`FileRegion::sync`].
@@ -104,7 +108,8 @@ impl Files {
     /// # Errors
     /// `Io` with the file, the offset and the number of the pair: a full disk, a device's error, the
     /// file's end. `OutOfBounds`, `AccessDenied`, `NotRegistered`, `Revoked`, `StaleIncarnation`;
-    /// `Unsupported` for device memory and with a notification. `Deadline`, `Interrupted`. After an
+    /// `Internal` with the device's error as its source if a device fails to copy its memory.
+    /// `Unsupported` with a notification. `Deadline`, `Interrupted`. After an
     /// error, some of the bytes may be in the file.
     pub fn write(&self, batch: &Batch, options: &Options<'_>) -> Result<TransferStats> {
         self.storage.run(Op::Write, batch, options)

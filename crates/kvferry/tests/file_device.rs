@@ -92,7 +92,7 @@ macro_rules! sentences {
 
 sentences! {
     ranges_of_any_alignment_go_to_a_file_and_back
-    neighbours_in_a_file_are_one_operation_that_may_go_past_the_page_cache
+    blocks_smaller_than_a_page_that_are_neighbours_in_a_file_take_as_few_copies_as_they_can
     pieces_of_two_devices_and_of_host_memory_go_to_several_files_and_back
     a_transfer_touches_memory_of_its_device_only_after_its_edges
     a_full_device_is_an_error_that_names_the_pair_and_gives_the_stages_back
@@ -204,7 +204,9 @@ fn ranges_of_any_alignment_go_to_a_file_and_back(rig: &Rig) {
     }
 }
 
-fn neighbours_in_a_file_are_one_operation_that_may_go_past_the_page_cache(rig: &Rig) {
+fn blocks_smaller_than_a_page_that_are_neighbours_in_a_file_take_as_few_copies_as_they_can(
+    rig: &Rig,
+) {
     let path = rig.folder.join("neighbours");
     let file = rig.agent.open_file(&path, &FileOptions::create(2 * MIB));
     let file = file.expect("a file");

@@ -200,3 +200,85 @@ impl Staged {
         self.users.clear();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::device::{Device, DeviceCopy};
+    use crate::memory::stages::StagePool;
+    use crate::transport::file::Storage;
+    use crate::{Access, Agent, FileOptions};
+
+    const STAGE: usize = 256 << 10;
+
+    /// A device that drops all copies.
+    struct Dropping(Arc<StagePool>);
+
+    impl Device for Dropping {
+        fn stages(&self) -> Arc<StagePool> {
+            Arc::clone(&self.0)
+        }
+
+        fn pieces_max(&self) -> usize {
+            128
+        }
+
+        fn copy_out(&self, _: DeviceCopy) {}
+
+        fn copy_in(&self, _: DeviceCopy) {}
+    }
+
+    /// The operations of the stages that a read of blocks begins with, as (offset, length, past the page cache): the
+    /// blocks are neighbours in the file from `offset` on, and apart from each other in memory from `address` on.
+    fn operations(address: u64, offset: u64, block: u64, count: u64) -> Vec<(u64, usize, bool)> {
+        let agent = Agent::builder().name("staged").start().expect("an agent");
+        let name = format!("kvferry-staged-{}-{address}-{offset}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let len = offset + block * count;
+        let file = agent.open_file(&path, &FileOptions::create(len)).expect("a file");
+        std::fs::remove_file(&path).expect("made above");
+        let device = Arc::new(Dropping(StagePool::new(STAGE, 6).expect("memory")));
+        let memory = DeviceMemory::new(device, address, 2 * block * count);
+        let region = agent.register_device(memory, Access::NONE).expect("a region");
+        let mut batch = Batch::new();
+        for i in 0..count {
+            let at = offset + i * block;
+            batch.push(&region, 2 * i * block, &file.remote(), at, block).expect("inside");
+        }
+        let storage: Arc<Storage> = agent.services().get().expect("every agent has files");
+        let targets = Targets::of(&batch, Op::Read, &storage.shared.table).expect("an open file");
+        let mut staged = Staged::new(Op::Read, &Gate::new(), Arc::new(|| {}));
+        staged.begin(&batch, &targets).expect("stages are free");
+        let mut operations = Vec::new();
+        while let Some(cutter) = staged.ready() {
+            let (cut, is_last) = cutter.next(&targets, 1 << 20);
+            operations.push((cut.offset, cut.span.len(), cut.is_direct || !file.is_direct()));
+            if is_last {
+                staged.leave_ready();
+            }
+        }
+        if !file.is_direct() {
+            println!("SKIPPED: the file system has no direct I/O");
+        }
+        agent.shutdown();
+        operations
+    }
+
+    #[test]
+    fn neighbours_in_a_file_are_one_operation_past_the_page_cache() {
+        let of_stages = |stages: u64| {
+            let each = (0..stages).map(|stage| (stage * STAGE as u64, STAGE, true));
+            each.collect::<Vec<_>>()
+        };
+        assert_eq!(operations(0, 0, 2048, 512), of_stages(4));
+        assert_eq!(operations(1 << 20, 0, 1 << 20, 1), of_stages(4));
+    }
+
+    #[test]
+    fn a_stage_is_shifted_so_that_bytes_inside_a_page_of_the_file_go_past_the_page_cache() {
+        let operations = operations(128, 512, 8192, 1);
+        let whole: Vec<_> = operations.iter().filter(|(_, len, _)| *len == 4096).collect();
+        assert_eq!(whole, [&(4096, 4096, true)], "{operations:?}");
+        assert_eq!(operations.iter().map(|(_, len, _)| len).sum::<usize>(), 8192);
+    }
+}
