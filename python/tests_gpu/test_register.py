@@ -109,7 +109,7 @@ def test_jax_arrays_are_read_only_and_go_by_dlpack(near: kvferry.Agent, far: kvf
     if not any(device.platform == "gpu" for device in jax.devices()):
         pytest.skip("JAX finds no GPU")
     array = jax.numpy.arange(16 * KIB, dtype=jax.numpy.float32).block_until_ready()
-    with pytest.raises(TypeError, match="torch.from_dlpack"):
+    with pytest.raises(TypeError, match=r"torch\.from_dlpack"):
         near.register(array)
     region = near.register(torch.from_dlpack(array))
     assert region.nbytes == array.nbytes
