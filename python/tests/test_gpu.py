@@ -6,6 +6,7 @@ import ctypes
 import gc
 import struct
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import kvferry
@@ -13,6 +14,7 @@ import pytest
 from fake_gpu import COMPUTE, LIBRARY, Array, Driver, Event, Stream
 
 NBYTES = 1 << 18
+BLOCK = 4096
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,38 @@ def test_a_write_and_a_read_of_gpu_memory_move_its_bytes(
     host[:] = bytes(NBYTES)
     peer.read(batch, after="host")
     assert array.content == bytes(NBYTES)
+    agent.unregister(region)
+    array.free()
+
+
+def test_a_gpu_array_goes_to_a_file_and_back_after_what_computes_it(
+    driver: Driver, agent: kvferry.Agent, tmp_path: Path
+) -> None:
+    array, stream, path = Array(driver, NBYTES), Stream(driver), tmp_path / "cache"
+    region = agent.register(array)
+    file = agent.open_file(path, "rw", create=True, nbytes=NBYTES)
+    batch = kvferry.Batch()
+    # Blocks in reverse order in memory, one after the other in the file.
+    for at in range(0, NBYTES, BLOCK):
+        batch.push(region, NBYTES - BLOCK - at, file.remote(), at, BLOCK)
+    files = agent.files
+    for call in (files.write, files.read, files.write_async, files.read_async):
+        with pytest.raises(kvferry.InvalidArgumentError, match="say what the transfer comes after"):
+            call(batch)
+    driver.hold(COMPUTE)
+    stream.fill(array, 7)
+    transfer = files.write_async(batch, after=stream)
+    assert transfer.wait(0.02) is None, "the kernel has not run"
+    driver.hold(0)
+    assert transfer.wait(30) is not None
+    assert path.read_bytes() == bytes([7]) * NBYTES
+    content = b"".join(bytes([number]) * BLOCK for number in range(NBYTES // BLOCK))
+    array.content = content
+    assert files.write(batch, after="host").nbytes == NBYTES
+    assert path.read_bytes() == b"".join(content[at : at + BLOCK] for at in range(NBYTES - BLOCK, -1, -BLOCK))
+    stream.fill(array, 9)
+    files.read(batch, after=[Event(driver, stream)])
+    assert array.content == content, "the file was read after the kernel"
     agent.unregister(region)
     array.free()
 
