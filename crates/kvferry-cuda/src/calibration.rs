@@ -47,7 +47,7 @@ pub struct Costs {
     pub batch: Option<Cost>,
     /// The kernel on mapped host memory.
     pub kernel: Option<Cost>,
-    /// The kernel inside the device's memory. Used for copies out of it.
+    /// The kernel inside the device's memory.
     pub gather: Option<Cost>,
 }
 
@@ -121,20 +121,21 @@ impl Calibration {
         Ok(calibration)
     }
 
-    /// Costs by which plans use one method wherever they can: to measure it, and for tests. What can't be gathered is copied
-    /// by the kernel, and what that can't copy, by single copies.
+    /// Costs by which plans use one method wherever they can: to measure it, and for tests. What it can't copy is copied by
+    /// single copies.
     #[doc(hidden)]
     pub fn only(method: Method) -> Self {
         let flat =
             |ns| Cost { call_ns: 0.0, entry: Curve::new([ns; Curve::POINTS]).expect("equal") };
-        let (cheap, dear) = (Some(flat(0.0)), flat(1e9));
-        let only = |wanted: Method| cheap.filter(|_| method == wanted);
-        let kernel = cheap.filter(|_| matches!(method, Method::Kernel | Method::Gather));
-        let into = Costs { copy: dear, batch: only(Method::Batch), kernel, gather: None };
-        // A copy out of the staging must cost something, and less than two copies of the engine.
-        let out =
-            Costs { kernel: only(Method::Kernel), gather: only(Method::Gather), ..into.clone() };
-        Self { out, into, ..Self::default() }
+        let only = |wanted: Method| (method == wanted).then(|| flat(0.0));
+        let costs = Costs {
+            // A copy to or from the staging costs something, and less than two copies of the engine.
+            copy: flat(1e9),
+            batch: only(Method::Batch),
+            kernel: only(Method::Kernel),
+            gather: only(Method::Gather),
+        };
+        Self { out: costs.clone(), into: costs, ..Self::default() }
     }
 
     /// The costs of a direction.

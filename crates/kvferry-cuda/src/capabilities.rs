@@ -9,7 +9,7 @@ pub struct Capabilities {
     pub batch: bool,
     /// The kernel, if it is loaded and host memory is mapped.
     pub kernel: Option<KernelLimits>,
-    /// Memory of the device through which bytes go out. Used with the kernel only.
+    /// Memory of the device through which bytes go out, or come in. Used with the kernel only.
     pub staging: Option<Staging>,
     /// Single copies that the stream may hold, at most: beyond about 1 000, each call takes a hundred times as long.
     pub outstanding_max: u32,

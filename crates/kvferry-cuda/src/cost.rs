@@ -12,7 +12,7 @@ pub enum Method {
     Batch,
     /// The kernel, with one side in mapped host memory.
     Kernel,
-    /// The kernel, with both sides in memory of the device.
+    /// The kernel, with both sides in memory of the device: it gathers what goes out, and scatters what comes in.
     Gather,
 }
 

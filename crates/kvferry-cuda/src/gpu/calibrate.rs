@@ -57,6 +57,10 @@ enum State {
         key: DeviceKey,
         run: Option<Box<Run>>,
     },
+    /// A measurement has failed. Its memory stays until its calls have ended.
+    Ends {
+        _run: Box<Run>,
+    },
 }
 
 /// Measurements in progress.
@@ -142,6 +146,23 @@ impl Calibrator {
         matches!(self.state, State::Measures { run: None, .. })
     }
 
+    /// Whether the calls of a failed measurement may be in progress.
+    pub(super) fn is_ending(&self) -> bool {
+        matches!(self.state, State::Ends { .. })
+    }
+
+    /// Gives back the memory of a failed measurement whose calls have ended.
+    pub(super) fn end(&mut self, streams: [&Stream; 2]) {
+        let ended: Result<Vec<bool>, cuda::Error> = streams.iter().map(|it| it.query()).collect();
+        match ended {
+            Ok(ended) if ended.contains(&false) => {}
+            Ok(_) => self.state = State::Over,
+            // The driver does not say.
+            Err(_) => std::mem::forget(std::mem::replace(&mut self.state, State::Over)),
+        }
+    }
+
+    /// The GPU is lost: no call is in progress any more, and none is made.
     pub(super) fn stop(&mut self) {
         self.state = State::Over;
     }
@@ -164,10 +185,7 @@ impl Calibrator {
         let mut run = run.inspect_err(refused).ok()?;
         if let Err(error) = run.step(streams, kernels) {
             refused(&error);
-            if !run.has_ended(streams) {
-                // The driver may still copy.
-                std::mem::forget(run);
-            }
+            self.state = State::Ends { _run: run };
             return None;
         }
         if !run.is_over() {
@@ -177,7 +195,9 @@ impl Calibrator {
         let (samples, spent) = (run.samples.len(), run.spent);
         let fitted = Calibration::fit(key, &run.samples);
         let measured = fitted.inspect_err(|error| tracing::info!(device, %error, "no calibration"));
-        let measured = measured.ok().filter(|_| samples >= run.points.len())?;
+        let mut measured = measured.ok().filter(|_| samples >= run.points.len())?;
+        // The kernel scatters as it gathers.
+        measured.into.gather = measured.out.gather;
         tracing::debug!(device, samples, ?spent, "times of copies were measured");
         MEASURED.lock().push(measured.clone());
         Some(measured)
@@ -196,7 +216,7 @@ impl Run {
         let limits = Capabilities {
             batch: context.driver().batch_call().is_some(),
             kernel,
-            staging: kernels.staging(0).filter(|_| kernel.is_some()),
+            staging: kernels.staging(Direction::Out, 0).filter(|_| kernel.is_some()),
             outstanding_max: OUTSTANDING_MAX,
             merges: false,
         };
@@ -223,17 +243,6 @@ impl Run {
         self.samples.len() == self.points.len() * self.rounds || self.spent >= self.time_max
     }
 
-    /// Whether no call of a measurement that failed is in progress.
-    fn has_ended(&self, streams: [&Stream; 2]) -> bool {
-        let began = Instant::now();
-        streams.into_iter().all(|stream| {
-            while began.elapsed() < self.point_max && stream.query() == Ok(false) {
-                std::thread::yield_now();
-            }
-            stream.query() == Ok(true)
-        })
-    }
-
     /// Measures the next point.
     fn step(&mut self, streams: [&Stream; 2], kernels: &mut Kernels) -> Result<(), Failure> {
         let point = self.points[self.samples.len() % self.points.len()];
@@ -242,7 +251,7 @@ impl Run {
         let counts = Counts::default();
         let began = Instant::now();
         // SAFETY: the memory is the measurement's, and the staging the stream's. Both stay until the event behind the calls has
-        // been reached: a measurement whose calls may not have ended is leaked.
+        // been reached: those of a measurement that failed are waited for, or leaked.
         unsafe { submit(&counts, stream, point.direction, &plan, kernels, &mut self.calls) }?;
         if let Some(error) = self.calls.error.take() {
             return Err(error.into());
@@ -293,7 +302,7 @@ impl Memory {
         let scattered = DeviceAllocation::new(context, bytes)?;
         let packed = Mapping::kept_from_children(bytes)?;
         // SAFETY: the pages stay mapped until the registration is dropped, which comes first. No copy uses them then: a
-        // measurement is leaked unless its last copy has ended.
+        // measurement that failed is dropped once its last copy has ended, or leaked.
         let registration = unsafe { HostRegistration::new(context, packed.span(0, bytes)) }?;
         Ok(Self { scattered, registration, packed })
     }

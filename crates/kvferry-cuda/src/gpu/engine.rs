@@ -121,11 +121,15 @@ impl Engine {
         if self.shared.lost().is_some() {
             self.calibrator.stop();
         }
+        if self.calibrator.is_ending() {
+            let streams = [&mut self.out, &mut self.into].map(|lanes| &lanes.lane(false).stream);
+            return self.calibrator.end(streams);
+        }
         let is_idle = self.out.is_idle() && self.into.is_idle() && self.waits.is_empty();
         if !is_idle || !self.calibrator.is_due() {
             return;
         }
-        while self.calibrator.begins() && self.make_ready(true, true) {}
+        while self.calibrator.begins() && self.make_ready(true, Some(Direction::Out)) {}
         let Self { shared, out, into, kernels, calibrator, .. } = self;
         let streams = [out, into].map(|lanes| &lanes.lane(false).stream);
         if let Some(calibration) = calibrator.step(&shared.context, streams, kernels) {
@@ -147,7 +151,8 @@ impl Engine {
 
     /// Takes what has come; waits for it if there is nothing to do, or for a while. False: the last memory is gone.
     fn take_work(&mut self) -> bool {
-        let has_copies = !self.out.is_idle() || !self.into.is_idle();
+        let has_batches = !self.out.is_idle() || !self.into.is_idle();
+        let has_copies = has_batches || self.calibrator.is_ending();
         let is_idle = !has_copies && self.waits.is_empty();
         let now = Instant::now();
         let pause = self.pace.pause(now, has_copies);
@@ -216,15 +221,16 @@ impl Engine {
             let (jobs, calibration) = (&self.jobs, &self.calibration);
             self.planner.plan(jobs, direction, calibration, &allowed, &mut self.plan)?;
             let has = |method| self.plan.steps.iter().any(|step| step.method == method);
-            if !self.make_ready(has(Method::Kernel), has(Method::Gather)) {
+            let inside = has(Method::Gather).then_some(direction);
+            if !self.make_ready(has(Method::Kernel), inside) {
                 return Ok(());
             }
         }
     }
 
-    /// Makes the kernel ready, and the memory to gather in. True if what plans may use has changed.
-    fn make_ready(&mut self, kernel: bool, gather: bool) -> bool {
-        match self.kernels.prepare(kernel, gather) {
+    /// Makes the kernel ready, and the memory in which it gathers or scatters. True if what plans may use has changed.
+    fn make_ready(&mut self, kernel: bool, inside: Option<Direction>) -> bool {
+        match self.kernels.prepare(kernel, inside) {
             Ok(has_changed) => {
                 let bytes = self.kernels.staging_bytes() as u64;
                 self.shared.counts.staging_bytes.store(bytes, Relaxed);
@@ -247,7 +253,7 @@ impl Engine {
             // A batch of pageable memory is not promised to work.
             batch: pinned != Pinned::No && self.shared.context.driver().batch_call().is_some(),
             kernel,
-            staging: self.kernels.staging(lanes.turn()),
+            staging: self.kernels.staging(direction, lanes.turn()),
             outstanding_max: OUTSTANDING_MAX,
             // Those of one allocation are joined already.
             merges: false,

@@ -1,29 +1,33 @@
 //! The kernel on one GPU: compiled when a plan first has it, and not used again once the driver has refused it.
 //!
-//! A launch takes few multiprocessors, so that the engine's kernels have the others. Copies that are gathered go through
-//! memory of the device, which is allocated with the first of them.
+//! A launch takes few multiprocessors, so that the engine's kernels have the others: few for as long as the bus takes, or
+//! some for the short time that it takes to gather or scatter inside the device's memory. That memory is allocated, for
+//! each direction, when it is used first.
 
 #![allow(unsafe_code, reason = "the driver runs the kernel on memory that the caller keeps")]
 
 use super::settings::Settings;
 use super::tables::{JOBS_MAX, Table, TableError, Tables};
 use crate::capabilities::{KernelLimits, Staging};
-use crate::job::Job;
+use crate::cost::Method;
+use crate::job::{Direction, Job};
 use crate::ptx;
 use kvferry_sys::cuda::{
     self, Context, DeviceAllocation, Function, Grid, LoadError, Module, Stream, launch,
 };
 
-/// Lanes that gather.
+/// Lanes of a direction, each with memory to gather or scatter in.
 const LANES: usize = super::LANES;
 
-/// Bytes of the device's memory through which one lane gathers: a stage, and what several runs in it waste. Together they
-/// are whole pages of 2 MiB, which the driver allocates.
+/// Bytes of the device's memory for one lane: a stage, and what several runs in it waste. Those of a direction are whole
+/// pages of 2 MiB, which the driver allocates.
 const STAGING_BYTES: usize = super::STAGE_BYTES + (1 << 20);
 
 /// One block of eight warps for so many multiprocessors. Each lane of a direction may have a launch at the same time.
 const MULTIPROCESSORS_PER_BLOCK: u32 = 16;
 const BLOCKS_MAX: u32 = 8;
+/// As many more blocks gather or scatter. They take as much less time.
+const INSIDE: u32 = 4;
 
 /// The kernel is compiled for this compute capability or a later one.
 const OLDEST_CAPABILITY: (u32, u32) = (7, 0);
@@ -41,7 +45,8 @@ pub(super) struct Kernels {
     context: Context,
     settings: Settings,
     kernel: Part<Loaded>,
-    staging: Part<DeviceAllocation>,
+    /// Memory to gather in, and to scatter in.
+    staging: [Part<DeviceAllocation>; 2],
     tables: Tables,
     /// Launches that have failed since the last that has not.
     failures: u32,
@@ -70,7 +75,7 @@ pub(super) enum Refusal {
     Load(#[from] LoadError),
     #[error("the driver refuses a call for the kernel: {0}")]
     Driver(#[from] cuda::Error),
-    #[error("no memory of the GPU to gather in: {0}")]
+    #[error("no memory of the GPU for copies of small pieces: {0}")]
     Staging(cuda::Error),
     #[error(transparent)]
     Table(#[from] TableError),
@@ -95,7 +100,7 @@ impl Kernels {
             context: context.clone(),
             settings,
             kernel: Part::Unused,
-            staging: Part::Unused,
+            staging: [Part::Unused, Part::Unused],
             tables: Tables::default(),
             failures: 0,
         }
@@ -107,9 +112,9 @@ impl Kernels {
         is_usable.then_some(LIMITS)
     }
 
-    /// Memory of the device through which the lane gathers.
-    pub(super) fn staging(&self, lane: usize) -> Option<Staging> {
-        let start = match &self.staging {
+    /// Memory of the device in which a lane of the direction gathers or scatters.
+    pub(super) fn staging(&self, direction: Direction, lane: usize) -> Option<Staging> {
+        let start = match &self.staging[index(direction)] {
             Part::Unused => UNALLOCATED,
             Part::Ready(memory) => memory.address(),
             Part::Refused => return None,
@@ -123,16 +128,21 @@ impl Kernels {
 
     /// Bytes of the device's memory that copies take.
     pub(super) fn staging_bytes(&self) -> usize {
-        match &self.staging {
+        let bytes = |part: &Part<DeviceAllocation>| match part {
             Part::Ready(memory) => memory.len(),
             Part::Unused | Part::Refused => 0,
-        }
+        };
+        self.staging.iter().map(bytes).sum()
     }
 
     /// Makes ready what plans of these methods need. True if what plans may use has changed: a plan that was made before is
     /// to be made again, as after an error.
-    pub(super) fn prepare(&mut self, kernel: bool, gather: bool) -> Result<bool, Refusal> {
-        if !kernel && !gather {
+    pub(super) fn prepare(
+        &mut self,
+        kernel: bool,
+        inside: Option<Direction>,
+    ) -> Result<bool, Refusal> {
+        if !kernel && inside.is_none() {
             return Ok(false);
         }
         if matches!(self.kernel, Part::Unused) {
@@ -143,10 +153,12 @@ impl Kernels {
         if !matches!(self.kernel, Part::Ready(_)) {
             return Ok(false);
         }
-        if gather && matches!(self.staging, Part::Unused) {
-            self.staging = Part::Refused;
+        let Some(direction) = inside else { return Ok(false) };
+        let staging = &mut self.staging[index(direction)];
+        if matches!(staging, Part::Unused) {
+            *staging = Part::Refused;
             let memory = DeviceAllocation::new(&self.context, LANES * STAGING_BYTES);
-            self.staging = Part::Ready(memory.map_err(Refusal::Staging)?);
+            *staging = Part::Ready(memory.map_err(Refusal::Staging)?);
             return Ok(true);
         }
         Ok(false)
@@ -159,6 +171,7 @@ impl Kernels {
     pub(super) unsafe fn launch(
         &mut self,
         stream: &Stream,
+        method: Method,
         jobs: &[Job],
         tables: &mut Vec<Table>,
     ) -> Result<(), Refusal> {
@@ -167,11 +180,9 @@ impl Kernels {
         };
         let table = self.tables.write(&self.context, jobs)?;
         let count = u32::try_from(jobs.len()).expect("a table has fewer");
-        let grid = Grid {
-            blocks: ptx::blocks(count, *blocks_max),
-            threads: ptx::THREADS,
-            shared_bytes: 0,
-        };
+        let blocks_max = if method == Method::Gather { blocks_max * INSIDE } else { *blocks_max };
+        let blocks = ptx::blocks(count, blocks_max);
+        let grid = Grid { blocks, threads: ptx::THREADS, shared_bytes: 0 };
         let arguments = [table.device_address(), u64::from(count)];
         // A call that fails may have made the launch.
         tables.push(table);
@@ -188,6 +199,10 @@ impl Kernels {
     }
 }
 
+fn index(direction: Direction) -> usize {
+    usize::from(direction == Direction::In)
+}
+
 impl Loaded {
     fn new(context: &Context, blocks_max: Option<u32>) -> Result<Self, Refusal> {
         let info = context.device().info()?;
@@ -196,7 +211,9 @@ impl Loaded {
             return Err(Refusal::TooOld(major, minor));
         }
         let function = Module::load_ptx(context, ptx::TEXT)?.function(ptx::ENTRY)?;
+        // Not more than the driver takes, times `INSIDE`.
+        let named = blocks_max.map(|blocks| blocks.min(1 << 16));
         let part = (info.multiprocessors / MULTIPROCESSORS_PER_BLOCK).clamp(1, BLOCKS_MAX);
-        Ok(Self { function, blocks_max: blocks_max.unwrap_or(part) })
+        Ok(Self { function, blocks_max: named.unwrap_or(part) })
     }
 }

@@ -312,11 +312,11 @@ counters! {
     batch_calls,
     /// Launches of the kernel that copied between the GPU's memory and stages.
     kernel_calls,
-    /// Launches of the kernel that gathered inside the GPU's memory.
+    /// Launches of the kernel that gathered or scattered inside the GPU's memory.
     gather_calls,
     /// Refusals of the driver for which the kernel, or gathering by it, is not used again.
     kernel_refused,
-    /// Bytes of the GPU's memory that copies are gathered in.
+    /// Bytes of the GPU's memory that copies are gathered and scattered in.
     staging_bytes,
     /// Stages that are pinned.
     pinned_stages,

@@ -67,8 +67,8 @@ pub(super) unsafe fn submit(
                 let count = if is_gather { &counts.gather_calls } else { &counts.kernel_calls };
                 Counts::add(count, 1);
                 calls.count += 1;
-                // SAFETY: as above. Memory of the device to gather in is the stream's.
-                unsafe { kernels.launch(stream, jobs, &mut calls.tables) }?;
+                // SAFETY: as above. The memory to gather or scatter in is the stream's.
+                unsafe { kernels.launch(stream, step.method, jobs, &mut calls.tables) }?;
                 Ok(())
             }
         };

@@ -1,7 +1,7 @@
 //! The choice of methods: that of the least modelled time.
 
 use super::gather::{self, Tally};
-use super::select::{Select, Selection};
+use super::select::{EXACT_MAX, Select, Selection};
 use crate::calibration::Calibration;
 use crate::capabilities::{Capabilities, KernelLimits, LINE, Staging};
 use crate::cost::{Cost, Place};
@@ -9,9 +9,6 @@ use crate::job::{Direction, Job};
 
 /// Copies that single calls make, at most, where there is a batch call.
 pub(super) const SINGLES_MAX: usize = 4;
-
-/// Copies of a plan whose selection is improved, at most: that takes time with their cube.
-const IMPROVED_MAX: usize = 12;
 
 /// The methods that a plan may use, with their costs.
 pub(super) struct Model<'a> {
@@ -22,9 +19,11 @@ pub(super) struct Model<'a> {
     limits: Option<KernelLimits>,
     kernel: Option<(&'a Cost, KernelLimits)>,
     gather: Option<Parts<'a>>,
+    /// As `gather`, into the device, if the copies' sources follow each other.
+    scatter: Option<Parts<'a>>,
 }
 
-/// What gathering needs.
+/// What gathering and scattering need.
 #[derive(Clone, Copy)]
 struct Parts<'a> {
     cost: &'a Cost,
@@ -37,11 +36,11 @@ impl<'a> Model<'a> {
         direction: Direction,
         calibration: &'a Calibration,
         capabilities: &Capabilities,
+        is_packed: bool,
     ) -> Self {
         let costs = calibration.costs(direction);
         let limits = capabilities.kernel;
-        let staging = capabilities.staging.filter(|_| direction == Direction::Out);
-        let gather = match (&costs.gather, limits, staging) {
+        let parts = match (&costs.gather, limits, capabilities.staging) {
             (Some(cost), Some(limits), Some(staging)) => Some(Parts { cost, limits, staging }),
             _ => None,
         };
@@ -52,7 +51,8 @@ impl<'a> Model<'a> {
             outstanding_max: capabilities.outstanding_max as usize,
             limits,
             kernel: costs.kernel.as_ref().zip(limits),
-            gather,
+            gather: parts.filter(|_| direction == Direction::Out),
+            scatter: parts.filter(|_| direction == Direction::In && is_packed),
         }
     }
 
@@ -115,7 +115,8 @@ impl Item {
             let slowdown = job.unit().slowdown();
             let by = |cost: &Cost| cost.entry.at_place(place) * slowdown;
             kernel_ns = model.kernel.map_or(kernel_ns, |(cost, _)| by(cost));
-            gather_ns = model.gather.map_or(gather_ns, |parts| by(parts.cost));
+            let parts = model.gather.or(model.scatter);
+            gather_ns = parts.map_or(gather_ns, |parts| by(parts.cost));
             slices = limits.slices(job.dst, job.len);
         }
         Self { copy_ns, batch_ns, kernel_ns, gather_ns, slices }
@@ -132,6 +133,8 @@ pub(super) enum Rest {
     Kernel(KernelLimits),
     /// The kernel gathers them.
     Gather(KernelLimits, Staging),
+    /// One copy takes all to the staging, from where the kernel scatters them.
+    Scatter(KernelLimits, Staging),
 }
 
 /// The choice, and what it was made of.
@@ -160,6 +163,9 @@ impl Chooser {
         }
         if let Some(parts) = model.gather {
             best = self.try_gather(model, parts, jobs, best);
+        }
+        if let Some(parts) = model.scatter {
+            best = self.try_scatter(model, parts, jobs, best);
         }
         best
     }
@@ -239,6 +245,25 @@ impl Chooser {
         ns.min(by_batch)
     }
 
+    /// Tries to scatter all copies.
+    fn try_scatter(&mut self, model: &Model<'_>, parts: Parts<'_>, jobs: &[Job], best: f64) -> f64 {
+        let Parts { cost, limits, staging } = parts;
+        let scatter_ns = self.items.iter().map(|item| item.gather_ns).sum::<f64>();
+        if scatter_ns >= best {
+            return best;
+        }
+        let bytes = jobs.iter().map(|job| job.len).sum::<u64>();
+        let slices = self.items.iter().map(|item| item.slices).sum::<u64>();
+        let ns = model.copy.single(bytes) + cost.call_ns + scatter_ns;
+        let is_one = bytes + LINE <= staging.bytes && slices <= u64::from(limits.jobs_max);
+        if !is_one || ns >= best {
+            return best;
+        }
+        self.is_engine.fill(false);
+        (self.engine, self.rest) = (Engine::default(), Rest::Scatter(limits, staging));
+        ns
+    }
+
     /// Tries selections of copies to gather. One that needs several windows is also tried without the last.
     fn try_gather(&mut self, model: &Model<'_>, parts: Parts<'_>, jobs: &[Job], best: f64) -> f64 {
         let amortised = model.batch_call_ns() / model.batch_entries as f64;
@@ -259,8 +284,19 @@ impl Chooser {
                 return found;
             }
         }
-        if jobs.len() <= IMPROVED_MAX {
-            found = self.improve(model, parts, jobs, found);
+        if jobs.len() > EXACT_MAX {
+            return found;
+        }
+        for by_singles in [false, true] {
+            if !self.selection.exact(model.copy, &self.items, jobs, by_singles) {
+                continue;
+            }
+            let (ns, last_window) = self.try_selection(model, parts, jobs, found);
+            found = ns;
+            if let Some(start) = last_window {
+                self.selection.leave(jobs, start);
+                found = self.try_selection(model, parts, jobs, found).0;
+            }
         }
         found
     }
@@ -295,6 +331,9 @@ impl Chooser {
                 continue;
             }
             ns += item.gather_ns;
+            if ns.is_infinite() {
+                return Gathered { ns, engine, last_window: None };
+            }
             slices += item.slices;
             match &mut run {
                 Some((_, end)) if *end == job.dst => *end += job.len,
@@ -326,36 +365,6 @@ impl Chooser {
         ns += windows.count.max(1) as f64 * cost.call_ns + model.engine_ns(&engine);
         let last_window = (windows.count > 1).then_some(windows.last_start);
         Gathered { ns, engine, last_window }
-    }
-
-    /// Looks for a better selection than those tried: gives copies that follow each other to the engine, or gathers them, as
-    /// long as that helps. The forms that selections minimise are rough where few copies are dear.
-    fn improve(&mut self, model: &Model<'_>, parts: Parts<'_>, jobs: &[Job], best: f64) -> f64 {
-        match self.rest {
-            Rest::Gather(..) => self.selection.copy_from(&self.is_engine),
-            Rest::None | Rest::Kernel(_) => _ = self.selection.select(&self.items, Select::All),
-        }
-        let mut least = self.gathered(model, parts, jobs).ns;
-        let mut has_improved = true;
-        while has_improved {
-            has_improved = false;
-            for first in 0..jobs.len() {
-                for end in first + 1..=jobs.len() {
-                    for is_engine in [false, true] {
-                        let Some(before) = self.selection.give(first..end, is_engine) else {
-                            continue;
-                        };
-                        let ns = self.gathered(model, parts, jobs).ns;
-                        if ns < least {
-                            (least, has_improved) = (ns, true);
-                        } else {
-                            self.selection.restore(first..end, before);
-                        }
-                    }
-                }
-            }
-        }
-        self.try_selection(model, parts, jobs, best).0
     }
 }
 

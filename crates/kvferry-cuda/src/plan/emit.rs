@@ -3,7 +3,7 @@
 use super::choose::{Chooser, Model, Rest};
 use super::gather::{self, Sink};
 use super::{Plan, Step};
-use crate::capabilities::KernelLimits;
+use crate::capabilities::{KernelLimits, LINE, Staging};
 use crate::cost::Method;
 use crate::job::Job;
 
@@ -20,7 +20,7 @@ pub(super) fn emit(
         zipped.filter(move |(_, is_engine)| **is_engine == wanted).map(|(job, _)| *job)
     };
     match chosen.rest {
-        Rest::None => {}
+        Rest::None | Rest::Scatter(..) => {}
         Rest::Kernel(limits) => {
             let first = plan.jobs.len();
             of(false).for_each(|job| limits.divide(&job, &mut plan.jobs));
@@ -34,6 +34,9 @@ pub(super) fn emit(
             gather::lay_out(of(false), staging, limits, &mut windows);
         }
     }
+    if let Rest::Scatter(limits, staging) = chosen.rest {
+        scatter(jobs, limits, staging, plan);
+    }
     let first = plan.jobs.len();
     plan.jobs.extend(of(true));
     let (method, count_max) = match model.are_single(&chosen.engine) {
@@ -41,6 +44,20 @@ pub(super) fn emit(
         false => (Method::Batch, model.batch_entries),
     };
     divide(plan, method, first, count_max);
+}
+
+/// One copy of all sources, which follow each other in some order, and one launch.
+fn scatter(jobs: &[Job], limits: KernelLimits, staging: Staging, plan: &mut Plan) {
+    let src = jobs.iter().map(|job| job.src).min().expect("a plan has jobs");
+    let len = jobs.iter().map(|job| job.len).sum();
+    // Each byte has the alignment of its source.
+    let dst = staging.address + src % LINE;
+    plan.jobs.push(Job { src, dst, len });
+    plan.steps.push(Step { method: Method::Copy, first: 0, count: 1 });
+    for job in jobs {
+        limits.divide(&Job { src: dst + (job.src - src), ..*job }, &mut plan.jobs);
+    }
+    plan.steps.push(Step { method: Method::Gather, first: 1, count: plan.jobs.len() - 1 });
 }
 
 /// Steps of up to `count_max` jobs for all jobs from `first` on.

@@ -9,6 +9,9 @@
 //! - the kernel, beside the copy engine for any number of the copies for which that is better;
 //! - gathering, beside the copy engine for the copies that break a run least.
 //!
+//! Into the device, all copies may also be made by one copy to the staging memory, from where the kernel scatters them, if
+//! their sources follow each other in the order in which they are given.
+//!
 //! The kernel is not used both ways in one plan. Where there is a batch call, single calls are used for up to four copies:
 //! each costs time of the thread that makes it.
 
@@ -100,7 +103,8 @@ impl Planner {
         if self.merged.is_empty() {
             return Ok(());
         }
-        let model = choose::Model::new(direction, calibration, capabilities);
+        let is_packed = jobs.is_sorted_by(|job, next| job.src + job.len == next.src);
+        let model = choose::Model::new(direction, calibration, capabilities, is_packed);
         plan.modelled_ns = self.chooser.choose(&model, &self.merged);
         emit::emit(&model, &self.merged, &self.chooser, &mut self.runs, plan);
         Ok(())

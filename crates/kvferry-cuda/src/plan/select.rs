@@ -7,7 +7,12 @@
 use super::choose::{Item, SINGLES_MAX};
 use crate::cost::Cost;
 use crate::job::Job;
-use std::ops::Range;
+
+/// Copies of which the best selection is found, at most: that takes time with their square.
+pub(super) const EXACT_MAX: usize = 16;
+
+/// In a table of selections: the last copy is the engine's.
+const BY_ENGINE: usize = usize::MAX;
 
 /// Copies among which the few for single calls are sought. For more, those would save little.
 const FEW_OF_MAX: usize = 128;
@@ -83,27 +88,6 @@ impl Selection {
         is_engine.clone_from(&self.is_engine);
     }
 
-    pub(super) fn copy_from(&mut self, is_engine: &[bool]) {
-        self.is_engine.clear();
-        self.is_engine.extend_from_slice(is_engine);
-    }
-
-    /// Gives these copies, of the first 64, to the engine, or gathers them. Returns those that the engine had before as bits;
-    /// `None` if nothing has changed.
-    pub(super) fn give(&mut self, range: Range<usize>, is_engine: bool) -> Option<u64> {
-        let part = &mut self.is_engine[range];
-        let before = part.iter().rev().fold(0, |bits, had| bits << 1 | u64::from(*had));
-        let has_changed = part.contains(&!is_engine);
-        part.fill(is_engine);
-        has_changed.then_some(before)
-    }
-
-    /// Undoes what [`Selection::give`] has done.
-    pub(super) fn restore(&mut self, range: Range<usize>, before: u64) {
-        let part = self.is_engine[range].iter_mut().enumerate();
-        part.for_each(|(at, is_engine)| *is_engine = before >> at & 1 == 1);
-    }
-
     /// Leaves the copies from this destination on to the engine.
     pub(super) fn leave(&mut self, jobs: &[Job], start: u64) {
         let first = jobs.partition_point(|job| job.dst + job.len <= start);
@@ -149,6 +133,67 @@ impl Selection {
         let best = (0..=SINGLES_MAX).min_by(|a, b| total(a).total_cmp(&total(b)));
         let n = best.expect("at least no single call");
         if total(&n).is_infinite() { 0 } else { self.trace(n, gather[n] < engine[n], true) }
+    }
+
+    /// Makes the selection of the least time, if it fits into one window, of few copies: with what each run takes, beside one
+    /// batch, or up to [`SINGLES_MAX`] single calls. False if nothing is gathered.
+    pub(super) fn exact(
+        &mut self,
+        copy: &Cost,
+        items: &[Item],
+        jobs: &[Job],
+        by_singles: bool,
+    ) -> bool {
+        // By the number of copies, and of single calls among them: the least time, and where the last run begins.
+        let mut least = [[f64::INFINITY; SINGLES_MAX + 1]; EXACT_MAX + 1];
+        let mut last = [[BY_ENGINE; SINGLES_MAX + 1]; EXACT_MAX + 1];
+        least[0][0] = 0.0;
+        for end in 1..=items.len() {
+            let item = &items[end - 1];
+            if by_singles {
+                for n in 1..=SINGLES_MAX {
+                    least[end][n] = least[end - 1][n - 1] + item.copy_ns;
+                }
+            } else {
+                least[end][0] = least[end - 1][0] + item.batch_ns;
+            }
+            let (mut run_ns, mut bytes) = (0.0, 0);
+            for start in (0..end).rev() {
+                run_ns += items[start].gather_ns;
+                if run_ns.is_infinite() {
+                    break;
+                }
+                bytes += jobs[start].len;
+                let ns = run_ns + copy.single(bytes);
+                for n in 0..=SINGLES_MAX {
+                    if least[start][n] + ns < least[end][n] {
+                        (least[end][n], last[end][n]) = (least[start][n] + ns, start);
+                    }
+                }
+                if start > 0 && jobs[start - 1].dst + jobs[start - 1].len != jobs[start].dst {
+                    break;
+                }
+            }
+        }
+        let of_all = &least[items.len()];
+        let best = (0..=SINGLES_MAX).min_by(|a, b| of_all[*a].total_cmp(&of_all[*b]));
+        let mut singles = best.expect("at least no single call");
+        self.is_engine.clear();
+        self.is_engine.resize(items.len(), true);
+        let mut end = items.len();
+        while end > 0 && least[end][singles].is_finite() {
+            match last[end][singles] {
+                BY_ENGINE => {
+                    singles -= usize::from(by_singles);
+                    end -= 1;
+                }
+                start => {
+                    self.is_engine[start..end].fill(false);
+                    end = start;
+                }
+            }
+        }
+        self.is_engine.contains(&false)
     }
 
     /// Follows the best selection back from its end, where so many single calls are left.

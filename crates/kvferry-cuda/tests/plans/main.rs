@@ -3,3 +3,4 @@
 mod copies;
 mod costs;
 mod devices;
+mod scatter;
