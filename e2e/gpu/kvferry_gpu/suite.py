@@ -54,7 +54,8 @@ def _judge(part: Part, file: Path, out: Path, ended: process.Ended) -> None:
     for test in tests:
         if test["outcome"] == "failed":
             why = test["why"].splitlines()
-            part.failed[test["test"]] = why[-1][:200] if why else "failed"
+            told = next((line.removeprefix("E").strip() for line in why if line.startswith("E ")), "failed")
+            part.failed[test["test"]] = told[:200]
             print(f"   FAILED {test['test']}")
             for line in why[-SHOWN_LINES:]:
                 print(f"      {line}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -11,7 +12,11 @@ from .report import Part
 
 
 def installed(part: Part, options: argparse.Namespace, out: Path) -> Path | None:
-    """The folder with kvferry for PYTHONPATH. None, said in `part`, if there is no wheel or it can't be installed."""
+    """The folder with kvferry for PYTHONPATH. None, said in `part`, if something is missing or can't be installed."""
+    missing = [name for name in ("pytest", "torch") if importlib.util.find_spec(name) is None]
+    if missing:
+        part.skip(f"{sys.executable} has no {' and no '.join(missing)}")
+        return None
     wheels = sorted(options.packed.glob("kvferry-*.whl"))
     if not wheels:
         part.skip("there is no wheel beside the tests")
