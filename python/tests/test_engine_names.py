@@ -163,6 +163,8 @@ NAMES = PACKAGE / "_engine/identity"
 LIBRARIES = {
     "astype",
     "client_address",
+    "cuda",
+    "current_stream",
     "dim",
     "element_size",
     "from_buffer",

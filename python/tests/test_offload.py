@@ -417,6 +417,15 @@ def test_another_kernel_of_a_layer_is_another_name() -> None:
     assert len(prints) == 2
 
 
+@pytest.mark.parametrize(("device", "count"), [("cuda", 2), ("cpu", 1)])
+def test_another_attention_backend_is_another_name_on_a_gpu(device: str, count: int) -> None:
+    prints = set()
+    for backend in ("FLASH_ATTN", "FLASHINFER", "FLASHINFER"):
+        facts = {name: LayerFacts(kv_heads=8, backend=backend) for name in ("a", "b")}
+        prints.add(layout.group_layouts(*engine(1, 0, 8, device=device), 8, facts=facts)[0].fingerprint)
+    assert len(prints) == count
+
+
 def test_what_vllm_does_not_certify_is_stored_per_rank() -> None:
     made = [layout.group_layouts(*engine(2, rank, 8, certified=False), 8)[0] for rank in range(2)]
     assert [(it.is_shared, it.shards[0].index, it.shards[0].count) for it in made] == [(False, 0, 2), (False, 1, 2)]
@@ -446,11 +455,14 @@ def test_more_ranks_than_shards_are_refused_with_the_setting_to_change() -> None
 
 
 def test_memory_of_a_device_is_refused_by_name_with_what_to_do() -> None:
-    _, caches, _ = engine(1, 0, 2, device="cuda")
+    _, caches, _ = engine(1, 0, 2, device="xpu")
     with pytest.raises(
-        UnsupportedCacheError, match=r"KVFerryOffloadingSpec reads and writes host memory only.*KVFerryTier"
+        UnsupportedCacheError,
+        match=r"KVFerryOffloadingSpec reads and writes memory of the host and of CUDA devices only.*KVFerryTier",
     ):
         layout.check_device(caches)
+    for device in ("cpu", "cuda"):
+        layout.check_device(engine(1, 0, 2, device=device)[1])
 
 
 def test_the_scheduler_reads_what_a_rank_wrote_and_nobody_elses(

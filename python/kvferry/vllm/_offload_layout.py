@@ -232,19 +232,31 @@ def _fingerprint(
         "pages": [] if described and len(described) == len(refs) else [ref.page_size_bytes for ref in refs],
         "specs": described,
     }
+    backends = [fact.backend for fact in facts]
+    if device != "cpu" and any(backends):
+        # A backend decides what a token's row has, as in handoffs.
+        parts["backends"] = backends
     return fingerprint(parts)
 
 
 def check_device(kv_caches: Any) -> None:
-    """Raises `UnsupportedCacheError` for pages in the memory of a device."""
+    """Raises `UnsupportedCacheError` for pages in the memory of a device that is no CUDA device."""
     for held in kv_caches.tensors:
-        if held.tensor.device.type != "cpu":
+        if held.tensor.device.type not in ("cpu", "cuda"):
             raise UnsupportedCacheError(
                 f"the KV cache is in the memory of {held.tensor.device}, and KVFerryOffloadingSpec reads and writes "
-                "host memory only; use vLLM's tiering with kvferry behind it: "
+                "memory of the host and of CUDA devices only; use vLLM's tiering with kvferry behind it: "
                 '"spec_name": "TieringOffloadingSpec" and "secondary_tiers": [{"type": "KVFerryTier", '
                 '"module_path": "kvferry.vllm", ...}]; see docs/storage.md'
             )
+
+
+def gpu_of(kv_caches: Any) -> int | None:
+    """The number of the GPU that has the pages; None for memory of the host."""
+    devices = {held.tensor.device.index for held in kv_caches.tensors if held.tensor.device.type == "cuda"}
+    if len(devices) > 1:
+        raise UnsupportedCacheError(f"the KV cache lies in the memory of several GPUs: {sorted(devices)}")
+    return next(iter(devices), None)
 
 
 def regions_of(agent: Any, kv_caches: Any) -> tuple[list[Any], list[tuple[Any, int, int]]]:
@@ -254,12 +266,15 @@ def regions_of(agent: Any, kv_caches: Any) -> tuple[list[Any], list[tuple[Any, i
     """
     found: dict[int, Any] = {}
     places = []
+    gpu = gpu_of(kv_caches)
+    device = None if gpu is None else f"cuda:{gpu}"
     for held in kv_caches.tensors:
         tensor = held.tensor
         storage = tensor.untyped_storage()
         region = found.get(storage.data_ptr())
         if region is None:
-            region = found[storage.data_ptr()] = agent.register((storage.data_ptr(), storage.nbytes()), "none")
+            memory = storage.data_ptr(), storage.nbytes()
+            region = found[storage.data_ptr()] = agent.register(memory, "none", device=device)
         places.append((region, tensor.data_ptr() - storage.data_ptr(), tensor.stride(0)))
     return list(found.values()), places
 

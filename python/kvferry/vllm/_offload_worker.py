@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,10 @@ from kvferry._engine.log import Seldom
 from kvferry._engine.memory import Scratch
 from kvferry._engine.store import PUT_BYTES_MAX, PUT_TURN_S
 from kvferry.vllm import _offload_stats as counters
+from kvferry.vllm._device import compute_stream
 from kvferry.vllm._log import logger
-from kvferry.vllm._offload_layout import GroupLayout, Shard, regions_of, write_card
+from kvferry.vllm._offload_layout import GroupLayout, Shard, gpu_of, regions_of, write_card
+from kvferry.vllm._offload_staging import StagedGet, StagedPut, Stages
 
 if TYPE_CHECKING:
     from kvferry._engine.store import OpenStore
@@ -45,6 +48,9 @@ class _Job:
 class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     """See `KVFerryOffloadingSpec`. Each job ends once; `get_finished` and `wait` carry on what has ended."""
 
+    # Where the pages are on a GPU.
+    _stages: Stages | None = None
+
     def __init__(
         self, config: Any, model: str, layouts: list[GroupLayout], kv_caches: Any, opened: OpenStore | None
     ) -> None:
@@ -55,7 +61,11 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         self._scratch = Scratch(opened.agent) if opened is not None else None
         self._card: Path | None = None
         if opened is not None:
-            self._regions, self._places = regions_of(opened.agent, kv_caches)
+            gpu = gpu_of(kv_caches)
+            if gpu is not None:
+                self._stages = Stages(opened.agent, compute_stream(gpu))
+            agent = opened.agent if self._stages is None else self._stages.agent
+            self._regions, self._places = regions_of(agent, kv_caches)
             self._card = write_card(config.engine_id, config.parallel.rank, model, layouts)
         self._spaces: dict[tuple[bytes, int, int], Any] = {}
         self._jobs: dict[int, _Job] = {}
@@ -161,11 +171,44 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
                 hashes.insert(0, run[0].before)
                 first = 1
             for shard in layout.shards:
-                memory = self._memory(shard, pages[begin:end])
                 space = self._space(tenant, layout, shard)
-                put = space.put_async(hashes, memory, first, wait=PUT_TURN_S, **vars(run[0].retention))
-                job.pending.append((put, len(run)))
-                job.nbytes += memory.nbytes
+                put = partial(space.put_async, hashes, first=first, wait=PUT_TURN_S, **vars(run[0].retention))
+                pending, nbytes = self._put(shard, pages[begin:end], put)
+                job.pending.append((pending, len(run)))
+                job.nbytes += nbytes
+
+    def _put(self, shard: Shard, pages: Any, put: Callable[..., Any]) -> tuple[Any, int]:
+        """Begins a put of whole blocks. Returns it and its bytes."""
+        if self._stages is None:
+            memory = self._memory(shard, pages)
+            return put(memory=memory), memory.nbytes
+        stage, batch, memory = self._staged(shard, pages.tolist())
+        return StagedPut(self._stages, stage, batch, partial(put, memory=memory)), memory.nbytes
+
+    def _staged(self, shard: Shard, rows: list[list[int | None]]) -> tuple[Any, kvferry.Batch, kvferry.Blocks]:
+        """Memory of the host for blocks, each with the numbers of its pages, and the copies between both. What is not
+        wanted has no page.
+        """
+        assert self._stages is not None
+        nbytes = self._blocks_per_chunk * sum(piece.nbytes for piece in shard.pieces)
+        stage = self._stages.take(nbytes * len(rows))
+        batch = kvferry.Batch()
+        # Of each region: offsets there, offsets in the stage, lengths.
+        copies: dict[int, tuple[Any, list[int], list[int], list[int]]] = {}
+        for row, numbers in enumerate(rows):
+            at = row * nbytes
+            for number in numbers:
+                for piece in shard.pieces:
+                    region, base, stride = self._places[piece.tensor]
+                    if number is not None:
+                        _, ours, theirs, lengths = copies.setdefault(region.id, (region, [], [], []))
+                        ours.append(base + piece.offset + number * stride)
+                        theirs.append(at)
+                        lengths.append(piece.nbytes)
+                    at += piece.nbytes
+        for region, ours, theirs, lengths in copies.values():
+            batch.extend_regions(region, ours, stage.remote, theirs, lengths)
+        return stage, batch, kvferry.Blocks(stage.region, [row * nbytes for row in range(len(rows))], nbytes)
 
     def _memory(self, shard: Shard, pages: Any) -> kvferry.Blocks:
         """The pages of whole blocks, a row for each: for each of the engine's blocks in turn, a piece per layer."""
@@ -195,6 +238,13 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         for shard in layout.shards:
             space = self._space(tenant, layout, shard)
             memory: Any
+            if self._stages is not None:
+                rows = [parts[at : at + each] for at in range(0, len(parts), each)]
+                stage, batch, memory = self._staged(shard, rows)
+                get = partial(space.get_async, hashes, memory)
+                job.pending.append((StagedGet(self._stages, stage, batch, get, len(hashes)), len(hashes)))
+                job.nbytes += len(numbers) * sum(piece.nbytes for piece in shard.pieces)
+                continue
             if lead or behind:
                 pages = [parts[at : at + each] for at in range(0, len(parts), each)]
                 memory = [self._pieces(job, shard, of_block) for of_block in pages]
@@ -274,7 +324,13 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
 
     def wait(self, job_ids: set[int]) -> None:
         """The engine's thread needs the pages."""
-        hurried(pending for job_id in job_ids if job_id in self._jobs for pending, _ in self._jobs[job_id].pending)
+        pending = [it for job_id in job_ids if job_id in self._jobs for it, _ in self._jobs[job_id].pending]
+        if self._stages is None:
+            hurried(pending)
+        else:
+            # They are copied, or are written by a load. The disk is not waited for.
+            for it in pending:
+                it.leave_pages()
 
     def shutdown(self) -> None:
         """Waits for what has begun, and for the turn of the rest: the engine frees its pages after this."""
@@ -287,6 +343,10 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         if self._opened is not None:
             opened, self._opened = self._opened, None
             self._spaces.clear()
-            opened.store.close()
-            opened.agent.unregister_batch(self._regions)
+            if self._stages is None:
+                opened.store.close()
+                opened.agent.unregister_batch(self._regions)
+            else:
+                self._stages.close()
+                opened.store.close()
             opened.agent.shutdown()
