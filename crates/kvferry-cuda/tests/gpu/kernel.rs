@@ -1,5 +1,6 @@
 //! The kernel copies small pieces, in the order and with the care of the copy engine.
 
+use crate::fake::FakeMachine;
 use crate::kit::*;
 use crate::machine::Kernel;
 use kvferry::{Access, Agent, Batch, ErrorKind, Options, Peer, Region, TransportKind};
@@ -85,7 +86,7 @@ fn odd_pieces(random: &mut fastrand::Rng, len: usize) -> Vec<(usize, usize)> {
 #[test]
 fn pieces_of_any_length_and_alignment_are_copied_exactly_by_the_kernel() {
     let _bound = Watchdog::new(LIMIT);
-    let Some(rig) = FakeRig::new(&[]) else { return };
+    let rig = Rig::new(&[]);
     let mut random = fastrand::Rng::with_seed(7);
     let len = 300_000;
     for method in BY_KERNEL {
@@ -96,14 +97,14 @@ fn pieces_of_any_length_and_alignment_are_copied_exactly_by_the_kernel() {
             for _ in 0..3 {
                 let pieces = odd_pieces(&mut random, len);
                 let (sent, left) = (Pattern::new(1).bytes(len), Pattern::new(2).bytes(len));
-                rig.fake.write(gpu.address(), &sent).expect("mapped");
+                rig.write(&gpu, 0, &sent);
                 pair.to.write_at(0, &left).expect("inside");
                 let batch = pair.batch(&pieces);
                 pair.peer.write(&batch, &options()).expect("written");
                 let mut got = vec![0; len];
                 pair.to.read_at(0, &mut got).expect("inside");
                 assert!(got == mixed(&pieces, &sent, &left), "{method:?} {kind}: out");
-                rig.fake.write(gpu.address(), &left).expect("mapped");
+                rig.write(&gpu, 0, &left);
                 pair.to.write_at(0, &sent).expect("inside");
                 pair.peer.read(&batch, &options()).expect("read");
                 let got = rig.bytes(&gpu, 0, len);
@@ -129,16 +130,18 @@ fn mixed(pieces: &[(usize, usize)], inside: &[u8], outside: &[u8]) -> Vec<u8> {
     bytes
 }
 
-fn ends_without_modules(rig: &FakeRig) {
+/// Only the fake driver counts them.
+fn ends_without_modules(rig: &Rig) {
+    let fake = rig.is_fake().then(|| FakeMachine::get().fake);
     for name in ["modules", "allocated_bytes", "host_registered_bytes"] {
-        eventually(name, || rig.fake.counter(name) == 0);
+        eventually(name, || fake.is_none_or(|fake| fake.counter(name) == 0));
     }
 }
 
 #[test]
 fn the_kernel_copies_large_pieces_in_slices_and_between_gpus() {
     let _bound = Watchdog::new(LIMIT);
-    let Some(rig) = FakeRig::new(&[]) else { return };
+    let rig = Rig::new(&[]);
     for method in BY_KERNEL {
         let _only = Only::by(method);
         let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
@@ -455,7 +458,7 @@ fn the_kernel_comes_after_the_work_that_a_transfer_names_and_without_it_the_race
 fn batches_in_flight_have_tables_and_staging_of_their_own() {
     let _bound = Watchdog::new(LIMIT);
     for method in BY_KERNEL {
-        let Some(rig) = FakeRig::new(&[("delay_us", "300")]) else { return };
+        let rig = Rig::new(&[("delay_us", "300")]);
         let only = Only::by(method);
         let (count, piece, len) = (200, 512, 256 << 10);
         let gpus: Vec<_> = (0..6).map(|seed| rig.memory(0, len, seed)).collect();
