@@ -4,6 +4,7 @@ use kvferry::{Access, Agent, Batch, TransportKind, Transports, staged};
 use kvferry_cuda::raw::{self, Buffers, Compute, Method, Piece, Table};
 use kvferry_cuda::{Direction, ptx};
 use kvferry_fakecuda::control::{Fake, library_path};
+use kvferry_sys::cuda::MemoryInfo;
 use kvferry_testkit::Watchdog;
 use kvferry_testkit::pattern::Pattern;
 use std::time::Duration;
@@ -138,11 +139,11 @@ fn a_computation_is_waited_for_and_takes_longer_with_more_rounds() {
 fn device_memory_that_is_allocated_is_missing_from_what_is_free() {
     let _fake = fake();
     let context = raw::context(0).expect("a device");
-    let (before, total) = context.free_and_total_bytes().expect("a driver");
+    let MemoryInfo { free: before, total } = context.memory_info().expect("a driver");
     let buffers = Buffers::new(&context, 1 << 20, 4096).expect("memory");
-    let (after, _) = context.free_and_total_bytes().expect("a driver");
+    let after = context.memory_info().expect("a driver").free;
     assert!(before - after >= 1 << 20 && before <= total, "{before} - {after} of {total}");
     drop(buffers);
-    assert_eq!(context.free_and_total_bytes().expect("a driver").0, before);
+    assert_eq!(context.memory_info().expect("a driver").free, before);
     assert!(raw::pin_time(&context, 1 << 20, 64 << 10).expect("pinned") > Duration::ZERO);
 }

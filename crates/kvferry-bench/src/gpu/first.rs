@@ -49,8 +49,8 @@ pub(crate) fn run_child(device: i32) -> Result<(), Failure> {
     let context = raw::context(device).map_err(failed)?;
     let context_ms = lap();
     let buffers = Buffers::new(&context, BYTES, BYTES).map_err(failed)?;
-    let free = |context: &kvferry_sys::cuda::Context| context.free_and_total_bytes();
-    let before = free(&context).map_err(failed)?.0;
+    let free = || context.memory_info().map(|info| info.free).map_err(failed);
+    let before = free()?;
     lap();
     let subject = Subject::new(&buffers)?;
     let batch = subject.batch(&[Piece { device_at: 0, host_at: 0, len: BYTES }])?;
@@ -61,7 +61,7 @@ pub(crate) fn run_child(device: i32) -> Result<(), Failure> {
     };
     let (first_out, second_out) = (copy(Direction::Out)?, copy(Direction::Out)?);
     let (first_in, second_in) = (copy(Direction::In)?, copy(Direction::In)?);
-    let after = free(&context).map_err(failed)?.0;
+    let after = free()?;
     hold(Firsts {
         driver,
         context: context_ms,

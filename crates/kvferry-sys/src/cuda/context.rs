@@ -123,18 +123,6 @@ impl Context {
         unsafe { call!(self.driver(), ctx_synchronize()) }
     }
 
-    /// Bytes of the device's memory that are free, and all of them. Other processes take of the same memory.
-    ///
-    /// # Errors
-    /// If the driver refuses, or in a forked child.
-    pub fn free_and_total_bytes(&self) -> Result<(u64, u64)> {
-        let (mut free, mut total) = (0, 0);
-        let _entered = self.enter()?;
-        // SAFETY: the driver writes two sizes.
-        unsafe { call!(self.driver(), mem_get_info(&raw mut free, &raw mut total)) }?;
-        Ok((free as u64, total as u64))
-    }
-
     /// Waits until writes of network devices that have arrived are visible to this device, or to all.
     ///
     /// # Errors
