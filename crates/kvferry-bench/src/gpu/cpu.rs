@@ -1,5 +1,6 @@
 //! Processor time of copies, and of an agent with nothing to do.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_cuda::raw::{self, Buffers, Method};
@@ -99,7 +100,10 @@ fn copies(
 
 /// Calls of the driver that copied for kvferry, so far.
 fn driver_calls() -> u64 {
-    let calls = |gpu: std::sync::Arc<Gpu>| gpu.counters().single_calls + gpu.counters().batch_calls;
+    let calls = |gpu: Arc<Gpu>| {
+        let it = gpu.counters();
+        it.single_calls + it.batch_calls + it.kernel_calls + it.gather_calls
+    };
     Gpu::all().into_iter().map(calls).sum()
 }
 
