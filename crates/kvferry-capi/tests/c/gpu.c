@@ -1,35 +1,15 @@
 /* Memory of GPUs on the fake driver, whose path is the argument. */
 #include "kvferry.h"
 
-#include <dlfcn.h>
-
-#include "check.h"
+#include "fake_gpu.h"
 
 #define SIZE (1u << 16)
 
 static kvferry_error error;
-static void *driver;
-
-/* A function of the driver. */
-static void *named(const char *name) {
-    void *found = dlsym(driver, name);
-    CHECK(found != NULL);
-    return found;
-}
-
-/* Object and function pointers are of one size wherever the driver is. */
-#define CALL(name, types, ...)                            \
-    do {                                                  \
-        int(*function) types;                             \
-        void *found = named(name);                        \
-        memcpy(&function, &found, sizeof function);       \
-        CHECK(function(__VA_ARGS__) == 0);                \
-    } while (0)
 
 int main(int argc, char **argv) {
     CHECK(argc == 2);
-    driver = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
-    CHECK(driver != NULL);
+    open_driver(argv[1]);
     error.size = sizeof error;
     kvferry_agent *a, *b;
     CHECK(kvferry_agent_start(NULL, &a, &error) == 0 && kvferry_agent_start(NULL, &b, &error) == 0);

@@ -1,31 +1,13 @@
 /* Tasks whose blocks are in memory of GPUs, on the fake driver, whose path is the argument. */
 #include "kvferry_tasks.h"
 
-#include <dlfcn.h>
-
-#include "check.h"
+#include "fake_gpu.h"
 
 #define SIZE (1u << 16)
 #define HALF (SIZE / 2)
 #define COMPUTE 8u
 
 static kvferry_error error;
-static void *driver;
-
-static void *named(const char *name) {
-    void *found = dlsym(driver, name);
-    CHECK(found != NULL);
-    return found;
-}
-
-/* Object and function pointers are of one size wherever the driver is. */
-#define CALL(name, types, ...)                            \
-    do {                                                  \
-        int(*function) types;                             \
-        void *found = named(name);                        \
-        memcpy(&function, &found, sizeof function);       \
-        CHECK(function(__VA_ARGS__) == 0);                \
-    } while (0)
 
 struct range {
     uint64_t start, len;
@@ -56,8 +38,7 @@ static void fills(void *stream, uint64_t memory, int byte) {
 
 int main(int argc, char **argv) {
     CHECK(argc == 2);
-    driver = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
-    CHECK(driver != NULL);
+    open_driver(argv[1]);
     error.size = sizeof error;
     void *context, *stream;
     uint64_t ours, theirs;

@@ -1,28 +1,9 @@
 /* Memory of GPUs through Mooncake's C API, on the fake driver, whose path is the argument. */
 #include "kvferry_transfer_engine.h"
 
-#include <dlfcn.h>
-
-#include "check.h"
+#include "fake_gpu.h"
 
 #define SIZE (1u << 16)
-
-static void *driver;
-
-static void *named(const char *name) {
-    void *found = dlsym(driver, name);
-    CHECK(found != NULL);
-    return found;
-}
-
-/* Object and function pointers are of one size wherever the driver is. */
-#define CALL(name, types, ...)                            \
-    do {                                                  \
-        int(*function) types;                             \
-        void *found = named(name);                        \
-        memcpy(&function, &found, sizeof function);       \
-        CHECK(function(__VA_ARGS__) == 0);                \
-    } while (0)
 
 static transfer_engine_t create(void) {
     transfer_engine_t engine = createTransferEngine("P2PHANDSHAKE", "127.0.0.1", "", 0, 1);
@@ -56,8 +37,7 @@ static int moves(transfer_engine_t engine, int opcode, void *local, segment_id_t
 
 int main(int argc, char **argv) {
     CHECK(argc == 2);
-    driver = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
-    CHECK(driver != NULL);
+    open_driver(argv[1]);
     void *context;
     uint64_t ours, theirs;
     CALL("cuInit", (unsigned), 0);

@@ -55,13 +55,10 @@ fn a_batch_call_that_fails_in_the_middle_fails_its_transfer_after_what_it_has_be
     let _bound = Watchdog::new(LIMIT);
     for kind in KINDS {
         let Some(rig) = FakeRig::new(&[]) else { return };
-        let (near, far) = (agent(kind), agent(kind));
         let len = 2 * 300 * 1024;
         let gpu = rig.memory(0, len, 1);
-        let region = register(&near, &gpu);
-        let to = far.allocate(len, Access::READ_WRITE).expect("memory");
+        let Pair { near, far: _far, region, to, peer } = Pair::new(kind, &gpu);
         let batch = scattered(&region, &to, 300, 1024);
-        let peer = peer_of(&near, &far);
         for write in [true, false] {
             rig.fake.fault(Fault::BatchEntry, 1, 1);
             let outcome = match write {
@@ -133,13 +130,10 @@ fn memory_that_can_not_be_pinned_is_copied_one_piece_after_the_other() {
 fn an_agent_that_is_shut_down_while_the_gpu_is_slow_waits_for_its_copies() {
     let _bound = Watchdog::new(LIMIT);
     let Some(rig) = FakeRig::new(&[("delay_us", "3000")]) else { return };
-    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
     let len = 8 << 20;
     let gpu = rig.memory(0, len, 1);
-    let region = register(&near, &gpu);
-    let to = far.allocate(len, Access::READ_WRITE).expect("memory");
+    let Pair { near, far: _far, region, to, peer } = Pair::new(TransportKind::TCP, &gpu);
     let batch = scattered(&region, &to, 1000, 4096);
-    let peer = peer_of(&near, &far);
     for write in [true, false] {
         let running = match write {
             true => peer.write_async(&batch, &options()),
@@ -164,12 +158,9 @@ fn an_agent_that_is_shut_down_while_the_gpu_is_slow_waits_for_its_copies() {
 fn an_error_that_a_call_did_not_cause_fails_its_transfer_at_most() {
     let _bound = Watchdog::new(LIMIT);
     let Some(rig) = FakeRig::new(&[("delay_us", "200")]) else { return };
-    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
     let gpu = rig.memory(0, 8192, 1);
-    let region = register(&near, &gpu);
-    let to = far.allocate(8192, Access::READ_WRITE).expect("memory");
+    let Pair { near: _near, far: _far, region, to, peer } = Pair::new(TransportKind::TCP, &gpu);
     let batch = scattered(&region, &to, 4, 1024);
-    let peer = peer_of(&near, &far);
     for at in 1..=30 {
         rig.fake.fault(Fault::ForeignError, at, 1);
         for write in [true, false] {
@@ -244,11 +235,8 @@ impl tracing::Subscriber for Panics {
 fn a_panic_of_the_thread_of_a_gpu_ends_what_no_driver_has() {
     let _bound = Watchdog::new(LIMIT);
     let Some(rig) = FakeRig::new(&[]) else { return };
-    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
     let gpu = rig.memory(0, 8192, 1);
-    let region = register(&near, &gpu);
-    let to = far.allocate(8192, Access::READ_WRITE).expect("memory");
-    let peer = peer_of(&near, &far);
+    let Pair { near: _near, far: _far, region, to, peer } = Pair::new(TransportKind::TCP, &gpu);
     let compute = Stream::new(&rig.context(0)).expect("a stream");
     rig.hold();
     rig.launch(&compute, &Kernel { name: "stuck", ..Kernel::default() });

@@ -52,11 +52,8 @@ fn a_kernel_with_an_illegal_address_loses_the_gpu_and_host_transfers_go_on() {
     alone(|| {
         let _bound = Watchdog::new(LIMIT);
         let rig = Rig::new(&[]);
-        let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
         let gpu = rig.memory(0, MIB, 1);
-        let region = register(&near, &gpu);
-        let to = far.allocate(MIB, Access::READ_WRITE).expect("memory");
-        let peer = peer_of(&near, &far);
+        let Pair { near, far: _far, region, to, peer } = Pair::new(TransportKind::TCP, &gpu);
         let batch = whole(&region, &to, MIB);
         peer.write(&batch, &options()).expect("written");
         let context = rig.context(0);
@@ -111,12 +108,9 @@ fn a_forked_child_is_refused_the_gpu_and_its_parent_goes_on() {
     alone(|| {
         let _bound = Watchdog::new(LIMIT);
         let rig = Rig::new(&[]);
-        let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
         let gpu = rig.memory(0, MIB, 1);
-        let region = register(&near, &gpu);
-        let to = far.allocate(MIB, Access::READ_WRITE).expect("memory");
+        let Pair { near: _near, far: _far, region, to, peer } = Pair::new(TransportKind::TCP, &gpu);
         let batch = whole(&region, &to, MIB);
-        let peer = peer_of(&near, &far);
         peer.write(&batch, &options()).expect("written");
         let address = gpu.address();
         let is_refused = kvferry_testkit::forked::in_forked_process(|| {
@@ -229,11 +223,8 @@ fn a_kernel_that_waits_for_the_host_ends_nothing_but_its_own_transfer() {
     let _bound = Watchdog::new(LIMIT);
     let rig = Rig::new(&[]);
     for kind in [TransportKind::TCP, TransportKind::LOCAL] {
-        let (near, far) = (agent(kind), agent(kind));
         let gpu = rig.memory(0, MIB, 1);
-        let region = register(&near, &gpu);
-        let to = far.allocate(MIB, Access::READ_WRITE).expect("memory");
-        let peer = peer_of(&near, &far);
+        let Pair { near, far: _far, region, to, peer } = Pair::new(kind, &gpu);
         let stuck = Stream::new(&rig.context(0)).expect("a stream");
         rig.hold();
         rig.launch(&stuck, &Kernel { name: "stuck", ..Kernel::default() });

@@ -3,11 +3,11 @@
 use crate::fake::FakeMachine;
 use crate::kit::*;
 use crate::machine::Kernel;
-use kvferry::{Access, Agent, Batch, ErrorKind, Options, Peer, Region, TransportKind};
+use kvferry::{Access, Batch, ErrorKind, Options, TransportKind};
 use kvferry_cuda::gpu::Settings;
 use kvferry_cuda::{Counters, Edge, Gpu, Method};
 use kvferry_fakecuda::Fault;
-use kvferry_sys::cuda::{DeviceAllocation, Stream};
+use kvferry_sys::cuda::Stream;
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::{Watchdog, eventually};
 use std::time::Duration;
@@ -31,23 +31,7 @@ impl Drop for Only {
     }
 }
 
-/// Memory of a GPU, and as much host memory of another agent.
-struct Pair {
-    region: Region,
-    to: Region,
-    peer: Peer,
-    near: Agent,
-    _far: Agent,
-}
-
 impl Pair {
-    fn new(kind: TransportKind, gpu: &DeviceAllocation) -> Self {
-        let (near, far) = (agent(kind), agent(kind));
-        let region = register(&near, gpu);
-        let to = far.allocate(gpu.len(), Access::READ_WRITE).expect("memory");
-        Self { region, to, peer: peer_of(&near, &far), near, _far: far }
-    }
-
     /// Pieces of these offsets and lengths, the same on both sides.
     fn batch(&self, pieces: &[(usize, usize)]) -> Batch {
         let mut batch = Batch::new();

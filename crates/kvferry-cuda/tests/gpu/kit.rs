@@ -179,6 +179,24 @@ pub(crate) fn ended(transfer: &Transfer) -> Result<(), Error> {
     transfer.wait(PATIENCE).expect("it ends").map(drop)
 }
 
+/// Two agents: memory of a GPU at the near one, as much host memory at the far one.
+pub(crate) struct Pair {
+    pub(crate) region: Region,
+    pub(crate) to: Region,
+    pub(crate) peer: Peer,
+    pub(crate) near: Agent,
+    pub(crate) far: Agent,
+}
+
+impl Pair {
+    pub(crate) fn new(kind: TransportKind, gpu: &DeviceAllocation) -> Self {
+        let (near, far) = (agent(kind), agent(kind));
+        let region = register(&near, gpu);
+        let to = far.allocate(gpu.len(), Access::READ_WRITE).expect("memory");
+        Self { region, to, peer: peer_of(&near, &far), near, far }
+    }
+}
+
 /// Pairs of pieces: piece `i` of `len` bytes is at `2 * i * len` on both sides.
 pub(crate) fn scattered(local: &Region, remote: &Region, count: usize, len: usize) -> Batch {
     let mut batch = Batch::new();

@@ -21,11 +21,8 @@ fn all(gpu: &DeviceAllocation) -> Option<(u64, u64)> {
 fn a_write_comes_after_the_kernel_that_computes_its_bytes() {
     let _bound = Watchdog::new(LIMIT);
     let rig = Rig::new(&[]);
-    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
     let gpu = rig.memory(0, LEN, 1);
-    let region = register(&near, &gpu);
-    let to = far.allocate(LEN, Access::WRITE).expect("memory");
-    let peer = peer_of(&near, &far);
+    let Pair { near: _near, far: _far, region, to, peer } = Pair::new(TransportKind::TCP, &gpu);
     let compute = Stream::new(&rig.context(0)).expect("a stream");
     for fill in 1..=20 {
         rig.hold();
@@ -63,11 +60,8 @@ fn a_write_comes_after_the_kernel_that_computes_its_bytes() {
 fn without_the_edge_the_race_is_found() {
     let _bound = Watchdog::new(LIMIT);
     let rig = Rig::new(&[]);
-    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
     let gpu = rig.memory(0, LEN, 1);
-    let region = register(&near, &gpu);
-    let to = far.allocate(LEN, Access::WRITE).expect("memory");
-    let peer = peer_of(&near, &far);
+    let Pair { near: _near, far: _far, region, to, peer } = Pair::new(TransportKind::TCP, &gpu);
     let compute = Stream::new(&rig.context(0)).expect("a stream");
     // A real driver has no checker of races: there, the wrong bytes arrive before the kernel has run.
     let delay_ns = if rig.is_fake() { 200_000 } else { 200_000_000 };
@@ -123,11 +117,8 @@ fn a_read_comes_after_the_last_reader_of_the_memory_that_it_writes() {
 fn an_event_that_never_happens_ends_the_transfer_at_its_deadline_and_holds_up_no_other() {
     let _bound = Watchdog::new(LIMIT);
     let rig = Rig::new(&[]);
-    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
     let gpu = rig.memory(0, 2 * LEN, 1);
-    let region = register(&near, &gpu);
-    let to = far.allocate(2 * LEN, Access::WRITE).expect("memory");
-    let peer = peer_of(&near, &far);
+    let Pair { near: _near, far: _far, region, to, peer } = Pair::new(TransportKind::TCP, &gpu);
     let compute = Stream::new(&rig.context(0)).expect("a stream");
     rig.hold();
     let kernel = Kernel { name: "stuck", ..Kernel::default() };
@@ -210,11 +201,8 @@ impl Drop for Foreign {
 fn edges_of_other_devices_never_reach_the_thread_of_the_gpu() {
     let _bound = Watchdog::new(LIMIT);
     let rig = Rig::new(&[]);
-    let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
     let gpu = rig.memory(0, LEN, 1);
-    let region = register(&near, &gpu);
-    let to = far.allocate(LEN, Access::WRITE).expect("memory");
-    let peer = peer_of(&near, &far);
+    let Pair { near: _near, far: _far, region, to, peer } = Pair::new(TransportKind::TCP, &gpu);
     peer.write(&whole(&region, &to, LEN), &options()).expect("written");
     let compute = Stream::new(&rig.context(0)).expect("a stream");
     rig.hold();

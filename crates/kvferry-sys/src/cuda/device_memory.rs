@@ -120,8 +120,8 @@ impl DeviceAllocation {
         }
         let (to, from) = ends(self.address + at as u64);
         // SAFETY: the range is inside the allocation. The caller's host memory is as long, is not touched by others,
-        // and stays mapped if this fails. The stream is synchronised before a success is reported. Whoever else uses
-        // the range of the device orders that with the stream.
+        // and stays mapped if this fails. The stream is synchronised before a success is reported. Other users of
+        // the device's range order their work with the stream.
         unsafe { copy_async(stream, to, from, len) }?;
         stream.synchronize()
     }
