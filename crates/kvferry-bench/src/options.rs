@@ -266,7 +266,7 @@ pub struct OffloadBench {
 /// Options of [`crate::gpu`]: the flags of `kvferry bench gpu`.
 #[derive(Debug, Clone, Args)]
 pub struct GpuBench {
-    /// What to measure, in this order [default: everything]
+    /// Parts to measure, in this order [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
     pub rows: Vec<GpuRows>,
     /// The GPU, by its number in this process
@@ -307,7 +307,7 @@ pub enum GpuRows {
     Cpu,
     /// The first copy of a process, and pinned memory
     First,
-    /// To files and back
+    /// Copies to files and back
     File,
 }
 

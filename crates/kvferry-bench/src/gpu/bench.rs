@@ -1,4 +1,4 @@
-//! What the parts of the bench have in common.
+//! The state that the parts of the bench share.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ pub(super) struct Bench<'a> {
     pub(super) rounds: usize,
     pub(super) budget: Budget,
     pub(super) rows: Vec<Row>,
-    /// What was not measured, and why.
+    /// Parts and points that were not measured, with the reasons.
     pub(super) left_out: Vec<String>,
     pub(super) remarks: Vec<String>,
     /// Rates of plain copies of 64 MiB out of the device, in GB/s, once they were measured.

@@ -1,4 +1,4 @@
-//! How fast memory of a GPU is copied: `kvferry bench gpu`.
+//! `kvferry bench gpu`: the speed of copies of a GPU's memory.
 //!
 //! kvferry's copies stand beside the driver's own calls ([`kvferry_cuda::raw`]) of the same rounds: single copies, batches,
 //! and kernels. Most of it needs no peer: a table of blocks goes through the stages of the GPU, as it does for a transport,

@@ -1,4 +1,4 @@
-//! From GPU to GPU between two processes.
+//! Transfers from GPU to GPU between two processes.
 
 use kvferry_cuda::Direction;
 use kvferry_cuda::raw::{Buffers, Method, Piece, Table};

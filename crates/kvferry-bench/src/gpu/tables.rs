@@ -67,7 +67,7 @@ pub(super) fn spoil_host(buffers: &Buffers, pieces: &[Piece]) {
     }
 }
 
-/// Whether the host memory of these pieces has the pattern.
+/// True if the host memory of these pieces has the pattern.
 pub(super) fn is_pattern(buffers: &Buffers, pieces: &[Piece]) -> bool {
     marks(pieces).into_iter().all(|(at, len)| {
         let mut bytes = vec![0; len];

@@ -97,7 +97,7 @@ pub(crate) struct Wish {
 }
 
 impl Wish {
-    /// What a task with memory in these places waits for.
+    /// The work that a task with memory in these places waits for.
     ///
     /// # Safety
     /// The streams and events of the options exist.

@@ -17,7 +17,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct kvferry_send_task(());
 
-/// What a send offers.
+/// The blocks that a send offers.
 struct Offer {
     /// Descriptions of the regions that hold the parts.
     regions: Vec<Vec<u8>>,

@@ -152,7 +152,7 @@ fn cuda(host: &Host, tries: &Tries) -> Vec<Finding> {
     findings
 }
 
-/// What a person wants to know of a device besides its place.
+/// A device's name and abilities, for people.
 fn about(more: &CudaMore) -> String {
     let (major, minor) = more.compute_capability;
     let exported = if more.dma_buf { "dma-buf" } else { "no dma-buf" };
@@ -171,7 +171,7 @@ fn with_facts(finding: Finding, more: &CudaMore) -> Finding {
         .fact("gpu_direct_rdma", more.gpu_direct_rdma)
 }
 
-/// How kvferry copies memory of GPUs.
+/// The finding that names the calls by which kvferry copies memory of GPUs.
 fn copies(found: &CudaFound) -> Finding {
     let finding = match &found.copies {
         Ok(CudaCopies { batch_call: true }) => {
@@ -188,7 +188,7 @@ fn copies(found: &CudaFound) -> Finding {
     finding.of("cuda copies").fact("batch_call", batch_call)
 }
 
-/// Whether the host memory that copies go through can be pinned.
+/// The finding that tells if the host memory of the stages can be pinned.
 fn stages(host: &Host, tries: &Tries, devices: u64) -> Finding {
     let needed = devices * STAGES_BYTES;
     let is_free = same_host::has_ipc_lock(host);

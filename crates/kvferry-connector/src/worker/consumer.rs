@@ -354,8 +354,7 @@ impl Inner {
         }
     }
 
-    /// Begins an action in a step for which it is not known what its reads would come after: a fetch fails, and its
-    /// producer is told.
+    /// Begins an action of a step whose order is not known. A fetch fails, and its producer gives the blocks back.
     pub(super) fn begin_unordered(
         &self,
         state: &mut State,

@@ -42,7 +42,7 @@ fn call_back(endpoint: &Endpoint, done: impl FnOnce() + Send + 'static) {
         done();
     });
     endpoint
-        .send(peer, "nobody", (Vec::new(), blocks, After::default()), NEVER, Some(done))
+        .send(peer, "unknown", (Vec::new(), blocks, After::default()), NEVER, Some(done))
         .expect("there is room");
 }
 
