@@ -66,7 +66,7 @@ class GpuCopies:
             )
         after = "host" if stream is None else stream
         start = peer.read_async if to_pages else peer.write_async
-        return _Copying(start(batch, timeout=_PATIENCE_S, after=after))
+        return start(batch, timeout=_PATIENCE_S, after=after)
 
     def _peer_of(self, memory: Memory) -> tuple[Any, Any]:
         """The agent that has registered memory of the host, and the region."""
@@ -77,14 +77,6 @@ class GpuCopies:
         if lent is None:
             lent = self._lent[memory.addr] = self._agent.register(memory.buffer, "rw")
         return self._self, lent.remote()
-
-
-class _Copying:
-    def __init__(self, transfer: Any) -> None:
-        self._transfer = transfer
-
-    def wait(self) -> None:
-        self._transfer.wait()
 
 
 class _Ended:
