@@ -19,6 +19,7 @@ use crate::sync::{Arc, Mutex, MutexGuard};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::span::HostSpan;
 use rustc_hash::FxHashMap;
+use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::{fmt, io};
 
@@ -140,7 +141,7 @@ impl StagePool {
 
     /// A user of the pool, which calls `wake` when it has been granted a stage, or when it should give back those
     /// that it has parked.
-    pub(crate) fn join(self: &Arc<Self>, wake: &Wake) -> StageUser {
+    fn join(self: &Arc<Self>, wake: &Wake) -> StageUser {
         let mut state = self.state();
         let id = state.next_user;
         state.next_user += 1;
@@ -161,18 +162,51 @@ impl fmt::Debug for StagePool {
 }
 
 /// A cursor that uses stages of a pool. The stages outlive it: copies may still be in progress.
-pub(crate) struct StageUser {
+struct StageUser {
     pool: Arc<StagePool>,
     id: u64,
 }
 
-impl StageUser {
-    pub(crate) fn is_of(&self, pool: &Arc<StagePool>) -> bool {
-        Arc::ptr_eq(&self.pool, pool)
+/// The users of one cursor or share: one for each pool that it takes stages of.
+pub(crate) struct StageUsers {
+    wake: Wake,
+    users: SmallVec<[StageUser; 1]>,
+}
+
+impl StageUsers {
+    /// Users of no pool yet. Those that join call `wake`, as [`StagePool::join`] says.
+    pub(crate) fn new(wake: Wake) -> Self {
+        Self { wake, users: SmallVec::new() }
     }
 
+    pub(crate) fn wake(&self) -> &Wake {
+        &self.wake
+    }
+
+    /// A stage of this pool for one that has so many in all; see [`StageUser::take`].
+    pub(crate) fn take(&mut self, pool: &Arc<StagePool>, has: usize) -> Option<Stage> {
+        let known = self.users.iter().position(|user| Arc::ptr_eq(&user.pool, pool));
+        let user = known.unwrap_or_else(|| {
+            self.users.push(pool.join(&self.wake));
+            self.users.len() - 1
+        });
+        self.users[user].take(has)
+    }
+
+    /// Parks the stages of all pools. True if another user waits for one of them.
+    pub(crate) fn park(&self) -> bool {
+        self.users.iter().fold(false, |before, user| user.park() | before)
+    }
+
+    /// Leaves all pools: what is not taken again takes no part of their stages.
+    pub(crate) fn leave(&mut self) {
+        self.users.clear();
+    }
+}
+
+impl StageUser {
     /// A stage for a user that has so many, or `None`: one that has none is woken when it has been granted one.
-    pub(crate) fn take(&self, has: usize) -> Option<Stage> {
+    fn take(&self, has: usize) -> Option<Stage> {
         let mut state = self.pool.state();
         let part = self.pool.stages / state.users.len();
         let standing = state.standing(self.id);
@@ -201,7 +235,7 @@ impl StageUser {
 
     /// The stages of the user, which has some, wait for a peer. True if another user waits for a stage; if one
     /// begins to wait later, this user is woken.
-    pub(crate) fn park(&self) -> bool {
+    fn park(&self) -> bool {
         let mut state = self.pool.state();
         let is_contended = !state.waiting.is_empty();
         let standing = state.standing(self.id);

@@ -8,10 +8,9 @@ use crate::memory::device::{Copy, DeviceMemory, Direction};
 use crate::memory::gate::Gate;
 use crate::memory::packed::{Packed, device_fault};
 use crate::memory::pieces::{Fault, Pieces, Position};
-use crate::memory::stages::{Stage, StageUser, Wake};
+use crate::memory::stages::{Stage, StageUsers, Wake};
 use crate::sync::Arc;
 use kvferry_sys::span::HostSpan;
-use smallvec::SmallVec;
 use std::collections::VecDeque;
 
 /// Stages that one cursor has at the same time, at most: of two that are sent or received and two that are copied,
@@ -21,9 +20,7 @@ const AHEAD: usize = 4;
 /// The batches of one cursor.
 pub(super) struct Staging {
     direction: Direction,
-    wake: Wake,
-    /// One for each device.
-    users: SmallVec<[StageUser; 1]>,
+    users: StageUsers,
     /// Batches from the device, in the order of the bytes (out), or to it, in any order (in).
     batches: VecDeque<Batch>,
     /// Out: where the bytes begin that no batch has, and how many follow, while there are batches.
@@ -76,8 +73,7 @@ impl Staging {
     pub(super) fn new(direction: Direction, wake: Wake) -> Self {
         Self {
             direction,
-            wake,
-            users: SmallVec::new(),
+            users: StageUsers::new(wake),
             batches: VecDeque::new(),
             ahead: Position::default(),
             ahead_left: 0,
@@ -89,12 +85,7 @@ impl Staging {
     /// A stage of the memory's device. Without one, this cursor is woken when it has been granted one, or when
     /// one of its copies ends.
     fn stage(&mut self, memory: &DeviceMemory) -> Option<Stage> {
-        let known = self.users.iter().position(|user| user.is_of(&memory.stages));
-        let user = known.unwrap_or_else(|| {
-            self.users.push(memory.stages.join(&self.wake));
-            self.users.len() - 1
-        });
-        self.users[user].take(self.batches.len())
+        self.users.take(&memory.stages, self.batches.len())
     }
 
     /// Starts a copy of pieces of which `first` is the first one, inside the gate.
@@ -106,7 +97,7 @@ impl Staging {
         packed: Packed,
         first: usize,
     ) -> Result<(), Fault> {
-        let copy = packed.start(self.direction, pieces, gate, stage, &self.wake)?;
+        let copy = packed.start(self.direction, pieces, gate, stage, self.users.wake())?;
         self.batches.push_back(Batch::Copying { copy, piece: first });
         Ok(())
     }
@@ -224,13 +215,13 @@ impl Staging {
             }
             Direction::In => self.filling.is_some(),
         };
-        let is_contended = self.users.iter().fold(false, |before, user| user.park() | before);
+        let is_contended = self.users.park();
         if !has_ready || !is_contended {
             return Ok(());
         }
         self.is_asked = !self.is_asked;
         if self.is_asked {
-            (self.wake)();
+            (self.users.wake())();
             return Ok(());
         }
         match self.direction {

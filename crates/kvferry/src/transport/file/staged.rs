@@ -15,11 +15,10 @@ use crate::memory::device::{Copy, DeviceMemory, Direction};
 use crate::memory::gate::Gate;
 use crate::memory::packed::{Packed, device_fault};
 use crate::memory::pieces::{Fault, Pieces, Position};
-use crate::memory::stages::{Stage, StageUser, Wake};
+use crate::memory::stages::{Stage, StageUsers, Wake};
 use crate::sync::Arc;
 use crate::transfer::batch::Batch;
 use crate::transfer::job::Op;
-use smallvec::SmallVec;
 use std::collections::VecDeque;
 
 /// Stages that one transfer has at the same time, at most. Those of a GPU have 4 MiB: as many bytes as a transfer has in
@@ -28,14 +27,13 @@ const STAGES_MAX: usize = 8;
 
 pub(super) struct Staged {
     op: Op,
-    wake: Wake,
     gate: Arc<Gate>,
     order: Order,
     has_begun: bool,
     /// The next byte without a stage; `None` after the last one.
     at: Option<Position>,
-    /// One for each device, while bytes without a stage are left.
-    users: SmallVec<[StageUser; 1]>,
+    /// Of the devices' pools, while bytes without a stage are left.
+    users: StageUsers,
     /// Stages in use.
     stages: usize,
     copying: Vec<Copying>,
@@ -62,26 +60,15 @@ impl Staged {
     pub(super) fn new(op: Op, gate: &Arc<Gate>, wake: Wake) -> Self {
         Self {
             op,
-            wake,
             gate: Arc::clone(gate),
             order: Order::new(Side::Device),
             has_begun: false,
             at: None,
-            users: SmallVec::new(),
+            users: StageUsers::new(wake),
             stages: 0,
             copying: Vec::new(),
             cutters: VecDeque::new(),
         }
-    }
-
-    /// A stage of the memory's device. A transfer that has none is woken when it has been granted one.
-    fn stage(&mut self, memory: &DeviceMemory) -> Option<Stage> {
-        let known = self.users.iter().position(|user| user.is_of(&memory.stages));
-        let user = known.unwrap_or_else(|| {
-            self.users.push(memory.stages.join(&self.wake));
-            self.users.len() - 1
-        });
-        self.users[user].take(self.stages)
     }
 
     /// Begins with as many stages as there are: out, their copies; in, their operations on files.
@@ -93,11 +80,12 @@ impl Staged {
         while self.stages < STAGES_MAX {
             let Some(at) = self.at else {
                 // A user that needs no more stages takes no part of them.
-                self.users.clear();
+                self.users.leave();
                 break;
             };
             let memory = batch.local.device(at.piece).expect("pairs of the device's side").clone();
-            let Some(stage) = self.stage(&memory) else { break };
+            // A transfer without a stage is woken when it has been granted one.
+            let Some(stage) = self.users.take(&memory.stages, self.stages) else { break };
             self.stages += 1;
             self.begin_one(batch, targets, at, memory, stage)?;
         }
@@ -126,7 +114,8 @@ impl Staged {
         self.at = ranges.pack(&mut packed, pieces, at, targets, offset_of, next);
         match self.op {
             Op::Write => {
-                let copy = packed.start(Direction::Out, pieces, &self.gate, stage, &self.wake)?;
+                let copy =
+                    packed.start(Direction::Out, pieces, &self.gate, stage, self.users.wake())?;
                 self.copying.push(Copying { copy, pair: at.piece, ranges });
             }
             Op::Read => {
@@ -156,7 +145,7 @@ impl Staged {
             return Ok(());
         };
         let pair = ranges.first_pair();
-        let copy = packed.start(Direction::In, pieces, &self.gate, stage, &self.wake)?;
+        let copy = packed.start(Direction::In, pieces, &self.gate, stage, self.users.wake())?;
         self.copying.push(Copying { copy, pair, ranges: Ranges::default() });
         Ok(())
     }
@@ -197,7 +186,7 @@ impl Staged {
     /// The transfer is stopped: stages that neither a copy nor an operation has go back to the pool.
     pub(super) fn stop(&mut self) {
         self.cutters.clear();
-        self.users.clear();
+        self.users.leave();
     }
 }
 
