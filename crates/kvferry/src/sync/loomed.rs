@@ -165,6 +165,19 @@ impl Condvar {
         }
     }
 
+    pub(crate) fn wait_while<'a, T>(
+        &self,
+        mut guard: MutexGuard<'a, T>,
+        timeout: impl Into<Option<Duration>>,
+        mut condition: impl FnMut(&mut T) -> bool,
+    ) -> MutexGuard<'a, T> {
+        let timeout = timeout.into();
+        while condition(&mut guard) {
+            guard = self.wait(guard, timeout);
+        }
+        guard
+    }
+
     pub(crate) fn notify_one(&self) {
         if !Mutant::LostNotify.is_enabled() {
             self.0.notify_one();
