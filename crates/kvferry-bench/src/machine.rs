@@ -117,7 +117,21 @@ pub(crate) fn random() -> u64 {
 
 /// A clock that all processes of this host share.
 pub fn shared_clock() -> Duration {
-    let time = clock_gettime(ClockId::Monotonic);
+    time_of(ClockId::Monotonic)
+}
+
+/// Processor time of the calling thread.
+pub(crate) fn thread_time() -> Duration {
+    time_of(ClockId::ThreadCPUTime)
+}
+
+/// Processor time of all threads of the process.
+pub(crate) fn process_time() -> Duration {
+    time_of(ClockId::ProcessCPUTime)
+}
+
+fn time_of(clock: ClockId) -> Duration {
+    let time = clock_gettime(clock);
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 

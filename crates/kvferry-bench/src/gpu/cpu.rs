@@ -5,13 +5,12 @@ use std::time::{Duration, Instant};
 
 use kvferry_cuda::raw::{self, Buffers, Method};
 use kvferry_cuda::{Calibration, Capabilities, Direction, Gpu, Job, Plan, Planner};
-use rustix::time::{ClockId, clock_gettime};
 
 use super::bench::{Bench, failed};
 use super::ours::{self, Subject};
 use super::tables::{Case, scattered};
 use crate::failure::Failure;
-use crate::machine::{agent_time, agent_waits};
+use crate::machine::{agent_time, agent_waits, process_time, thread_time};
 use crate::report::Row;
 use crate::stats::Spread;
 
@@ -150,19 +149,4 @@ fn idle(bench: &mut Bench<'_>) -> Result<(), Failure> {
     bench.rows.push(row("idle agent, wake-ups", "per s", waits));
     bench.rows.push(row("idle agent, calls that copy", "", calls).at_most(0.0));
     Ok(())
-}
-
-/// Processor time of the calling thread.
-fn thread_time() -> Duration {
-    time_of(ClockId::ThreadCPUTime)
-}
-
-/// Processor time of all threads of the process.
-fn process_time() -> Duration {
-    time_of(ClockId::ProcessCPUTime)
-}
-
-fn time_of(clock: ClockId) -> Duration {
-    let time = clock_gettime(clock);
-    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
 }

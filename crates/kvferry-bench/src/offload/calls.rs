@@ -2,8 +2,7 @@
 
 use std::time::Instant;
 
-use rustix::time::{ClockId, clock_gettime};
-
+use crate::machine::thread_time;
 use crate::report::Row;
 use crate::stats::{Spread, quantile_of};
 
@@ -92,8 +91,7 @@ fn thread_waits() -> u64 {
 
 /// CPU time of the calling thread.
 pub(super) fn thread_cpu_us() -> f64 {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    time.tv_sec as f64 * 1e6 + time.tv_nsec as f64 / 1e3
+    thread_time().as_secs_f64() * 1e6
 }
 
 #[cfg(test)]
