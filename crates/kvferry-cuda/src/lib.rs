@@ -26,6 +26,7 @@ mod job;
 mod memory;
 mod models;
 mod order;
+mod pinned;
 pub mod plan;
 pub mod ptx;
 pub mod raw;

@@ -14,11 +14,10 @@ use crate::calibration::{BATCH_ENTRIES, Calibration, DeviceKey};
 use crate::capabilities::Capabilities;
 use crate::cost::Method;
 use crate::job::Direction;
+use crate::pinned::Pinned;
 use crate::plan::{Plan, Step};
 use crate::samples::{self, BYTES_MAX, Point, ROUNDS, Sample};
-use kvferry_sys::cuda::{
-    self, Context, DeviceAllocation, DeviceUuid, Event, HostRegistration, Stream,
-};
+use kvferry_sys::cuda::{self, Context, DeviceAllocation, DeviceUuid, Event, Stream};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::sync::Mutex;
 use std::io;
@@ -80,13 +79,11 @@ struct Run {
     calls: Calls,
 }
 
-/// Memory that the points are copied between. The fields are dropped in their order: the host's is unpinned before it is
-/// unmapped.
+/// Memory that the points are copied between.
 #[derive(Debug)]
 struct Memory {
     scattered: DeviceAllocation,
-    registration: HostRegistration,
-    packed: Mapping,
+    packed: Pinned,
 }
 
 /// Why nothing more is measured.
@@ -211,7 +208,7 @@ impl Run {
         patience: Option<Duration>,
     ) -> Result<Self, Failure> {
         let memory = Memory::new(context)?;
-        let is_mapped = memory.registration.device_address()? == memory.packed.as_ptr() as u64;
+        let is_mapped = memory.packed.device_address()? == memory.packed.address();
         let kernel = kernels.limits().filter(|_| is_mapped);
         let limits = Capabilities {
             batch: context.driver().batch_call().is_some(),
@@ -275,7 +272,7 @@ impl Run {
     fn plan(&self, point: &Point) -> Plan {
         let packed = match (point.method, self.limits.staging) {
             (Method::Gather, Some(staging)) => staging.address,
-            _ => self.memory.packed.as_ptr() as u64,
+            _ => self.memory.packed.address(),
         };
         let mut plan = Plan::default();
         let jobs = point.jobs(self.memory.scattered.address(), packed);
@@ -301,9 +298,8 @@ impl Memory {
         let bytes = usize::try_from(BYTES_MAX).expect("a few megabytes");
         let scattered = DeviceAllocation::new(context, bytes)?;
         let packed = Mapping::kept_from_children(bytes)?;
-        // SAFETY: the pages stay mapped until the registration is dropped, which comes first. No copy uses them then: a
-        // measurement that failed is dropped once its last copy has ended, or leaked.
-        let registration = unsafe { HostRegistration::new(context, packed.span(0, bytes)) }?;
-        Ok(Self { scattered, registration, packed })
+        // SAFETY: a measurement that failed is dropped once its last copy has ended, or leaked.
+        let packed = unsafe { Pinned::new(context, packed) }?;
+        Ok(Self { scattered, packed })
     }
 }

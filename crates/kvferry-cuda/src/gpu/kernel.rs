@@ -6,6 +6,7 @@
 
 #![allow(unsafe_code, reason = "the driver runs the kernel on memory that the caller keeps")]
 
+use super::LANES;
 use super::settings::Settings;
 use super::tables::{JOBS_MAX, Table, TableError, Tables};
 use crate::capabilities::{KernelLimits, Staging};
@@ -15,9 +16,6 @@ use crate::ptx;
 use kvferry_sys::cuda::{
     self, Context, DeviceAllocation, Function, Grid, LoadError, Module, Stream, launch,
 };
-
-/// Lanes of a direction, each with memory to gather or scatter in.
-const LANES: usize = super::LANES;
 
 /// Bytes of the device's memory for one lane: a stage, and what several runs in it waste. Those of a direction are whole
 /// pages of 2 MiB, which the driver allocates.

@@ -6,7 +6,8 @@
 #![allow(unsafe_code, reason = "the driver pins the tables")]
 
 use crate::job::Job;
-use kvferry_sys::cuda::{self, Context, HostRegistration};
+use crate::pinned::Pinned;
+use kvferry_sys::cuda::{self, Context};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::sync::Mutex;
 use std::io;
@@ -24,11 +25,9 @@ pub(super) struct Tables {
     spare: Arc<Mutex<Vec<Memory>>>,
 }
 
-/// The fields are dropped in their order: the memory is unpinned before it is unmapped.
 #[derive(Debug)]
 struct Memory {
-    _registration: HostRegistration,
-    mapping: Mapping,
+    pinned: Pinned,
     device_address: u64,
 }
 
@@ -61,7 +60,7 @@ impl Tables {
         // them; the platforms of GPUs have the kernel's order of bytes.
         let bytes =
             unsafe { std::slice::from_raw_parts(jobs.as_ptr().cast::<u8>(), size_of_val(jobs)) };
-        memory.mapping.span(0, BYTES).copy_from(bytes);
+        memory.pinned.memory().span(0, BYTES).copy_from(bytes);
         Ok(Table { memory: Some(memory), spare: Arc::clone(&self.spare) })
     }
 }
@@ -72,11 +71,10 @@ const _: () = assert!(cfg!(target_endian = "little"));
 impl Memory {
     fn new(context: &Context) -> Result<Self, TableError> {
         let mapping = Mapping::kept_from_children(BYTES)?;
-        // SAFETY: the pages stay mapped until the registration is dropped, which comes first. No kernel reads them then: a
-        // table that one may read is with its batch.
-        let registration = unsafe { HostRegistration::new(context, mapping.span(0, BYTES)) }?;
-        let device_address = registration.device_address()?;
-        Ok(Self { _registration: registration, mapping, device_address })
+        // SAFETY: a table that a kernel may read is with its batch, and not dropped.
+        let pinned = unsafe { Pinned::new(context, mapping) }?;
+        let device_address = pinned.device_address()?;
+        Ok(Self { pinned, device_address })
     }
 }
 

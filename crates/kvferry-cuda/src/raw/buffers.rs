@@ -1,6 +1,7 @@
 //! Memory on both sides, and streams.
 
 use crate::error::Error;
+use crate::pinned::Pinned;
 use kvferry_sys::cuda::{
     Context, DeviceAllocation, DeviceInfo, Driver, Event, Function, HostRegistration, Module,
     Stream, fill_async,
@@ -25,27 +26,12 @@ pub fn device(device: i32) -> Result<(DeviceInfo, i32), Error> {
     Ok((driver.device(device)?.info()?, driver.version()))
 }
 
-/// Host memory that the driver has pinned and mapped.
-#[derive(Debug)]
-pub(super) struct Pinned {
-    // Dropped before its pages are unmapped.
-    pub(super) registration: HostRegistration,
-    pub(super) memory: Mapping,
-}
-
-impl Pinned {
-    pub(super) fn new(context: &Context, bytes: usize) -> Result<Self, Error> {
-        let bytes = bytes.next_multiple_of(PAGE);
-        let memory = Mapping::populated(bytes).map_err(|error| no_memory(context, &error))?;
-        // SAFETY: the pages stay mapped until the registration is dropped, which the order of the fields ensures. No copy
-        // runs then: each method of this module waits for its copies.
-        let registration = unsafe { HostRegistration::new(context, memory.span(0, bytes)) }?;
-        Ok(Self { registration, memory })
-    }
-
-    pub(super) fn address(&self) -> u64 {
-        self.memory.as_ptr() as u64
-    }
+/// Pinned host memory of at least so many bytes, whose pages are there.
+pub(super) fn pinned(context: &Context, bytes: usize) -> Result<Pinned, Error> {
+    let memory = Mapping::populated(bytes.next_multiple_of(PAGE));
+    let memory = memory.map_err(|error| no_memory(context, &error))?;
+    // SAFETY: each method of this module waits for its copies, so that none runs when the memory is dropped.
+    Ok(unsafe { Pinned::new(context, memory) }?)
 }
 
 const PAGE: usize = 4096;
@@ -93,7 +79,7 @@ impl Buffers {
             passed: Event::new(context)?,
             device: DeviceAllocation::new(context, device_bytes)?,
             staging: DeviceAllocation::new(context, host_bytes)?,
-            host: Pinned::new(context, host_bytes)?,
+            host: pinned(context, host_bytes)?,
             loaded: Vec::new(),
             context: context.clone(),
         })
@@ -136,7 +122,7 @@ impl Buffers {
 
     /// Bytes of the host memory.
     pub fn host_len(&self) -> usize {
-        self.host.memory.len()
+        self.host.memory().len()
     }
 
     /// Copies `bytes` to the host memory.
@@ -144,7 +130,7 @@ impl Buffers {
     /// # Panics
     /// If they do not fit.
     pub fn write_host(&self, at: usize, bytes: &[u8]) {
-        self.host.memory.span(at, bytes.len()).copy_from(bytes);
+        self.host.memory().span(at, bytes.len()).copy_from(bytes);
     }
 
     /// Copies bytes of the host memory to all of `bytes`.
@@ -152,7 +138,7 @@ impl Buffers {
     /// # Panics
     /// If there are fewer.
     pub fn read_host(&self, at: usize, bytes: &mut [u8]) {
-        self.host.memory.span(at, bytes.len()).copy_to(bytes);
+        self.host.memory().span(at, bytes.len()).copy_to(bytes);
     }
 
     /// Sets every byte of the device memory.

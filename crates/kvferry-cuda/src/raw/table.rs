@@ -1,8 +1,9 @@
 //! Lists of copies between the buffers, in the forms that each method takes.
 
-use super::buffers::{Buffers, Pinned};
+use super::buffers::{Buffers, pinned};
 use crate::error::Error;
 use crate::job::{Direction, Job};
+use crate::pinned::Pinned;
 use kvferry_sys::cuda::{CopyBatch, DeviceAllocation};
 use std::ops::Range;
 
@@ -81,7 +82,7 @@ impl Table {
         let calls = CALLS.map(|count| {
             all.chunks(count.min(all.len())).map(|call| call.iter().copied().collect()).collect()
         });
-        let mapped = buffers.host.registration.device_address()?;
+        let mapped = buffers.host.device_address()?;
         let bytes = bytes as u64;
         let job_bytes = JOB_BYTES[usize::from(bytes > SMALL_TABLE)];
         let mut jobs = Vec::new();
@@ -90,9 +91,9 @@ impl Table {
         }
         let job_count = u32::try_from(jobs.len()).expect("a few GiB in parts of some KiB");
         let windows = windows(buffers, direction, pieces, job_bytes, &mut jobs);
-        let list = Pinned::new(&buffers.context, jobs.len() * Job::BYTES)?;
+        let list = pinned(&buffers.context, jobs.len() * Job::BYTES)?;
         let text: Vec<u8> = jobs.iter().flat_map(Job::to_bytes).collect();
-        list.memory.span(0, text.len()).copy_from(&text);
+        list.memory().span(0, text.len()).copy_from(&text);
         let device_jobs = DeviceAllocation::new(&buffers.context, text.len())?;
         Ok(Self {
             direction,
