@@ -19,9 +19,17 @@ from .report import Part
 def main() -> int:
     options = _options()
     out: Path = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     until = began + options.limit
+    work = _parts(options, out, until)
+    unknown = set(options.only or ()) - {"probe", *work}
+    if unknown:
+        print(f"no such part: {' '.join(sorted(unknown))}; there are {' '.join(['probe', *work])}", file=sys.stderr)
+        return 2
+    if not (options.packed / "bin").is_dir():
+        print(f"{options.packed} has no programs: `make gpu-pack` builds target/gpu, start its `run`", file=sys.stderr)
+        return 2
+    out.mkdir(parents=True, exist_ok=True)
     print(f"results go to {out}; {options.limit:.0f} s at most")
     found = probe(options.packed, out)
     print(f"probe ({time.monotonic() - began:.0f} s): {in_short(found)}")
@@ -30,7 +38,7 @@ def main() -> int:
         report.write(out, found, [])
         return 0
     parts: list[Part] = []
-    for name, work in _parts(options, out, until).items():
+    for name, run in work.items():
         if options.only and name not in options.only:
             continue
         part = Part(name)
@@ -41,7 +49,7 @@ def main() -> int:
             part.not_run = "no time was left"
         else:
             try:
-                work(part)
+                run(part)
             except Exception as error:  # Another part may work.
                 part.failed["the part itself"] = repr(error)
         part.seconds = time.monotonic() - at
@@ -85,9 +93,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=float, default=590, metavar="SECONDS", help="what starts later does not run (590)"
     )
-    parser.add_argument(
-        "--only", nargs="+", metavar="PART", help="these parts: driver transfers stress suite faults python"
-    )
+    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts; `probe` always runs")
     parser.add_argument("--jobs", type=int, default=8, help="tests at once (8)")
     parser.add_argument("--rounds", type=int, default=10_000, help="rounds of the stress in Python (10000)")
     parser.add_argument(

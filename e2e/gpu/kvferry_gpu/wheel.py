@@ -10,6 +10,9 @@ from pathlib import Path
 from . import process
 from .report import Part
 
+#: Folders that this run has installed the wheel in.
+_INSTALLED: set[Path] = set()
+
 
 def installed(part: Part, options: argparse.Namespace, out: Path) -> Path | None:
     """The folder with kvferry for PYTHONPATH. None, said in `part`, if something is missing or can't be installed."""
@@ -22,10 +25,12 @@ def installed(part: Part, options: argparse.Namespace, out: Path) -> Path | None
         part.skip("there is no wheel beside the tests")
         return None
     site = out / "site"
-    if not (site / "kvferry").exists():
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    if site not in _INSTALLED:
+        # An earlier run may have left another wheel's files, which are replaced.
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--upgrade"]
         ended = process.run([*install, "--target", str(site), str(wheels[-1])], out / "install.log", 120)
         if ended.status != 0:
             part.failed["installing the wheel"] = f"{ended.how}: {ended.output.strip()[-300:]}"
             return None
+        _INSTALLED.add(site)
     return site
