@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import kvferry
@@ -100,27 +101,33 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         metadata = self.get_connector_meta()
         return metadata if isinstance(metadata, Step) else None
 
-    def _copy_behind(self, load: Load, begun: list[tuple[int, Any]]) -> None:
+    def _copy_behind(self, load: Load, begun: tuple[int, ExitStack]) -> None:
         self._end_load(load, begun, is_async=True)
 
-    def _begin_load(self, load: Load, stream: Any) -> list[tuple[int, Any]]:
-        """Copies to pages come after what the stream has now: their last readers."""
+    def _begin_load(self, load: Load, stream: Any) -> tuple[int, ExitStack]:
+        """Copies to pages come after what the stream has now: their last readers. Returns the number of blocks, and the
+        waits for the copies.
+        """
         local = self._local
         assert local.pages is not None
         assert local.arena is not None
-        begun = []
-        for part in load.parts:
-            offset = part.offsets[local.facts.rank]
-            group = local.pages.group(part.group)
-            begun.append(local.pages.to_pages(group, part.pages, local.arena, offset, stream))
-        return begun
+        blocks = 0
+        # If a part can't begin, those before it are waited for: the pages may get another use then.
+        with ExitStack() as copies:
+            for part in load.parts:
+                offset = part.offsets[local.facts.rank]
+                group = local.pages.group(part.group)
+                of_part, copy = local.pages.to_pages(group, part.pages, local.arena, offset, stream)
+                copies.callback(copy.wait)
+                blocks += of_part
+            return blocks, copies.pop_all()
 
-    def _end_load(self, load: Load, begun: list[tuple[int, Any]], *, is_async: bool) -> None:
+    def _end_load(self, load: Load, begun: tuple[int, ExitStack], *, is_async: bool) -> None:
         local = self._local
         assert local.arena is not None
-        for blocks, copy in begun:
-            copy.wait()
-            local.counts["loaded_blocks"] += blocks
+        blocks, copies = begun
+        copies.close()
+        local.counts["loaded_blocks"] += blocks
         local.arena.copied(local.facts.rank, load.number, is_async=is_async)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
@@ -154,12 +161,12 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         assert local.arena is not None
         rank, is_made = local.facts.rank, False
         try:
-            begun = [
-                pages.from_pages(pages.group(part.group), part.pages, local.arena, part.offsets[rank], stream)
-                for part in copies.parts
-            ]
-            for copy in begun:
-                copy.wait()
+            # Also after a failure, all are waited for: the memory may get another use once this is reported.
+            with ExitStack() as waits:
+                for part in copies.parts:
+                    group = pages.group(part.group)
+                    copy = pages.from_pages(group, part.pages, local.arena, part.offsets[rank], stream)
+                    waits.callback(copy.wait)
             is_made = True
         finally:
             local.arena.handed(rank, copies.number, is_made=is_made)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_gpu import COMPUTE, Array, Driver, Stream
+from kvferry.trtllm._meta import Copies, Load, Part
 from kvferry.trtllm._pages import Memory, Pages
 from trtllm_kit import Bench, prompt, reference
 from trtllm_reference import Request, Shape
@@ -213,3 +216,36 @@ def test_a_cache_that_the_driver_does_not_know_is_refused_by_all_ranks(driver: D
     for tp in (1, 2):
         with pytest.raises(NotImplementedError, match="rank 0: the KV cache can't be registered"):
             bench.serve(lambda: [Request(1, prompt(41))], tp=tp)
+
+
+@pytest.mark.parametrize("side", ["load", "hand over"])
+def test_a_part_that_fails_is_not_reported_before_the_copies_of_the_others_have_ended(
+    driver: Driver, bench: Bench, side: str
+) -> None:
+    bench.make_tensor = lambda shape, dtype: GpuTensor(driver, shape, dtype)
+    worker = bench.rank(Shape()).worker
+    pages, arena = worker._local.pages, worker._local.arena
+    piece = pages.groups[0].pieces[0]
+    stream = Stream(driver)
+    parts = Part(0, (arena.head,), (1,)), Part(0, (arena.head,), (piece.slots,))
+    ended: list[float] = []
+
+    def fail(begin: Callable[[], Any]) -> None:
+        with pytest.raises(IndexError, match="is not in the KV cache"):
+            begin()
+        ended.append(time.monotonic())
+
+    driver.hold(COMPUTE)
+    stream.run("step", writes=[(piece.base, piece.stride)], byte=1)
+    failing: Callable[[], Any] = {
+        "load": lambda: worker._begin_load(Load(1, 1, parts), stream),
+        "hand over": lambda: worker._hand_over(pages, Copies(1, parts), stream),
+    }[side]
+    thread = threading.Thread(target=fail, args=(failing,))
+    thread.start()
+    time.sleep(0.1)
+    assert (ended, arena.lost_by_any()) == ([], 0), "the first part waits for the step"
+    driver.hold(0)
+    thread.join()
+    assert len(ended) == 1
+    assert arena.lost_by_any() == (1 if side == "hand over" else 0)
