@@ -213,7 +213,7 @@ typedef struct kvferry_error {
 // Facts of a region. Set `size` to `sizeof(kvferry_region_info)`.
 typedef struct kvferry_region_info {
   size_t size;
-  // NULL for memory of a GPU.
+  // In this process, or the GPU's for its memory.
   void *address;
   size_t len;
   // `KVFERRY_ACCESS_` bits.
@@ -230,7 +230,7 @@ typedef struct kvferry_region_info {
 typedef struct kvferry_remote {
   // The incarnation of the agent that owns the region; later ones refuse the description.
   uint8_t incarnation[16];
-  // The address in the owner's process; 0 for a file, and for memory of a GPU.
+  // The address in the owner's process; 0 for a file, and for memory of a GPU that is not registered by its address.
   uint64_t address;
   uint64_t len;
   uint32_t id;
@@ -547,7 +547,8 @@ int kvferry_batch_push(struct kvferry_batch *batch,
                        struct kvferry_error *error);
 
 // Adds `count` pairs by address: all, or none on an error. The peer checks that its addresses are
-// registered. Transfers move such batches with kvferry and stock Mooncake peers.
+// registered. Transfers move such batches with kvferry and stock Mooncake peers. Local memory of a GPU is
+// registered with the agent before a transfer has it, which names in `after` what it comes after.
 //
 // One thread at a time; a second one waits. After a fork: `KVFERRY_FORKED`.
 int kvferry_batch_push_addresses(struct kvferry_batch *batch,

@@ -26,7 +26,7 @@ pub const KVFERRY_ACCESS_WRITE: u32 = 2;
 #[derive(Clone, Copy, Debug)]
 pub struct kvferry_region_info {
     pub size: usize,
-    /// NULL for memory of a GPU.
+    /// In this process, or the GPU's for its memory.
     pub address: *mut c_void,
     pub len: usize,
     /// `KVFERRY_ACCESS_` bits.
@@ -48,7 +48,7 @@ unsafe impl Versioned for kvferry_region_info {}
 pub struct kvferry_remote {
     /// The incarnation of the agent that owns the region; later ones refuse the description.
     pub incarnation: [u8; 16],
-    /// The address in the owner's process; 0 for a file, and for memory of a GPU.
+    /// The address in the owner's process; 0 for a file, and for memory of a GPU that is not registered by its address.
     pub address: u64,
     pub len: u64,
     pub id: u32,

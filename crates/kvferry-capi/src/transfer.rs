@@ -221,12 +221,20 @@ impl Route {
     }
 }
 
-/// The batch as it is now, in order behind `after`: the caller may change it while the transfer runs.
+/// The batch as it is now, in order behind `after`: the caller may change it while the transfer runs. What it names by
+/// address may be a GPU's.
 ///
 /// # Safety
 /// Streams and events in `after` exist.
-unsafe fn snapshot(batch: *const kvferry_batch, after: &[Order]) -> Result<Batch, Failure> {
+unsafe fn snapshot(
+    route: Route,
+    batch: *const kvferry_batch,
+    after: &[Order],
+) -> Result<Batch, Failure> {
     let mut batch = handles::look_up::<SharedBatch, _>(batch)?.lock().clone();
+    if let Route::Write(peer) | Route::Read(peer) = route {
+        handles::look_up::<Peer, _>(peer)?.find_device_memory(&mut batch)?;
+    }
     // SAFETY: the caller's promise.
     unsafe { kvferry_cuda::order(&mut batch, after) }
         .map_err(|error| Failure::invalid(error.to_string()))?;
@@ -249,7 +257,7 @@ pub(crate) unsafe fn run(
             return Err(Failure::invalid("a call that waits takes no callback"));
         }
         // SAFETY: the caller's promise.
-        let batch = unsafe { snapshot(batch, &wish.after) }?;
+        let batch = unsafe { snapshot(route, batch, &wish.after) }?;
         let moved = route.run(&batch, &wish.options)?;
         // SAFETY: the caller's promise.
         unsafe { report(Ok(moved), stats) }
@@ -273,7 +281,7 @@ pub(crate) unsafe fn start(
             return Err(Failure::invalid(what));
         }
         // SAFETY: the caller's promise.
-        let batch = unsafe { snapshot(batch, &wish.after) }?;
+        let batch = unsafe { snapshot(route, batch, &wish.after) }?;
         let started = route.start(&batch, &wish.options)?;
         if !transfer.is_null() {
             let handle = handles::pointer(handles::add(started.clone()));

@@ -338,6 +338,14 @@ impl Peer {
         link.backend().probe(link, left).is_ok() || link.end().is_none()
     }
 
+    /// Finds local memory of a device in a batch of this peer's agent: see [`Batch::find_device_memory`].
+    ///
+    /// # Errors
+    /// Those of [`Batch::find_device_memory`].
+    pub fn find_device_memory(&self, batch: &mut Batch) -> Result<()> {
+        batch.find_device_memory_of(&self.core)
+    }
+
     /// Writes a batch to the peer's memory. Blocks; the calling thread moves the bytes.
     ///
     /// After it returns, kvferry does not read the local memory. After an error,

@@ -379,17 +379,25 @@ impl Batch {
     ///
     /// # Errors
     /// `OutOfBounds` if a range reaches beyond its region; `NotRegistered` for a range that a CUDA driver which this
-    /// process uses says is a device's. The batch must not be used then.
+    /// process uses says is a device's. The batch is unchanged then, and must not be used.
     pub fn find_device_memory(&mut self, agent: &Agent) -> Result<()> {
-        let tables = agent.core().memory.regions.read();
+        self.find_device_memory_of(agent.core())
+    }
+
+    pub(crate) fn find_device_memory_of(&mut self, core: &Core) -> Result<()> {
+        let is_raw = |piece: &Piece| piece.region == Piece::RAW;
+        // A forked child takes no lock and calls no driver. Its transfers are refused.
+        if core.was_forked() || !self.local.pieces.iter().any(is_raw) {
+            return Ok(());
+        }
+        let tables = core.memory.regions.read();
         let driver = LoadedDriver::find();
         if !tables.has_device_addresses() && driver.is_none() {
             return Ok(());
         }
-        let local = Arc::make_mut(&mut self.local);
-        for i in 0..local.pieces.len() {
-            let piece = local.pieces[i];
-            if piece.region != Piece::RAW {
+        let mut found = Vec::new();
+        for (i, piece) in self.local.pieces.iter().enumerate() {
+            if !is_raw(piece) {
                 continue;
             }
             let refused = |kind, what: &str| {
@@ -407,7 +415,7 @@ impl Batch {
                         let what = "the local range reaches beyond its region of device memory";
                         return refused(ErrorKind::OutOfBounds, what);
                     }
-                    local.assign(i, region, offset);
+                    found.push((i, region, offset));
                 }
                 Some(_) => {}
                 None if driver.is_some_and(|driver| driver.has_device_memory_at(at())) => {
@@ -417,6 +425,10 @@ impl Batch {
                 }
                 None => {}
             }
+        }
+        if !found.is_empty() {
+            let local = Arc::make_mut(&mut self.local);
+            found.into_iter().for_each(|(i, region, offset)| local.assign(i, region, offset));
         }
         Ok(())
     }

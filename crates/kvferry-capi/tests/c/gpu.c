@@ -76,10 +76,29 @@ int main(int argc, char **argv) {
     CALL("fakecuda_read", (uint64_t, unsigned char *, size_t), memory, source, SIZE);
     CHECK(memcmp(source, target, SIZE) == 0);
 
+    /* By address: the processor can't touch it. */
+    kvferry_region_info info;
+    memset(&info, 0, sizeof info);
+    info.size = sizeof info;
+    CHECK(kvferry_region_facts(gpu, &info, &error) == 0 && (uint64_t)(uintptr_t)info.address == memory);
+    kvferry_batch *by_address;
+    kvferry_addresses pair = {info.address, remote.address, SIZE};
+    CHECK(kvferry_batch_new(1, &by_address, &error) == 0);
+    CHECK(kvferry_batch_push_addresses(by_address, &pair, 1, &error) == 0);
+    CHECK(kvferry_write(peer, by_address, NULL, NULL, &error) == KVFERRY_INVALID_ARGUMENT);
+    CHECK(strstr(error.text, "say what the transfer comes after") != NULL);
+    memset(target, 6, SIZE);
+    CHECK(kvferry_write(peer, by_address, &options, NULL, &error) == 0);
+    CHECK(memcmp(source, target, SIZE) == 0);
+
     CHECK(kvferry_transfer_free(transfer, &error) == 0);
     CHECK(kvferry_batch_free(batch, &error) == 0);
+    CHECK(kvferry_region_unregister(gpu, &error) == 0);
+    CHECK(kvferry_write(peer, by_address, &options, NULL, &error) == KVFERRY_NOT_REGISTERED);
+    CHECK(strstr(error.text, "memory of a GPU that is not registered") != NULL);
+    CHECK(kvferry_batch_free(by_address, &error) == 0);
     CHECK(kvferry_peer_free(peer, &error) == 0);
-    CHECK(kvferry_region_unregister(gpu, &error) == 0 && kvferry_region_unregister(host, &error) == 0);
+    CHECK(kvferry_region_unregister(host, &error) == 0);
     CALL("cuMemFree_v2", (uint64_t), memory);
     CHECK(kvferry_agent_free(a, &error) == 0 && kvferry_agent_free(b, &error) == 0);
     puts("ok");
