@@ -7,7 +7,7 @@
 
 use crate::codes::{self, status};
 use crate::interrupt::{CHECK_INTERVAL, Interrupt, NoAnswer, run_interruptible};
-use crate::memory::{self, Orders};
+use crate::memory::{self, Orders, Owner};
 use crate::metadata::Directory;
 use crate::refusal::{Answer, Refusal};
 use crate::running::{Running, size};
@@ -169,10 +169,10 @@ impl MooncakeEngine {
     /// call, or an event. Without any, the caller has waited for what uses the memory, as in Mooncake.
     ///
     /// # Safety
-    /// The streams and events exist until another call of this method has returned, and calls of transfers that began
-    /// before it; or until the engine has ended.
-    pub unsafe fn set_after(&self, after: &[Order]) -> i32 {
-        let orders = Orders::new(after);
+    /// The streams and events exist until `owner` is dropped. Without an owner: until another call of this method has
+    /// returned, and calls of transfers that began before it; or until the engine has ended.
+    pub unsafe fn set_after(&self, after: &[Order], owner: Option<Owner>) -> i32 {
+        let orders = Orders::new(after, owner);
         self.code(self.running().map(|running| *running.after.lock() = orders))
     }
 

@@ -35,6 +35,7 @@ mod segments;
 mod transport;
 
 pub use engine::{MooncakeEngine, Moves};
+pub use memory::Owner;
 pub use segments::LOCAL_SEGMENT;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]

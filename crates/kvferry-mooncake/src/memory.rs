@@ -6,6 +6,7 @@ use kvferry::{Access, Batch, DeviceMemory, Error, Region};
 use kvferry_cuda::Order;
 use kvferry_sys::cuda::RawStream;
 use kvferry_sys::host::LoadedDriver;
+use std::any::Any;
 use std::sync::Arc;
 
 /// Names what transfers of memory of GPUs come after, unless the caller does.
@@ -80,33 +81,41 @@ pub(crate) unsafe fn register(
     Ok(regions)
 }
 
+/// A value that keeps streams and events until it is dropped, on any thread.
+pub type Owner = Arc<dyn Any + Send + Sync>;
+
 /// What transfers of memory of GPUs come after. Empty: the caller has waited for what uses the memory, which is
 /// Mooncake's contract.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Orders(Arc<[Order]>);
+pub(crate) struct Orders {
+    all: Arc<[Order]>,
+    /// What keeps the streams and events, also for calls that have taken a clone before another order was set.
+    _owner: Option<Owner>,
+}
 
 impl Orders {
     /// The order that the environment names.
     pub(crate) fn from_env() -> Answer<Self> {
         match std::env::var(AFTER).unwrap_or_default().as_str() {
             "" | "host" => Ok(Self::default()),
-            "default-stream" => Ok(Self::new(&[Order::Stream(RawStream(0))])),
+            "default-stream" => Ok(Self::new(&[Order::Stream(RawStream(0))], None)),
             other => Err(Refusal::invalid(format_args!(
                 "{AFTER} is \"host\" or \"default-stream\", not {other:?}"
             ))),
         }
     }
 
-    pub(crate) fn new(orders: &[Order]) -> Self {
-        Self(orders.iter().copied().filter(|order| *order != Order::Host).collect())
+    pub(crate) fn new(orders: &[Order], owner: Option<Owner>) -> Self {
+        let all = orders.iter().copied().filter(|order| *order != Order::Host).collect();
+        Self { all, _owner: owner }
     }
 
     /// Finds memory of GPUs in a batch, and makes its transfers come after these orders.
     pub(crate) fn apply(&self, running: &Running, batch: &mut Batch) -> Answer<()> {
         batch.find_device_memory(&running.agent)?;
-        if !self.0.is_empty() {
+        if !self.all.is_empty() {
             // SAFETY: `MooncakeEngine::set_after` passes this promise on to its caller.
-            unsafe { kvferry_cuda::order(batch, &self.0) }.map_err(Refusal::invalid)?;
+            unsafe { kvferry_cuda::order(batch, &self.all) }.map_err(Refusal::invalid)?;
         }
         Ok(())
     }
@@ -115,6 +124,17 @@ impl Orders {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_call_keeps_the_owner_of_the_orders_that_it_has_taken() {
+        let owner: Owner = Arc::new(());
+        let set = Orders::new(&[Order::Stream(RawStream(7))], Some(Arc::clone(&owner)));
+        let taken = set.clone();
+        drop(set);
+        assert_eq!(Arc::strong_count(&owner), 2);
+        drop(taken);
+        assert_eq!(Arc::strong_count(&owner), 1);
+    }
 
     #[test]
     fn a_location_names_a_gpu_by_cuda_and_a_number() {

@@ -10,7 +10,6 @@ use crate::error::Failure;
 use crate::order::Orders;
 use kvferry_mooncake::interrupt::Interrupt;
 use kvferry_mooncake::{MooncakeEngine, Moves};
-use kvferry_sys::sync::Mutex;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
@@ -95,7 +94,7 @@ impl Stop for MooncakeEngine {
 
 /// The engine behind `kvferry.mooncake.TransferEngine`. Calls return Mooncake's codes.
 #[pyclass(frozen, name = "MooncakeEngine", module = "kvferry._kvferry")]
-pub(crate) struct NativeEngine(Owned, Mutex<Orders>);
+pub(crate) struct NativeEngine(Owned);
 
 impl NativeEngine {
     /// Runs a call detached from the interpreter. Only what a signal handler raises (Ctrl-C) is an
@@ -138,7 +137,7 @@ impl NativeEngine {
     fn new(py: Python<'_>) -> Self {
         let engine = Arc::new(MooncakeEngine::new());
         blocking::stop_at_exit(py, &engine);
-        Self(Owned(Some(engine)), Mutex::default())
+        Self(Owned(Some(engine)))
     }
 
     fn initialize(
@@ -187,13 +186,10 @@ impl NativeEngine {
 
     /// Makes later transfers of memory of GPUs come after `after`.
     fn set_after(&self, py: Python<'_>, after: &Bound<'_, PyAny>) -> PyResult<i32> {
-        let orders = Orders::read(after)?;
-        // SAFETY: the Python caller names streams and events that exist; `after` keeps their objects from now on.
-        let code = self.run(py, |engine, _| unsafe { engine.set_after(orders.all()) })?;
-        if code == 0 {
-            *self.1.lock() = orders;
-        }
-        Ok(code)
+        let orders = Arc::new(Orders::read(after)?);
+        let owner = Arc::clone(&orders);
+        // SAFETY: the Python caller names streams and events that exist; the owner has their objects.
+        self.run(py, |engine, _| unsafe { engine.set_after(orders.all(), Some(owner)) })
     }
 
     fn is_gpu_memory(&self, address: Number) -> bool {

@@ -159,7 +159,7 @@ fn transfers_come_after_the_stream_that_the_engine_was_given() {
     assert_eq!(engine.register(&[memory.address()], &[LEN as u64], "*"), 0);
     let stream = Stream::new(&context(0)).expect("a stream");
     // SAFETY: the stream outlives the engine.
-    assert_eq!(unsafe { engine.set_after(&[Order::Stream(stream.raw())]) }, 0);
+    assert_eq!(unsafe { engine.set_after(&[Order::Stream(stream.raw())], None) }, 0);
     fake.hold(COMPUTE);
     let entered = stream.context().enter().expect("current");
     let writes = [(memory.address(), LEN as u64)];
