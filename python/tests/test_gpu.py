@@ -139,7 +139,7 @@ def test_without_an_order_a_transfer_of_gpu_memory_is_refused(
     for call in (peer.write, peer.read, peer.write_async, peer.read_async):
         with pytest.raises(kvferry.InvalidArgumentError, match="say what the transfer comes after"):
             call(batch)
-    for wrong in ("now", 1.5, [object()], -1, 1 << 64, CupyMemory()):
+    for wrong in ("now", 1.5, [object()], -1, 1 << 64, True, False, CupyMemory()):
         with pytest.raises(TypeError, match="after must be a stream"):
             peer.write(batch, after=wrong)  # type: ignore[arg-type]
     # Memory of the host needs none, and takes one.
@@ -147,6 +147,21 @@ def test_without_an_order_a_transfer_of_gpu_memory_is_refused(
     batch.push(agent.register(bytearray(8)), 0, remote.remote(), 0, 8)
     peer.write(batch)
     peer.write(batch, after="host")
+
+
+def test_gpu_memory_that_is_named_by_its_address_is_refused(
+    driver: Driver, agent: kvferry.Agent, far: kvferry.Agent
+) -> None:
+    array, remote = Array(driver, NBYTES), far.register(bytearray(NBYTES)).remote()
+    region, peer = agent.register(array), agent.peer(far.address)
+    batch = kvferry.Batch()
+    batch.extend([array.address], [remote.addr], [NBYTES])
+    for what in ((batch,), ([array.address], [remote.addr], [NBYTES])):
+        for call in (peer.write, peer.read, peer.write_async, peer.read_async):
+            with pytest.raises(kvferry.NotRegisteredError, match="names memory of a GPU by its region"):
+                call(*what, after="host")
+    agent.unregister(region)
+    array.free()
 
 
 def test_what_is_no_gpu_memory_is_refused(driver: Driver, agent: kvferry.Agent) -> None:

@@ -6,7 +6,7 @@ use kvferry_sys::cuda::{RawEvent, RawStream};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyString, PyTuple};
+use pyo3::types::{PyBool, PyList, PyString, PyTuple};
 
 /// The values of `after`, in their order.
 #[derive(Default)]
@@ -96,6 +96,10 @@ fn one(value: &Bound<'_, PyAny>) -> PyResult<Order> {
         if value.hasattr(intern!(py, "record"))? {
             return Ok(Order::Event(RawEvent(handle.extract()?)));
         }
+        return Err(unknown(value));
+    }
+    if value.is_instance_of::<PyBool>() {
+        // Else they would be the handles of default streams.
         return Err(unknown(value));
     }
     value.extract().map(|stream| Order::Stream(RawStream(stream))).map_err(|_| unknown(value))

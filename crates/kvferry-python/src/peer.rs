@@ -118,11 +118,17 @@ impl<'py> Work<'py> {
     }
 
     /// Has the transfer come after this work, if it has memory of a GPU. The caller's batch stays as it is.
-    fn order(&mut self, py: Python<'_>, after: &Orders) -> PyResult<()> {
-        if self.batch().devices().is_empty() {
+    fn order(&mut self, py: Python<'_>, peer: &kvferry::Peer, after: &Orders) -> PyResult<()> {
+        let mut batch = self.batch().clone();
+        // Detached: a call of the driver may wait for one that itself waits for the interpreter.
+        let found = py.detach(|| peer.find_device_memory(&mut batch));
+        found.map_err(|e| {
+            let text = format!("{e}: a kvferry.Batch names memory of a GPU by its region");
+            error::new(py, e.kind(), &text)
+        })?;
+        if batch.devices().is_empty() {
             return Ok(());
         }
-        let mut batch = self.batch().clone();
         after.apply(py, &mut batch)?;
         *self = Self::Lists(batch);
         Ok(())
@@ -154,7 +160,7 @@ impl Peer {
         self.shared.agent(py)?;
         let mut work = work?;
         let mut settings = settings.unwrap_or_default();
-        work.order(py, &std::mem::take(&mut settings.after))?;
+        work.order(py, &self.peer, &std::mem::take(&mut settings.after))?;
         let (peer, batch) = (&self.peer, work.batch());
         blocking::run(py, |interrupt| call(peer, batch, &settings.into_options(Some(interrupt))))
             .map(TransferStats)
@@ -170,7 +176,7 @@ impl Peer {
         self.shared.agent(py)?;
         let mut work = work?;
         let mut settings = settings.unwrap_or_default();
-        work.order(py, &std::mem::take(&mut settings.after))?;
+        work.order(py, &self.peer, &std::mem::take(&mut settings.after))?;
         let batch = work.into_batch();
         let options = settings.into_options(None);
         let transfer = py.detach(|| call(&self.peer, &batch, &options));
