@@ -234,3 +234,29 @@ def test_stages_are_used_again(engine: Engine) -> None:
         engine.store(at, [f"{at}"], [1, 2])
         assert engine.until(at)
     assert len({id(it) for it in taken}) == 1
+
+
+def test_without_host_memory_for_stages_nothing_is_stored_or_loaded(
+    driver: Driver, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(engine, 5, 1, 2)
+    engine.store(1, ["a"], [1, 2])
+    assert engine.until(1)
+    engine.worker._stages._free.clear()
+
+    def full(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("mmap.mmap", full)
+    engine.store(2, ["b"], [1, 2])
+    engine.load(3, ["a"], [3, 4])
+    assert engine.until(2)
+    assert engine.until(3)
+    assert engine.worker.take_failed() == {"r"}
+    assert engine.bytes_of(3) == [0] * LAYERS
+
+
+def test_a_page_outside_of_the_cache_keeps_no_stage(engine: Engine) -> None:
+    engine.store(1, ["a"], [1, PAGES * LAYERS])
+    assert engine.until(1)
+    assert len(engine.worker._stages._free) == 1

@@ -37,7 +37,7 @@ class OpenStore:
 
 def open_store(settings: StoreSettings, host_bytes: int, logger: logging.Logger) -> OpenStore | None:
     """None, with a warning, if the store can't be used now. Raises ValueError if a setting is wrong."""
-    # No peer may connect: the agent only registers memory for the store.
+    # The agent registers memory for the store. Its peer, if any, is this process's agent that copies pages of a GPU.
     agent = kvferry.Agent(listen="127.0.0.1:0", transports="local")
     try:
         store = _open(agent, settings, host_bytes, logger)

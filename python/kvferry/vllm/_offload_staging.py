@@ -25,9 +25,16 @@ class Stage:
     """Memory of one job, which the store and the copies share."""
 
     def __init__(self, store: kvferry.Agent, copies: kvferry.Agent, nbytes: int) -> None:
-        memory = mmap.mmap(-1, nbytes)
+        try:
+            memory = mmap.mmap(-1, nbytes)
+        except OSError as error:
+            raise kvferry.IoError(f"no host memory for {nbytes} bytes of blocks on a GPU: {error}") from error
         self.region = store.register(memory, "none")
-        self._lent = copies.register(memory, "rw")
+        try:
+            self._lent = copies.register(memory, "rw")
+        except kvferry.Error:
+            store.unregister(self.region)
+            raise
         self.nbytes = nbytes
 
     @property

@@ -206,8 +206,12 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
                         theirs.append(at)
                         lengths.append(piece.nbytes)
                     at += piece.nbytes
-        for region, ours, theirs, lengths in copies.values():
-            batch.extend_regions(region, ours, stage.remote, theirs, lengths)
+        try:
+            for region, ours, theirs, lengths in copies.values():
+                batch.extend_regions(region, ours, stage.remote, theirs, lengths)
+        except BaseException:
+            self._stages.give(stage)
+            raise
         return stage, batch, kvferry.Blocks(stage.region, [row * nbytes for row in range(len(rows))], nbytes)
 
     def _memory(self, shard: Shard, pages: Any) -> kvferry.Blocks:
