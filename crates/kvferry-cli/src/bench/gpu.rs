@@ -15,13 +15,13 @@ Examples:
   kvferry bench gpu --quick                         half a minute, too short to judge by
   kvferry bench gpu --check --out gpu.json          nine rounds, with bounds
   kvferry bench gpu --rows scattered --limit 60     one part, for a minute
-  kvferry bench gpu --kernel copy.ptx               beside the kernels of bench/gpu/copy.cu, which
-                                                    `nvcc -ptx -arch=sm_90 -o copy.ptx copy.cu` compiles
+  kvferry bench gpu --kernel copy.ptx               beside further kernels, from bench/gpu/copy.cu:
+                                                    nvcc -ptx -arch=sm_90 -o copy.ptx copy.cu
 
-kvferry's copies stand beside the driver's calls of the same rounds: single copies, batches of 128, of
-512 and of all blocks, kernels on mapped host memory (named with the blocks of their launch), and
-kernels that gather inside the GPU before one copy. Without a driver or a GPU, the command says NOT
-MEASURED, with the reason, and its exit code is 0.";
+kvferry's copies stand beside the driver's calls of the same rounds: single copies, batches of 128,
+of 512 and of all blocks, kernels on mapped host memory (named with the blocks of their launch),
+and kernels that gather inside the GPU before one copy. Without a driver or a GPU, the command says
+NOT MEASURED, with the reason, and its exit code is 0.";
 
 /// Measure copies of a GPU's memory, beside the driver's own calls in the same rounds.
 #[derive(Debug, Clone, Args)]
