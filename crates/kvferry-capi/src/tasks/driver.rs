@@ -24,9 +24,6 @@ mod tests;
 /// that of the task; a deadline of the read's own that comes first would be a failed read.
 const AFTER_DEADLINE: Duration = Duration::from_secs(5);
 
-/// The interval at which the thread looks whether GPUs have computed what is to be sent.
-const COMPUTED_CHECK: Duration = Duration::from_micros(200);
-
 /// The tasks of an agent.
 pub(crate) struct Endpoint {
     agent: Agent,
@@ -237,12 +234,8 @@ impl Endpoint {
     /// Time until something is due that no event announces.
     fn time_left(&self) -> Option<Duration> {
         let state = self.state.lock();
-        let due = state.tasks.next_timeout();
-        let left = due.map(|due| due.saturating_since(now()));
-        if state.computed.is_empty() {
-            return left;
-        }
-        Some(left.map_or(COMPUTED_CHECK, |left| left.min(COMPUTED_CHECK)))
+        let due = [state.tasks.next_timeout(), state.next_computed()].into_iter().flatten().min();
+        due.map(|due| due.saturating_since(now()))
     }
 
     /// Carries out what a call of the program caused; its deadline may be the next one.

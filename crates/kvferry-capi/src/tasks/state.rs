@@ -9,6 +9,12 @@ use kvferry_proto::{Origin, Timestamp};
 use serde_bytes::ByteBuf;
 use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::time::Duration;
+
+/// Time between two looks whether GPUs have computed what is to be sent, and that time as a multiple of what a look takes,
+/// at least: many sends must not take the thread from its other work.
+const COMPUTED_CHECK: Duration = Duration::from_micros(200);
+const COMPUTED_REST: u32 = 8;
 
 /// Addresses of senders that are remembered.
 const PEERS_MAX: usize = 4096;
@@ -46,6 +52,8 @@ pub(super) struct State {
     pub(super) dialing: HashMap<SendId, Peer>,
     /// Sends whose memory a GPU still computes.
     pub(super) computed: HashMap<SendId, After>,
+    /// Time of the next look at them.
+    computed_due: Option<Timestamp>,
     /// Senders, by the address that they advertise.
     peers: HashMap<String, Peer>,
     pub(super) sends: HashMap<SendId, Ending>,
@@ -160,8 +168,17 @@ impl State {
         Ok(batch)
     }
 
-    /// Sends whose memory is computed now, or never will be.
+    /// Time of the next look at sends whose memory a GPU still computes.
+    pub(super) fn next_computed(&self) -> Option<Timestamp> {
+        (!self.computed.is_empty()).then(|| self.computed_due.unwrap_or(Timestamp::from_nanos(0)))
+    }
+
+    /// Sends whose memory is computed now, or never will be. Looks at them only when it is time to.
     pub(super) fn take_computed(&mut self) -> Vec<(SendId, Result<(), String>)> {
+        let began = now();
+        if self.next_computed().is_none_or(|due| began < due) {
+            return Vec::new();
+        }
         let have = |(id, after): (&SendId, &After)| {
             let outcome = kvferry_cuda::Edge::have_happened(after).map_err(|e| e.to_string());
             (outcome != Ok(false)).then_some((*id, outcome.map(drop)))
@@ -170,6 +187,8 @@ impl State {
         for (id, _) in &computed {
             self.computed.remove(id);
         }
+        let took = now().saturating_since(began);
+        self.computed_due = Some(began + COMPUTED_CHECK.max(took * COMPUTED_REST));
         computed
     }
 }
