@@ -45,8 +45,11 @@ pub(super) struct Calibrator {
 
 #[derive(Debug)]
 enum State {
-    /// Nothing is measured, now or later.
-    Over,
+    /// Nothing is measured, now or later. The memory of measurements stays as long as the thread: to free it, the driver
+    /// waits for all work of the device, and a kernel may itself wait for a transfer.
+    Over {
+        _kept: Option<Box<Run>>,
+    },
     /// So many batches of small pieces are still to come.
     Waits {
         key: DeviceKey,
@@ -58,8 +61,14 @@ enum State {
     },
     /// A measurement has failed. Its memory stays until its calls have ended.
     Ends {
-        _run: Box<Run>,
+        run: Box<Run>,
     },
+}
+
+impl State {
+    fn over() -> Self {
+        Self::Over { _kept: None }
+    }
 }
 
 /// Measurements in progress.
@@ -84,6 +93,8 @@ struct Run {
 struct Memory {
     scattered: DeviceAllocation,
     packed: Pinned,
+    /// Kernels find `packed` at the same address as the process.
+    is_mapped: bool,
 }
 
 /// Why nothing more is measured.
@@ -105,17 +116,17 @@ impl Calibrator {
         let patience = settings.patience;
         let with = |state, calibration| (Self { state, patience }, calibration);
         if let Some(method) = settings.method {
-            return with(State::Over, Calibration::only(method));
+            return with(State::over(), Calibration::only(method));
         }
         let device = context.device();
         let assumed =
             device.name().map_or_else(|_| Calibration::default(), |it| Calibration::of_model(&it));
         let (Ok(DeviceUuid(uuid)), false) = (device.uuid(), settings.is_uncalibrated) else {
-            return with(State::Over, assumed);
+            return with(State::over(), assumed);
         };
         let key = DeviceKey::new(uuid, context.driver().version().unsigned_abs());
         if let Some(known) = MEASURED.lock().iter().find(|known| known.is_of(&key)) {
-            return with(State::Over, known.clone());
+            return with(State::over(), known.clone());
         }
         with(State::Waits { key, batches: BATCHES }, assumed)
     }
@@ -148,20 +159,22 @@ impl Calibrator {
         matches!(self.state, State::Ends { .. })
     }
 
-    /// Gives back the memory of a failed measurement whose calls have ended.
+    /// Looks whether the calls of a failed measurement have ended.
     pub(super) fn end(&mut self, streams: [&Stream; 2]) {
         let ended: Result<Vec<bool>, cuda::Error> = streams.iter().map(|it| it.query()).collect();
-        match ended {
-            Ok(ended) if ended.contains(&false) => {}
-            Ok(_) => self.state = State::Over,
+        if ended.as_ref().is_ok_and(|ended| ended.contains(&false)) {
+            return;
+        }
+        match std::mem::replace(&mut self.state, State::over()) {
+            State::Ends { run } if ended.is_ok() => self.state = State::Over { _kept: Some(run) },
             // The driver does not say.
-            Err(_) => std::mem::forget(std::mem::replace(&mut self.state, State::Over)),
+            ends => std::mem::forget(ends),
         }
     }
 
     /// The GPU is lost: no call is in progress any more, and none is made.
     pub(super) fn stop(&mut self) {
-        self.state = State::Over;
+        self.state = State::over();
     }
 
     /// Measures the next point, by streams that have no work. Returns the calibration after the last one.
@@ -171,7 +184,7 @@ impl Calibrator {
         streams: [&Stream; 2],
         kernels: &mut Kernels,
     ) -> Option<Calibration> {
-        let State::Measures { key, run } = std::mem::replace(&mut self.state, State::Over) else {
+        let State::Measures { key, run } = std::mem::replace(&mut self.state, State::over()) else {
             return None;
         };
         let device = context.device().ordinal();
@@ -182,7 +195,7 @@ impl Calibrator {
         let mut run = run.inspect_err(refused).ok()?;
         if let Err(error) = run.step(streams, kernels) {
             refused(&error);
-            self.state = State::Ends { _run: run };
+            self.state = State::Ends { run };
             return None;
         }
         if !run.is_over() {
@@ -192,7 +205,9 @@ impl Calibrator {
         let (samples, spent) = (run.samples.len(), run.spent);
         let fitted = Calibration::fit(key, &run.samples);
         let measured = fitted.inspect_err(|error| tracing::info!(device, %error, "no calibration"));
-        let mut measured = measured.ok().filter(|_| samples >= run.points.len())?;
+        let is_whole = samples >= run.points.len();
+        self.state = State::Over { _kept: Some(run) };
+        let mut measured = measured.ok().filter(|_| is_whole)?;
         // The kernel scatters as it gathers.
         measured.into.gather = measured.out.gather;
         tracing::debug!(device, samples, ?spent, "times of copies were measured");
@@ -207,9 +222,9 @@ impl Run {
         kernels: &Kernels,
         patience: Option<Duration>,
     ) -> Result<Self, Failure> {
+        let event = Event::new(context)?;
         let memory = Memory::new(context)?;
-        let is_mapped = memory.packed.device_address()? == memory.packed.address();
-        let kernel = kernels.limits().filter(|_| is_mapped);
+        let kernel = kernels.limits().filter(|_| memory.is_mapped);
         let limits = Capabilities {
             batch: context.driver().batch_call().is_some(),
             kernel,
@@ -220,7 +235,7 @@ impl Run {
         let points = samples::points(&limits);
         let rounds = if patience.is_some() { 1 } else { ROUNDS };
         let samples = Vec::with_capacity(points.len() * rounds);
-        let (spent, event, calls) = (Duration::ZERO, Event::new(context)?, Calls::default());
+        let (spent, calls) = (Duration::ZERO, Calls::default());
         let [time_max, point_max] = [TIME_MAX, POINT_MAX].map(|most| patience.unwrap_or(most));
         Ok(Self {
             points,
@@ -296,10 +311,12 @@ impl Run {
 impl Memory {
     fn new(context: &Context) -> Result<Self, Failure> {
         let bytes = usize::try_from(BYTES_MAX).expect("a few megabytes");
-        let scattered = DeviceAllocation::new(context, bytes)?;
         let packed = Mapping::kept_from_children(bytes)?;
-        // SAFETY: a measurement that failed is dropped once its last copy has ended, or leaked.
+        // SAFETY: a measurement that failed is kept until its last copy has ended, or leaked.
         let packed = unsafe { Pinned::new(context, packed) }?;
-        Ok(Self { scattered, packed })
+        let is_mapped = packed.device_address()? == packed.address();
+        // The last, so that nothing that fails frees it.
+        let scattered = DeviceAllocation::new(context, bytes)?;
+        Ok(Self { scattered, packed, is_mapped })
     }
 }

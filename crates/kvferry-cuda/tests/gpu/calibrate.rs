@@ -1,10 +1,12 @@
 //! What copies take is measured in the background, once for each GPU of the process.
 
 use crate::kit::*;
-use kvferry::{Access, TransportKind};
+use crate::machine::Kernel;
+use kvferry::{Access, Options, TransportKind};
 use kvferry_cuda::gpu::Settings;
 use kvferry_cuda::{Calibration, DeviceKey, Gpu, Method};
 use kvferry_fakecuda::Fault;
+use kvferry_sys::cuda::Stream;
 use kvferry_testkit::{Watchdog, eventually};
 use std::time::Duration;
 
@@ -73,7 +75,6 @@ fn a_gpu_is_measured_once_after_some_batches_of_small_pieces() {
     assert_eq!(has(&measured.out), [true; 4]);
     assert_eq!(has(&measured.into), [true; 4]);
     assert_eq!(rig.fake.findings(), Vec::<String>::new());
-    // The memory of the measurements is given back; what the kernel gathers in stays.
     drop(writes);
     rig.ends_clean();
     // The result stays.
@@ -149,5 +150,55 @@ fn a_gpu_that_fails_while_it_is_measured_fails_no_transfer() {
         drop(writes);
         eventually("no GPU is in use", || Gpu::all().is_empty());
     }
+    Settings::give(None);
+}
+
+#[test]
+fn the_end_of_a_measurement_does_not_wait_for_a_kernel_that_runs() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[("delay_us", "0")]) else { return };
+    Settings::give(Some(PATIENT));
+    let writes = Writes::new(&rig, 40, 1024);
+    writes.write(BATCHES - 1);
+    let stuck = Stream::new(&rig.context(0)).expect("a stream");
+    rig.hold();
+    rig.launch(&stuck, &Kernel { name: "stuck", ..Kernel::default() });
+    // The measurement ends at its first launch.
+    rig.fake.fault(Fault::LaunchRefused, 1, u64::MAX);
+    let launches = rig.fake.counter("call:cuLaunchKernel");
+    writes.write(1);
+    eventually("it ends", || rig.fake.counter("call:cuLaunchKernel") > launches);
+    let brief = Options { timeout: Some(Duration::from_secs(5)), ..options() };
+    let outcome = (0..20).try_for_each(|_| {
+        std::thread::sleep(Duration::from_millis(2));
+        writes.peer.write(&writes.batch, &brief).map(drop)
+    });
+    rig.fake.clear_faults();
+    rig.release();
+    outcome.expect("written while the kernel runs");
+    stuck.synchronize().expect("it has run");
+    drop((writes, stuck));
+    eventually("no GPU is in use", || Gpu::all().is_empty());
+    Settings::give(None);
+}
+
+#[test]
+fn a_measurement_that_waits_for_a_kernel_holds_up_no_batch_of_the_copy_engine() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[("delay_us", "0")]) else { return };
+    Settings::give(Some(Settings { patience: Some(Duration::from_secs(1)), ..PATIENT }));
+    let writes = Writes::new(&rig, 40, 1024);
+    writes.write(BATCHES - 1);
+    // A kernel of the engine takes the whole GPU.
+    rig.hold();
+    let launches = rig.fake.counter("call:cuLaunchKernel");
+    writes.write(1);
+    eventually("a launch is measured", || rig.fake.counter("call:cuLaunchKernel") > launches);
+    let brief = Options { timeout: Some(Duration::from_secs(5)), ..options() };
+    let outcome = (0..20).try_for_each(|_| writes.peer.write(&writes.batch, &brief).map(drop));
+    rig.release();
+    outcome.expect("written while the kernel runs");
+    drop(writes);
+    rig.ends_clean();
     Settings::give(None);
 }
