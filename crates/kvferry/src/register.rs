@@ -390,40 +390,42 @@ impl Batch {
         if core.was_forked() || !self.local.pieces.iter().any(is_raw) {
             return Ok(());
         }
-        let tables = core.memory.regions.read();
         let driver = LoadedDriver::find();
+        let tables = core.memory.regions.read();
         if !tables.has_device_addresses() && driver.is_none() {
             return Ok(());
         }
-        let mut found = Vec::new();
+        let refused = |i: usize, piece: &Piece, kind, what: &str| {
+            let addr = format_args!("{:#x}", piece.offset).to_string();
+            Err(Error::new(kind, what).with("addr", addr).with("len", piece.len).with("pair", i))
+        };
+        let (mut found, mut unknown) = (Vec::new(), Vec::new());
         for (i, piece) in self.local.pieces.iter().enumerate() {
             if !is_raw(piece) {
                 continue;
             }
-            let refused = |kind, what: &str| {
-                let addr = format_args!("{:#x}", piece.offset).to_string();
-                Err(Error::new(kind, what)
-                    .with("addr", addr)
-                    .with("len", piece.len)
-                    .with("pair", i))
-            };
-            let at = || usize::try_from(piece.offset).unwrap_or(usize::MAX);
             match tables.at(piece.offset) {
                 Some(region) if region.is_device() => {
                     let offset = piece.offset - region.base as u64;
                     if piece.len > region.len as u64 - offset {
                         let what = "the local range reaches beyond its region of device memory";
-                        return refused(ErrorKind::OutOfBounds, what);
+                        return refused(i, piece, ErrorKind::OutOfBounds, what);
                     }
                     found.push((i, region, offset));
                 }
                 Some(_) => {}
-                None if driver.is_some_and(|driver| driver.has_device_memory_at(at())) => {
-                    let what =
-                        "the local range is memory of a GPU that is not registered; register it";
-                    return refused(ErrorKind::NotRegistered, what);
-                }
-                None => {}
+                None => unknown.push(i),
+            }
+        }
+        // The driver is asked without the lock: it may answer only when a call of another thread has ended.
+        drop(tables);
+        let Some(driver) = driver else { return Ok(()) };
+        for i in unknown {
+            let piece = &self.local.pieces[i];
+            let at = usize::try_from(piece.offset).unwrap_or(usize::MAX);
+            if driver.has_device_memory_at(at) {
+                let what = "the local range is memory of a GPU that is not registered; register it";
+                return refused(i, piece, ErrorKind::NotRegistered, what);
             }
         }
         if !found.is_empty() {
