@@ -11,6 +11,8 @@ import itertools
 import json
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -523,3 +525,30 @@ def test_the_rest_of_mooncake_raises_not_implemented_error() -> None:
 def test_topology_is_json(here: mooncake.TransferEngine) -> None:
     topology = json.loads(here.get_local_topology())
     assert topology["cpu:0"] == [[], []]
+
+
+def test_orders_whose_end_runs_code_are_replaced_by_several_threads() -> None:
+    program = """if True:
+        import threading, time
+        from kvferry.mooncake import TransferEngine
+
+        class Event:
+            cuda_event = 1
+
+            def __del__(self):
+                time.sleep(0.01)
+
+        engine = TransferEngine()
+        assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+
+        def replace():
+            for _ in range(20):
+                assert engine.set_after(Event()) == 0
+
+        threads = [threading.Thread(target=replace) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    """
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

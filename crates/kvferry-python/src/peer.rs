@@ -10,6 +10,7 @@ use crate::shared::Shared;
 use crate::transfer::{Transfer, TransferStats};
 use kvferry::Options;
 use kvferry_mooncake::interrupt::Interrupt;
+use kvferry_sys::host::LoadedDriver;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -120,12 +121,13 @@ impl<'py> Work<'py> {
     /// Has the transfer come after this work, if it has memory of a GPU. The caller's batch stays as it is.
     fn order(&mut self, py: Python<'_>, peer: &kvferry::Peer, after: &Orders) -> PyResult<()> {
         let mut batch = self.batch().clone();
-        // Detached: a call of the driver may wait for one that itself waits for the interpreter.
-        let found = py.detach(|| peer.find_device_memory(&mut batch));
-        found.map_err(|e| {
-            let text = format!("{e}: a kvferry.Batch names memory of a GPU by its region");
-            error::new(py, e.kind(), &text)
-        })?;
+        if LoadedDriver::find().is_some() {
+            // Detached: a call of the driver may wait for one that itself waits for the interpreter.
+            py.detach(|| peer.find_device_memory(&mut batch)).map_err(|e| {
+                let text = format!("{e}: a kvferry.Batch names memory of a GPU by its region");
+                error::new(py, e.kind(), &text)
+            })?;
+        }
         if batch.devices().is_empty() {
             return Ok(());
         }
@@ -161,9 +163,20 @@ impl Peer {
         let mut work = work?;
         let mut settings = settings.unwrap_or_default();
         work.order(py, &self.peer, &std::mem::take(&mut settings.after))?;
-        let (peer, batch) = (&self.peer, work.batch());
-        blocking::run(py, |interrupt| call(peer, batch, &settings.into_options(Some(interrupt))))
-            .map(TransferStats)
+        let peer = &self.peer;
+        let done = match work {
+            Work::Batch(batch) => {
+                let batch = &batch.0;
+                blocking::run(py, |interrupt| {
+                    call(peer, batch, &settings.into_options(Some(interrupt)))
+                })
+            }
+            // Dropped while detached, with its edges: the driver destroys their events.
+            Work::Lists(batch) => blocking::run(py, move |interrupt| {
+                call(peer, &batch, &settings.into_options(Some(interrupt)))
+            }),
+        };
+        done.map(TransferStats)
     }
 
     fn submit(
@@ -179,7 +192,8 @@ impl Peer {
         work.order(py, &self.peer, &std::mem::take(&mut settings.after))?;
         let batch = work.into_batch();
         let options = settings.into_options(None);
-        let transfer = py.detach(|| call(&self.peer, &batch, &options));
+        let peer = &self.peer;
+        let transfer = py.detach(move || call(peer, &batch, &options));
         Ok(Transfer::new(transfer, &self.shared))
     }
 }

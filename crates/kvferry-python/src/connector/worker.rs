@@ -208,16 +208,23 @@ impl WorkerHalf {
         let worker = self.worker()?;
         // No event is recorded in vain.
         if self.0.devices.is_empty() || worker.wants_layer(layer) {
-            let computed = self.computed(py, after)?;
-            worker.layer_computed(layer, computed);
+            match self.computed(py, after)? {
+                None => worker.layer_computed(layer, None),
+                // Detached: it asks the driver for the event, or destroys it.
+                computed => py.detach(|| worker.layer_computed(layer, computed)),
+            }
         }
         Ok(())
     }
 
     #[pyo3(signature = (after = None))]
     fn step_computed(&self, py: Python<'_>, after: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let computed = self.computed(py, after)?;
-        self.worker()?.step_computed(computed);
+        let worker = self.worker()?;
+        match self.computed(py, after)? {
+            None => worker.step_computed(None),
+            // Detached, as above.
+            computed => py.detach(|| worker.step_computed(computed)),
+        }
         Ok(())
     }
 
