@@ -208,6 +208,10 @@ const STOPPED_POLLS: u32 = 16;
 const STOPPED_POLL_MIN: Duration = Duration::from_millis(1);
 const STOPPED_POLL_MAX: Duration = Duration::from_millis(100);
 
+/// Time for which a caller's thread does not sleep while it waits for a device's copy: one of a whole stage takes less,
+/// and to sleep and to be woken takes as long.
+pub(super) const COPY_LINGER: Duration = Duration::from_micros(300);
+
 /// Drives the shares of a job until they have ended; true if the last of them yielded. Each one on a lane has that of
 /// its index.
 pub(crate) fn drive<S: Drive>(
@@ -407,14 +411,25 @@ fn wait<S: Drive>(
                 None => Ok(()),
             })
         }
-        shares => wait_any(shares, timeout),
+        shares => {
+            let waits_for_copy = shares.iter().any(|share| share.last == Progress::Memory)
+                && !job.batch.local.all_host()
+                && !job.is_stopped();
+            let awake = if waits_for_copy { COPY_LINGER.min(timeout) } else { Duration::ZERO };
+            wait_any(shares, timeout, awake)
+        }
     };
     if let Err(e) = result {
         job.fail(Error::io("waiting for the network failed", e));
     }
 }
 
-fn wait_any<S: Drive>(shares: &mut [Share<'_, S>], timeout: Duration) -> io::Result<()> {
+/// Waits until a share can go on. For the first part of the time, `awake`, the thread does not sleep.
+fn wait_any<S: Drive>(
+    shares: &mut [Share<'_, S>],
+    timeout: Duration,
+    awake: Duration,
+) -> io::Result<()> {
     let mut fds: Vec<(BorrowedFd<'_>, Interest)> = Vec::with_capacity(2 * shares.len());
     let mut of: Vec<usize> = Vec::with_capacity(2 * shares.len());
     for (index, share) in shares.iter().enumerate() {
@@ -427,7 +442,15 @@ fn wait_any<S: Drive>(shares: &mut [Share<'_, S>], timeout: Duration) -> io::Res
             of.push(index);
         }
     }
-    let ready = poll::wait_any(&fds, Some(timeout))?;
+    let began = now();
+    let ready = loop {
+        let sleeps = now().saturating_since(began) >= awake;
+        let ready = poll::wait_any(&fds, Some(if sleeps { timeout } else { Duration::ZERO }))?;
+        if sleeps || ready.iter().any(|ready| ready.any()) {
+            break ready;
+        }
+        std::thread::yield_now();
+    };
     for (index, _) in of.into_iter().zip(ready).filter(|(_, ready)| ready.any()) {
         let share = &mut shares[index];
         share.is_due = true;

@@ -8,8 +8,10 @@ use crate::memory::device::Direction;
 use crate::memory::gate::Gate;
 use crate::memory::pieces::{Fault, Position};
 use crate::memory::stages::Wake;
+use crate::reactor::now;
 use crate::sync::{Condvar, Mutex};
 use crate::transfer::batch::Batch;
+use crate::transfer::drive::COPY_LINGER;
 use kvferry_sys::span::HostSpan;
 use std::io;
 use std::sync::Arc;
@@ -43,7 +45,15 @@ impl Bell {
         self.changed.notify_one();
     }
 
+    /// Does not sleep at once, as the callers of transfers don't.
     fn wait(&self) {
+        let began = now();
+        while now().saturating_since(began) < COPY_LINGER {
+            if std::mem::take(&mut *self.has_rung.lock()) {
+                return;
+            }
+            std::thread::yield_now();
+        }
         let rung = self.has_rung.lock();
         *self.changed.wait_while(rung, None, |has_rung| !*has_rung) = false;
     }
