@@ -411,7 +411,7 @@ impl Batch {
                         let what = "the local range reaches beyond its region of device memory";
                         return refused(i, piece, ErrorKind::OutOfBounds, what);
                     }
-                    found.push((i, region, offset));
+                    found.push((i, Arc::clone(region), offset));
                 }
                 Some(_) => {}
                 None => unknown.push(i),
@@ -419,8 +419,7 @@ impl Batch {
         }
         // The driver is asked without the lock: it may answer only when a call of another thread has ended.
         drop(tables);
-        let Some(driver) = driver else { return Ok(()) };
-        for i in unknown {
+        for (i, driver) in unknown.into_iter().filter_map(|i| Some((i, driver?))) {
             let piece = &self.local.pieces[i];
             let at = usize::try_from(piece.offset).unwrap_or(usize::MAX);
             if driver.has_device_memory_at(at) {
@@ -430,7 +429,7 @@ impl Batch {
         }
         if !found.is_empty() {
             let local = Arc::make_mut(&mut self.local);
-            found.into_iter().for_each(|(i, region, offset)| local.assign(i, region, offset));
+            found.into_iter().for_each(|(i, region, offset)| local.assign(i, &region, offset));
         }
         Ok(())
     }
