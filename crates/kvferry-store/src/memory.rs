@@ -14,6 +14,8 @@ pub const BLOCK_LEN_MAX: u64 = 64 << 20;
 pub struct BlockMemory {
     pieces: SmallVec<[Piece; 1]>,
     len: u64,
+    /// Whether a piece is memory of a device, which neither tier copies from or to.
+    has_device: bool,
     /// What has these bytes, in the tier in host memory. Others are a caller's.
     owner: Option<Arc<dyn Owner>>,
 }
@@ -40,6 +42,7 @@ impl BlockMemory {
         if len > 0 {
             self.pieces.push(Piece { region: region.clone(), offset, len });
             self.len = self.len.saturating_add(len);
+            self.has_device |= region.is_device();
         }
         self
     }
@@ -65,8 +68,13 @@ impl BlockMemory {
         self.len == 0
     }
 
-    /// The length, if a block may have it.
+    /// The length, if a block may have it in this memory.
     pub(crate) fn checked_len(&self) -> Result<u32> {
+        if self.has_device {
+            // Files would copy to it, in no order with the device's work.
+            let what = "the memory of a block is a device's; the store reads and writes host memory only";
+            return Err(Error::InvalidArgument(what.to_owned()));
+        }
         let of_length = |len: u64| (1..=BLOCK_LEN_MAX).contains(&len).then_some(len);
         of_length(self.len).and_then(|len| u32::try_from(len).ok()).ok_or_else(|| {
             Error::InvalidArgument(format!(

@@ -5,8 +5,11 @@ use crate::bench::Bench;
 use crate::fault_points::Op;
 use crate::power::recorder::{Event, Recording};
 use crate::{Namespace, Retain, Store, StoreOptions};
+use kvferry::Access;
+use kvferry_sys::map::Mapping;
 use kvferry_testkit::Watchdog;
 use kvferry_testkit::hanging::HangingDisk;
+use kvferry_testkit::slow::SlowMemory;
 use std::sync::Barrier;
 use std::sync::atomic::{
     AtomicBool,
@@ -539,6 +542,33 @@ fn a_block_that_is_found_behind_one_that_is_there_again_is_behind_that_one_in_th
         }
         store.close();
     }
+}
+
+#[test]
+fn memory_of_a_device_is_refused_and_nothing_is_copied_from_or_to_it() {
+    let bench = bench("device");
+    let (store, kv) = bench.open(&bench.options());
+    let prompt = prompt(0, 1);
+    assert_eq!(bench.put(&kv, 0, &prompt).stored, 1);
+    store.sync().expect("written");
+    let mapping = Arc::new(Mapping::anonymous(LEN as usize).expect("memory"));
+    mapping.span(0, LEN as usize).copy_from(&[7; LEN as usize]);
+    let device = SlowMemory::new(Arc::clone(&mapping), 0, LEN as usize, 1);
+    let region = bench.agent.register_device(device.memory(), Access::NONE).expect("a region");
+    let memory = [BlockMemory::new(&region, 0, LEN)];
+    for refused in [
+        kv.get(&prompt, 0, &memory).map(drop),
+        kv.get_each(&prompt, &memory).map(drop),
+        kv.get_async(&prompt, 0, &memory).map(drop),
+        kv.put(&prompt, 0, &memory, Retain::default()).map(drop),
+    ] {
+        assert!(matches!(refused, Err(Error::InvalidArgument(_))), "{refused:?}");
+    }
+    let mut bytes = vec![0; LEN as usize];
+    mapping.span(0, LEN as usize).copy_to(&mut bytes);
+    assert!(bytes.iter().all(|byte| *byte == 7) && device.started() == (0, 0));
+    bench.agent.unregister(&region).expect("registered");
+    store.close();
 }
 
 #[test]
