@@ -5,8 +5,12 @@
 use crate::error::Error;
 use kvferry::After;
 use kvferry_sys::cuda::{self, Context, Driver, Event, RawEvent, RawStream, Stream};
+use kvferry_sys::sync::Mutex;
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
+
+/// Edges that wait for the thread of their GPU, at most: it sleeps while no transfer needs it.
+const ENDED_MAX: usize = 1024;
 
 /// The work that a stream, or an event, stood for when the edge was made. A transfer that has it in
 /// [`kvferry::Batch::set_after`] touches memory of GPUs only after that work has run.
@@ -14,12 +18,53 @@ use std::sync::Arc;
 /// An edge has an event of its own: what the caller does with the stream or the event later does not change it.
 #[derive(Debug)]
 pub struct Edge {
+    /// `None` only while it is dropped.
+    recorded: Option<Recorded>,
+    /// Takes it from the thread that drops the edge.
+    ended: Weak<Ended>,
+}
+
+/// What the driver has of an edge.
+#[derive(Debug)]
+struct Recorded {
     event: Event,
     /// Carries the wait for another library's event.
     _stream: Option<Stream>,
 }
 
+/// What edges of a GPU had that nothing needs any more, until its thread destroys it.
+#[derive(Debug, Default)]
+pub(crate) struct Ended(Mutex<Vec<Recorded>>);
+
+impl Ended {
+    /// Destroys what has come, with calls of the driver.
+    pub(crate) fn clear(&self) {
+        // The calls are made without the lock.
+        let ended = std::mem::take(&mut *self.0.lock());
+        drop(ended);
+    }
+}
+
 impl Edge {
+    fn new(event: Event, stream: Option<Stream>) -> Self {
+        Self { recorded: Some(Recorded { event, _stream: stream }), ended: Weak::new() }
+    }
+
+    /// The edge, which leaves its end to the thread that clears `ended`.
+    pub(crate) fn ended_in(mut self, ended: &Arc<Ended>) -> Self {
+        self.ended = Arc::downgrade(ended);
+        self
+    }
+
+    fn event(&self) -> &Event {
+        &self.recorded.as_ref().expect("there until it is dropped").event
+    }
+
+    /// The context of its event.
+    pub(crate) fn context(&self) -> &Context {
+        self.event().context()
+    }
+
     /// The work that the stream has now. A default stream is the one of the GPU `device`, and 2 stands for the default
     /// stream of the calling thread.
     ///
@@ -42,7 +87,7 @@ impl Edge {
         let event = Event::new(&context)?;
         // SAFETY: as above.
         unsafe { event.record_raw(stream) }?;
-        Ok(Self { event, _stream: None })
+        Ok(Self::new(event, None))
     }
 
     /// The work before the last record of the event, of the GPU `device`.
@@ -60,7 +105,7 @@ impl Edge {
         unsafe { stream.wait_raw(event) }?;
         let own = Event::new(&context)?;
         own.record(&stream)?;
-        Ok(Self { event: own, _stream: Some(stream) })
+        Ok(Self::new(own, Some(stream)))
     }
 
     /// The edges as transfers take them.
@@ -73,7 +118,7 @@ impl Edge {
     /// # Errors
     /// An error of the GPU's context, or if the driver refuses.
     pub fn has_happened(&self) -> Result<bool, cuda::Error> {
-        self.event.query()
+        self.event().query()
     }
 
     /// True once all edges have happened that are a GPU's. Never waits.
@@ -87,5 +132,19 @@ impl Edge {
             }
         }
         Ok(true)
+    }
+}
+
+impl Drop for Edge {
+    /// A call of the driver may wait for work of the GPU. The thread that drops the edge may hold the lock of a Python
+    /// interpreter for which that work waits, or serve peers.
+    fn drop(&mut self) {
+        let Some(ended) = self.ended.upgrade() else { return };
+        // Not waited for: in a forked child, a thread of the parent may have it for ever.
+        if let Some(mut all) = ended.0.try_lock()
+            && all.len() < ENDED_MAX
+        {
+            all.extend(self.recorded.take());
+        }
     }
 }

@@ -65,13 +65,15 @@ pub unsafe fn edges(devices: &[i32], after: &[Order]) -> Result<Vec<Edge>, Error
     for order in after {
         match *order {
             Order::Host => {}
-            // SAFETY: the caller promised that the event exists.
-            Order::Event(event) => edges.push(unsafe { Edge::after_event(event, device) }?),
+            Order::Event(event) => {
+                // SAFETY: the caller promised that the event exists.
+                edges.push(Gpu::adopt(unsafe { Edge::after_event(event, device) }?));
+            }
             Order::Stream(stream) => {
                 let of = if stream.is_default() { devices } else { &devices[..1] };
                 for device in of {
                     // SAFETY: the caller promised that the stream exists.
-                    edges.push(unsafe { Edge::after_stream(stream, *device) }?);
+                    edges.push(Gpu::adopt(unsafe { Edge::after_stream(stream, *device) }?));
                 }
             }
         }

@@ -112,6 +112,8 @@ impl Engine {
                 self.pace.begin_anew(Instant::now());
             }
             self.calibrate();
+            // The last: transfers wait for the others.
+            shared.ended.clear();
         }
         shared.counts.read().leaked > 0
     }

@@ -28,7 +28,7 @@ mod submit;
 mod tables;
 
 use crate::calibration::Calibration;
-use crate::edge::Edge;
+use crate::edge::{Edge, Ended};
 use crate::error::Error;
 use crate::job::Direction;
 use allocations::Allocations;
@@ -70,6 +70,8 @@ pub(crate) struct Shared {
     changed: Condvar,
     allocations: Mutex<Allocations>,
     counts: Counts,
+    /// Edges whose end was left to the thread.
+    ended: Arc<Ended>,
     /// What copies take, as the thread plans them.
     calibration: Mutex<Calibration>,
     /// The sticky error that the driver reported first.
@@ -111,6 +113,7 @@ impl Gpu {
             changed: Condvar::new(),
             allocations: Mutex::default(),
             counts: Counts::default(),
+            ended: Arc::default(),
             calibration: Mutex::default(),
             lost: OnceLock::new(),
         });
@@ -127,6 +130,15 @@ impl Gpu {
     /// The GPU of this memory, if it is one's.
     pub fn of_memory(memory: &DeviceMemory) -> Option<Arc<Self>> {
         Self::all().into_iter().find(|gpu| Arc::ptr_eq(&gpu.shared.stages, memory.stages()))
+    }
+
+    /// Leaves the end of an edge to the thread of its GPU, if memory of the GPU is registered.
+    pub(crate) fn adopt(edge: Edge) -> Edge {
+        let gpu = Self::all().into_iter().find(|gpu| gpu.shared.context == *edge.context());
+        match gpu {
+            Some(gpu) => edge.ended_in(&gpu.shared.ended),
+            None => edge,
+        }
     }
 
     /// Number of the GPU in this process.
@@ -200,8 +212,9 @@ impl Device for Gpu {
         }
         let refused = self.shared.give(|inbox| inbox.waits.push((after.clone(), happened)));
         if refused.is_err() {
-            // Dropped, they fail.
-            self.shared.inbox.lock().waits.clear();
+            // Dropped, they fail, and wake their transfers.
+            let waits = std::mem::take(&mut self.shared.inbox.lock().waits);
+            drop(waits);
         }
     }
 }

@@ -2,11 +2,11 @@
 
 use crate::kit::*;
 use crate::machine::Kernel;
-use kvferry::{Access, ErrorKind, Options, TransportKind};
-use kvferry_cuda::Edge;
+use kvferry::{Access, After, ErrorKind, Options, TransportKind};
+use kvferry_cuda::{Edge, Order};
 use kvferry_sys::cuda::{DeviceAllocation, Event, RawStream, Stream};
-use kvferry_testkit::Watchdog;
 use kvferry_testkit::pattern::Pattern;
+use kvferry_testkit::{Watchdog, eventually};
 use std::ffi::{c_int, c_void};
 use std::time::Duration;
 
@@ -140,6 +140,33 @@ fn an_event_that_never_happens_ends_the_transfer_at_its_deadline_and_holds_up_no
     batch.set_after(Edge::all([unsafe { Edge::after_stream(other.raw(), 0) }.expect("an edge")]));
     peer.write(&batch, &options()).expect("written");
     rig.release();
+    assert_eq!(rig.findings(), Vec::<String>::new());
+}
+
+#[test]
+fn the_thread_of_the_gpu_destroys_the_events_of_edges() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let gpu = rig.memory(0, LEN, 1);
+    let Pair { near: _near, far: _far, region, to, peer } = Pair::new(TransportKind::TCP, &gpu);
+    let compute = Stream::new(&rig.context(0)).expect("a stream");
+    for write in [true, false] {
+        let mut batch = whole(&region, &to, LEN);
+        // SAFETY: the stream exists.
+        unsafe { kvferry_cuda::order(&mut batch, &[Order::Stream(compute.raw())]) }.expect("edges");
+        // The thread of the GPU sleeps, after the first round.
+        std::thread::sleep(Duration::from_millis(20));
+        let destroyed = || rig.fake.counter("call:cuEventDestroy_v2");
+        let before = destroyed();
+        batch.set_after(After::default());
+        assert_eq!(destroyed(), before, "this thread may hold what a call of the driver waits for");
+        match write {
+            true => peer.write(&batch, &options()),
+            false => peer.read(&batch, &options()),
+        }
+        .expect("moved");
+        eventually("the event is destroyed", || destroyed() > before);
+    }
     assert_eq!(rig.findings(), Vec::<String>::new());
 }
 
