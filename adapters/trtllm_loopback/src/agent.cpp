@@ -1,7 +1,9 @@
 // The agent that TensorRT-LLM loads by name to offload blocks to files and to onboard them.
+#include <algorithm>
 #include <exception>
 #include <mutex>
 #include <stdexcept>
+#include <vector>
 
 #include "request.h"
 
@@ -11,6 +13,8 @@ namespace {
 
 // Transfers of one request at a time, if the configuration asks for several threads. One runs on the caller's.
 constexpr unsigned kPartsMax = 4;
+// Stages that a device which does not answer may keep: 256 MiB.
+constexpr std::size_t kLeftMax = 4;
 
 class LoopbackAgent final : public trt::BaseLoopbackAgent {
 public:
@@ -32,6 +36,12 @@ public:
     void executeLoopbackRequest(trt::MemoryDescs const &memory, trt::FileDescs const &files, bool is_offload) override {
         // One request at a time: two that name the same memory could not both register it.
         const std::lock_guard<std::mutex> lock(mutex_);
+        release_left();
+        if (memory.getType() == trt::MemoryType::kVRAM && left_.size() >= kLeftMax)
+            throw std::runtime_error("kvferry's agent '" + name_ + "' has host memory for " +
+                                     std::to_string(kLeftMax) +
+                                     " requests of device memory, and files that do not answer keep all of it: check "
+                                     "their disk");
         Request request(agent_.get(), memory, files, is_offload, parts_max_);
         std::string reason;
         try {
@@ -40,7 +50,7 @@ public:
             reason = problem.what();
         }
         const bool has_failed = !reason.empty();
-        reason += request.release();
+        reason += request.release(left_);
         if (has_failed) reason += request.discard();
         if (reason.empty()) return;
         throw std::runtime_error("kvferry's agent '" + name_ + "' can't " + (is_offload ? "offload " : "onboard ") +
@@ -48,10 +58,23 @@ public:
     }
 
 private:
+    // Releases stages whose device has answered since. Does not wait.
+    void release_left() {
+        const auto is_released = [](kvferry_region *stage) {
+            kvferry_region_info info{};
+            info.size = sizeof info;
+            if (kvferry_region_facts(stage, &info, nullptr) != KVFERRY_OK) return true;
+            return info.quarantined == 0 && kvferry_region_unregister(stage, nullptr) == KVFERRY_OK;
+        };
+        left_.erase(std::remove_if(left_.begin(), left_.end(), is_released), left_.end());
+    }
+
     std::string const name_;
     unsigned const parts_max_;
     std::mutex mutex_;
     Agent agent_;
+    // Of requests that have failed: files that do not answer still use them.
+    std::vector<kvferry_region *> left_;
 };
 
 }  // namespace

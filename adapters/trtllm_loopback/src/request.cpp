@@ -288,7 +288,7 @@ void Request::move_staged() {
     staged_.clear();
 }
 
-std::string Request::release() {
+std::string Request::release(std::vector<kvferry_region *> &left) {
     transfers_.clear();
     batches_.clear();
     self_.reset();
@@ -298,7 +298,8 @@ std::string Request::release() {
         if (region.handle == nullptr || kvferry_region_unregister(region.handle, &error) == KVFERRY_OK) continue;
         problem = std::string("; the memory could not be released, do not reuse it: ") + error.text;
     }
-    if (stage_ != nullptr) kvferry_region_unregister(stage_, nullptr);
+    // Its handle stays then, and keeps the memory.
+    if (stage_ != nullptr && kvferry_region_unregister(stage_, nullptr) == KVFERRY_QUARANTINED) left.push_back(stage_);
     stage_ = nullptr;
     regions_.clear();
     files_.clear();

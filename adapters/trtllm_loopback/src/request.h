@@ -21,7 +21,8 @@ public:
     void run();
 
     // Releases memory and files; waits for a device that still uses the memory. What went wrong, or nothing.
-    std::string release();
+    // `left` gets a stage that a device still uses after that: to be released later.
+    std::string release(std::vector<kvferry_region *> &left);
 
     // After a failed offload: empties the files, so that no later onboard reads a part of a block. What was
     // done, as text.
