@@ -71,9 +71,14 @@ fn register_span(
     access: Access,
 ) -> PyResult<kvferry::Region> {
     let registered = match span.place {
-        // SAFETY: `hold` keeps a Python buffer's memory until the region is unregistered or the
-        // agent is shut down; for a bare address the Python caller promises it.
-        Place::Host => unsafe { agent.register(pointer(span.addr), span.len, access) },
+        Place::Host => {
+            let (addr, len) = (span.addr, span.len);
+            // Detached: a CUDA driver of the process is asked whose memory it is, and that call may wait for one that
+            // itself waits for the interpreter.
+            // SAFETY: `hold` keeps a Python buffer's memory until the region is unregistered or the
+            // agent is shut down; for a bare address the Python caller promises it.
+            py.detach(|| unsafe { agent.register(pointer(addr), len, access) })
+        }
         Place::Gpu(device) => {
             let (address, len) = (span.addr as u64, span.len as u64);
             // Detached: the first call loads the driver, which takes up to seconds.
@@ -94,9 +99,12 @@ fn register_spans(
     access: Access,
 ) -> PyResult<Vec<kvferry::Region>> {
     if spans.iter().all(|span| span.place == Place::Host) {
-        let ranges: Vec<_> = spans.iter().map(|o| (pointer(o.addr), o.len)).collect();
-        // SAFETY: as for `register_span`.
-        let regions = unsafe { agent.register_batch(&ranges, access) };
+        let ranges: Vec<_> = spans.iter().map(|o| (o.addr, o.len)).collect();
+        let regions = py.detach(|| {
+            let ranges: Vec<_> = ranges.iter().map(|&(addr, len)| (pointer(addr), len)).collect();
+            // SAFETY: as for `register_span`.
+            unsafe { agent.register_batch(&ranges, access) }
+        });
         return regions.map_err(|e| error::exception(py, &e));
     }
     let mut regions = Vec::with_capacity(spans.len());
