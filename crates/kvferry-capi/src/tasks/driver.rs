@@ -221,7 +221,7 @@ impl Endpoint {
         for (send, outcome) in state.take_computed() {
             match outcome {
                 Ok(()) => self.connect(&mut state, send),
-                Err(text) => state.tasks.opened(send, Err(text), now()),
+                Err(text) => state.tasks.not_computed(send, &text),
             }
         }
         self.carry_out(&mut state);

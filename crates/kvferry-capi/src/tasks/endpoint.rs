@@ -157,6 +157,8 @@ pub(crate) fn failure(outcome: &tasks::Outcome) -> Option<Failure> {
         Code::Busy => failure::code(ErrorKind::Busy),
         Code::Invalid => failure::code(ErrorKind::InvalidArgument),
         Code::TooLarge => failure::code(ErrorKind::TooLarge),
+        // As for transfers that come after work which fails.
+        Code::NotComputed => failure::code(ErrorKind::Internal),
         // A code of a later version.
         _ => failure::code(ErrorKind::Protocol),
     };

@@ -120,6 +120,18 @@ int main(int argc, char **argv) {
     CHECK(kvferry_send_task_wait(send, UINT64_MAX, &error) == 0);
     CHECK(kvferry_send_task_free(send, &error) == 0 && kvferry_recv_task_free(recv, &error) == 0);
 
+    /* A kernel that fails never computes what is sent, which is not the receiver's fault. The GPU is lost afterwards. */
+    after.kind = KVFERRY_AFTER_STREAM;
+    after.handle = (uint64_t)(uintptr_t)stream;
+    CALL("fakecuda_hold", (unsigned), COMPUTE);
+    CALL("fakecuda_fault", (const char *, uint64_t, uint64_t), "illegal_address", (uint64_t)1, (uint64_t)1);
+    fills(stream, ours, 7);
+    CHECK(kvferry_send_task_start(sends, address, "f", source, 2, &options, &send, &error) == 0);
+    CALL("fakecuda_hold", (unsigned), 0);
+    CHECK(kvferry_send_task_wait(send, UINT64_MAX, &error) == KVFERRY_INTERNAL);
+    CHECK(strstr(error.text, "computes what is sent") != NULL);
+    CHECK(kvferry_send_task_free(send, &error) == 0);
+
     CHECK(kvferry_tasks_free(sends, &error) == 0 && kvferry_tasks_free(receives, &error) == 0);
     CHECK(kvferry_region_unregister(from, &error) == 0 && kvferry_region_unregister(into, &error) == 0);
     CHECK(kvferry_agent_free(a, &error) == 0 && kvferry_agent_free(b, &error) == 0);

@@ -26,12 +26,14 @@ pub enum Code {
     Invalid,
     /// The list of blocks is longer than a message.
     TooLarge,
+    /// The work that computes what is sent has failed.
+    NotComputed,
     /// A code of a later version.
     Other(u16),
 }
 
 /// The codes of the wire; the number is the place. Never reordered.
-const WIRE: [Code; 11] = [
+const WIRE: [Code; 12] = [
     Code::Done,
     Code::Cancelled,
     Code::Timeout,
@@ -43,6 +45,7 @@ const WIRE: [Code; 11] = [
     Code::Busy,
     Code::Invalid,
     Code::TooLarge,
+    Code::NotComputed,
 ];
 
 impl Code {

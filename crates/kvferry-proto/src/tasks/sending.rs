@@ -76,6 +76,12 @@ impl Tasks {
         self.actions.push_back(Action::Offer { to: peer, send: id, bytes });
     }
 
+    /// What a send offers is never computed, for the reason in `text`.
+    pub fn not_computed(&mut self, id: SendId, text: &str) {
+        let text = format!("the work that computes what is sent has failed: {text}");
+        self.end_send(id, Outcome::new(Code::NotComputed, text));
+    }
+
     /// There was no room for the offer of a send, for the reason in `text`.
     pub fn unsent(&mut self, id: SendId, text: String) {
         self.end_send(id, Outcome::new(Code::Busy, text));

@@ -398,6 +398,17 @@ fn a_send_without_bytes_key_or_receiver_fails() {
 }
 
 #[test]
+fn a_send_of_what_is_never_computed_ends_without_blaming_its_receiver() {
+    let mut pair = Pair::default();
+    let send = pair.send("k", BLOCK);
+    assert!(matches!(pair.sender.poll(), Some(Action::Connect { .. })));
+    pair.sender.not_computed(send, "an illegal address");
+    pair.settle();
+    assert_eq!(pair.sent(send), Some(Code::NotComputed));
+    pair.end();
+}
+
+#[test]
 fn an_offer_too_long_for_a_message_is_refused_with_a_reason() {
     let mut pair = Pair::default();
     let blocks: Vec<(i64, &[u64])> = (0..200_000).map(|key| (key, &[64][..])).collect();
