@@ -7,6 +7,7 @@ use kvferry_cuda::Order;
 use kvferry_sys::cuda::RawStream;
 use kvferry_sys::host::LoadedDriver;
 use std::any::Any;
+use std::ffi::OsStr;
 use std::sync::Arc;
 
 /// Names what transfers of memory of GPUs come after, unless the caller does.
@@ -96,11 +97,15 @@ pub(crate) struct Orders {
 impl Orders {
     /// The order that the environment names.
     pub(crate) fn from_env() -> Answer<Self> {
-        match std::env::var(AFTER).unwrap_or_default().as_str() {
-            "" | "host" => Ok(Self::default()),
-            "default-stream" => Ok(Self::new(&[Order::Stream(RawStream(0))], None)),
-            other => Err(Refusal::invalid(format_args!(
-                "{AFTER} is \"host\" or \"default-stream\", not {other:?}"
+        Self::of_text(&std::env::var_os(AFTER).unwrap_or_default())
+    }
+
+    fn of_text(text: &OsStr) -> Answer<Self> {
+        match text.to_str() {
+            Some("" | "host") => Ok(Self::default()),
+            Some("default-stream") => Ok(Self::new(&[Order::Stream(RawStream(0))], None)),
+            _ => Err(Refusal::invalid(format_args!(
+                "{AFTER} is \"host\" or \"default-stream\", not {text:?}"
             ))),
         }
     }
@@ -124,6 +129,20 @@ impl Orders {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::ffi::OsStrExt;
+
+    #[test]
+    fn an_order_that_the_environment_names_in_no_unicode_is_refused_and_not_taken_for_none() {
+        let names_stream = Orders::of_text(OsStr::new("default-stream"));
+        assert!(names_stream.is_ok_and(|orders| orders.all.len() == 1));
+        for text in ["", "host"] {
+            let orders = Orders::of_text(OsStr::new(text));
+            assert!(orders.is_ok_and(|orders| orders.all.is_empty()), "{text}");
+        }
+        for text in [&b"default-stream\xff"[..], b"stream"] {
+            assert!(Orders::of_text(OsStr::from_bytes(text)).is_err(), "{text:?}");
+        }
+    }
 
     #[test]
     fn a_call_keeps_the_owner_of_the_orders_that_it_has_taken() {

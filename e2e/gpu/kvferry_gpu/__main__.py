@@ -33,6 +33,11 @@ def main() -> int:
     print(f"results go to {out}; {options.limit:.0f} s at most")
     found = probe(options.packed, out)
     print(f"probe ({time.monotonic() - began:.0f} s): {in_short(found)}")
+    if "failed" in found:
+        # A driver that ends or hangs the probe is no machine without a GPU.
+        print(f"FAILED: {found['failed']}")
+        report.write(out, found, [])
+        return 1
     if "unavailable" in found:
         print(f"NOT MEASURED: {found['unavailable']}")
         report.write(out, found, [])

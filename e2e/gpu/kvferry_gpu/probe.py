@@ -23,14 +23,16 @@ SMI_FIELDS = (
 
 
 def probe(packed: Path, out: Path) -> dict[str, Any]:
-    """The probe, which is also written to probe.json. With the key `unavailable` if there is no GPU."""
+    """The probe, which is also written to probe.json. With the key `unavailable` if there is no GPU, and `failed` if the
+    probe itself could not tell.
+    """
     found: dict[str, Any] = {"machine": _machine(), "nvidia_smi": _smi(out)}
     ended = process.run([str(packed / "bin" / "gpu_probe")], out / "probe.log", 120)
     try:
         found |= json.loads(ended.output[ended.output.index("{") :])
     except ValueError:
-        found["unavailable"] = f"the probe {ended.how}: {ended.output.strip()[-400:]}"
-    if "unavailable" not in found and not found.get("gpus"):
+        found["failed"] = f"the probe {ended.how}: {ended.output.strip()[-400:]}"
+    if "unavailable" not in found and "failed" not in found and not found.get("gpus"):
         found["unavailable"] = "the driver has no GPU"
     (out / "probe.json").write_text(json.dumps(found, indent=2) + "\n")
     return found
@@ -93,8 +95,9 @@ def _bar1(text: str) -> str:
 
 def in_short(found: dict[str, Any]) -> str:
     """One line for a summary."""
-    if "unavailable" in found:
-        return str(found["unavailable"])
+    for key in ("failed", "unavailable"):
+        if key in found:
+            return str(found[key])
     gpu, machine = found["gpus"][0], found["machine"]
     driver = next((it["driver_version"] for it in found["nvidia_smi"].get("gpus", [])), "unknown")
     return (
