@@ -118,7 +118,8 @@ impl Edge {
     /// # Errors
     /// An error of the GPU's context, or if the driver refuses.
     pub fn has_happened(&self) -> Result<bool, cuda::Error> {
-        self.event().query()
+        // The first error may be of another call.
+        self.event().query().or_else(|_| self.event().query())
     }
 
     /// True once all edges have happened that are a GPU's. Never waits.

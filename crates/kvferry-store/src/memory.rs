@@ -72,7 +72,8 @@ impl BlockMemory {
     pub(crate) fn checked_len(&self) -> Result<u32> {
         if self.has_device {
             // Files would copy to it, in no order with the device's work.
-            let what = "the memory of a block is a device's; the store reads and writes host memory only";
+            let what =
+                "the memory of a block is a device's; the store reads and writes host memory only";
             return Err(Error::InvalidArgument(what.to_owned()));
         }
         let of_length = |len: u64| (1..=BLOCK_LEN_MAX).contains(&len).then_some(len);

@@ -4,6 +4,7 @@ use crate::kit::*;
 use crate::machine::Kernel;
 use kvferry::{Access, After, ErrorKind, Options, TransportKind};
 use kvferry_cuda::{Edge, Order};
+use kvferry_fakecuda::Fault;
 use kvferry_sys::cuda::{DeviceAllocation, Event, RawStream, Stream};
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::{Watchdog, eventually};
@@ -54,6 +55,21 @@ fn a_write_comes_after_the_kernel_that_computes_its_bytes() {
         assert!(got.iter().all(|byte| *byte == fill), "kernel {fill}");
     }
     assert_eq!(rig.findings(), Vec::<String>::new());
+}
+
+#[test]
+fn an_error_that_a_look_at_an_edge_did_not_cause_does_not_fail_the_edge() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let compute = Stream::new(&rig.context(0)).expect("a stream");
+    // SAFETY: the stream exists.
+    let edge = unsafe { Edge::after_stream(compute.raw(), 0) }.expect("an edge");
+    eventually("the edge", || edge.has_happened() == Ok(true));
+    for at in 1..=2 {
+        rig.fake.fault(Fault::ForeignError, at, 1);
+        assert_eq!(edge.has_happened(), Ok(true), "call {at}");
+        rig.fake.clear_faults();
+    }
 }
 
 #[test]
