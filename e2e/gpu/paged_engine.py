@@ -53,7 +53,7 @@ class FullAttentionSpec:
 class Case:
     """A row of the table."""
 
-    transport: str
+    transports: str
     # The steps that run as CUDA graphs, which call no hooks of layers.
     graphs: tuple[str, ...] = ()
     own_stream: bool = True
@@ -63,7 +63,7 @@ class Case:
     def name(self) -> str:
         stream = "own stream" if self.own_stream else "default stream"
         graphs = "graphs: " + " ".join(self.graphs) if self.graphs else "no graphs"
-        return f"{self.transport:<5} {graphs:<23} {stream:<14} {'edges' if self.edges else 'NO EDGES'}"
+        return f"{self.transports:<9} {graphs:<23} {stream:<14} {'edges' if self.edges else 'NO EDGES'}"
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Engine:
         )
         config = vllm.config(is_kv_producer=False, prefill_context_parallel_size=1)
         config.kv_transfer_config.kv_connector_extra_config = {
-            "transports": case.transport,
+            "transports": case.transports,
             "timeout": TIMEOUT,
             "idle_share": 1.0,
         }
@@ -470,18 +470,18 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--delay", type=int, default=2_000_000, help="cycles that the stream waits in each step")
-    parser.add_argument("--transports", default="tcp,local")
+    parser.add_argument("--transports", nargs="+", default=["tcp", "local,tcp"], help="those of the agents of each row")
     parser.add_argument("--without-edges", action="store_true", help="only the row without edges")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which no further row begins")
     parser.add_argument("--out", type=Path, help="a folder for paged_engine.json")
     args = parser.parse_args()
     is_cuda = args.device != "cpu"
     args.dtype = args.dtype or ("bfloat16" if is_cuda else "float32")
-    cases = [Case(transport) for transport in args.transports.split(",")]
+    cases = [Case(transports) for transports in args.transports]
     if is_cuda:
         modes = [((), False), (("decode",), True), (("prefill", "decode"), True)]
-        cases = [Case(case.transport, *mode) for case, mode in itertools.product(cases, modes)]
-        without = Case(args.transports.split(",")[0], edges=False)
+        cases = [Case(case.transports, *mode) for case, mode in itertools.product(cases, modes)]
+        without = Case(args.transports[0], edges=False)
         cases = [without] if args.without_edges else [*cases, without]
     asked = prompts(args.requests, args.seed)
     expected: dict[tuple[str, ...], dict[str, Result]] = {}
