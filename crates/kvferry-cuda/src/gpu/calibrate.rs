@@ -11,7 +11,7 @@ use super::kernel::{Kernels, Refusal};
 use super::settings::Settings;
 use super::submit::{Calls, OUTSTANDING_MAX, submit};
 use crate::calibration::{BATCH_ENTRIES, Calibration, DeviceKey};
-use crate::capabilities::Capabilities;
+use crate::capabilities::{Capabilities, Staging};
 use crate::cost::Method;
 use crate::job::Direction;
 use crate::pinned::Pinned;
@@ -83,6 +83,8 @@ struct Run {
     point_max: Duration,
     limits: Capabilities,
     memory: Memory,
+    /// Not those of batches, one for each direction: what is measured may wait for a kernel that waits for a transfer.
+    streams: [Stream; 2],
     event: Event,
     /// Those of the point.
     calls: Calls,
@@ -91,7 +93,8 @@ struct Run {
 /// Memory that the points are copied between.
 #[derive(Debug)]
 struct Memory {
-    scattered: DeviceAllocation,
+    /// First what is scattered, then what it is gathered in.
+    device: DeviceAllocation,
     packed: Pinned,
     /// Kernels find `packed` at the same address as the process.
     is_mapped: bool,
@@ -160,8 +163,9 @@ impl Calibrator {
     }
 
     /// Looks whether the calls of a failed measurement have ended.
-    pub(super) fn end(&mut self, streams: [&Stream; 2]) {
-        let ended: Result<Vec<bool>, cuda::Error> = streams.iter().map(|it| it.query()).collect();
+    pub(super) fn end(&mut self) {
+        let State::Ends { run } = &self.state else { return };
+        let ended: Result<Vec<bool>, cuda::Error> = run.streams.iter().map(Stream::query).collect();
         if ended.as_ref().is_ok_and(|ended| ended.contains(&false)) {
             return;
         }
@@ -177,13 +181,8 @@ impl Calibrator {
         self.state = State::over();
     }
 
-    /// Measures the next point, by streams that have no work. Returns the calibration after the last one.
-    pub(super) fn step(
-        &mut self,
-        context: &Context,
-        streams: [&Stream; 2],
-        kernels: &mut Kernels,
-    ) -> Option<Calibration> {
+    /// Measures the next point. Returns the calibration after the last one.
+    pub(super) fn step(&mut self, context: &Context, kernels: &mut Kernels) -> Option<Calibration> {
         let State::Measures { key, run } = std::mem::replace(&mut self.state, State::over()) else {
             return None;
         };
@@ -193,7 +192,7 @@ impl Calibrator {
         let patience = self.patience;
         let run = run.map_or_else(|| Run::new(context, kernels, patience).map(Box::new), Ok);
         let mut run = run.inspect_err(refused).ok()?;
-        if let Err(error) = run.step(streams, kernels) {
+        if let Err(error) = run.step(kernels) {
             refused(&error);
             self.state = State::Ends { run };
             return None;
@@ -222,13 +221,14 @@ impl Run {
         kernels: &Kernels,
         patience: Option<Duration>,
     ) -> Result<Self, Failure> {
-        let event = Event::new(context)?;
+        let (streams, event) =
+            ([Stream::new(context)?, Stream::new(context)?], Event::new(context)?);
         let memory = Memory::new(context)?;
         let kernel = kernels.limits().filter(|_| memory.is_mapped);
         let limits = Capabilities {
             batch: context.driver().batch_call().is_some(),
             kernel,
-            staging: kernels.staging(Direction::Out, 0).filter(|_| kernel.is_some()),
+            staging: kernel.map(|_| memory.staging()),
             outstanding_max: OUTSTANDING_MAX,
             merges: false,
         };
@@ -246,6 +246,7 @@ impl Run {
             point_max,
             limits,
             memory,
+            streams,
             event,
             calls,
         })
@@ -256,14 +257,14 @@ impl Run {
     }
 
     /// Measures the next point.
-    fn step(&mut self, streams: [&Stream; 2], kernels: &mut Kernels) -> Result<(), Failure> {
+    fn step(&mut self, kernels: &mut Kernels) -> Result<(), Failure> {
         let point = self.points[self.samples.len() % self.points.len()];
         let plan = self.plan(&point);
-        let stream = streams[usize::from(point.direction == Direction::In)];
+        let stream = &self.streams[usize::from(point.direction == Direction::In)];
         let counts = Counts::default();
         let began = Instant::now();
-        // SAFETY: the memory is the measurement's, and the staging the stream's. Both stay until the event behind the calls has
-        // been reached: those of a measurement that failed are waited for, or leaked.
+        // SAFETY: the memory is the measurement's. It stays until the event behind the calls has been reached: that of a
+        // measurement that failed is kept until then, or leaked.
         unsafe { submit(&counts, stream, point.direction, &plan, kernels, &mut self.calls) }?;
         if let Some(error) = self.calls.error.take() {
             return Err(error.into());
@@ -290,7 +291,7 @@ impl Run {
             _ => self.memory.packed.address(),
         };
         let mut plan = Plan::default();
-        let jobs = point.jobs(self.memory.scattered.address(), packed);
+        let jobs = point.jobs(self.memory.device.address(), packed);
         let is_of_kernel = matches!(point.method, Method::Kernel | Method::Gather);
         match self.limits.kernel.filter(|_| is_of_kernel) {
             Some(kernel) => jobs.for_each(|job| kernel.divide(&job, &mut plan.jobs)),
@@ -310,13 +311,17 @@ impl Run {
 
 impl Memory {
     fn new(context: &Context) -> Result<Self, Failure> {
-        let bytes = usize::try_from(BYTES_MAX).expect("a few megabytes");
+        let bytes = BYTES_MAX as usize;
         let packed = Mapping::kept_from_children(bytes)?;
         // SAFETY: a measurement that failed is kept until its last copy has ended, or leaked.
         let packed = unsafe { Pinned::new(context, packed) }?;
         let is_mapped = packed.device_address()? == packed.address();
         // The last, so that nothing that fails frees it.
-        let scattered = DeviceAllocation::new(context, bytes)?;
-        Ok(Self { scattered, packed, is_mapped })
+        let device = DeviceAllocation::new(context, 2 * bytes)?;
+        Ok(Self { device, packed, is_mapped })
+    }
+
+    fn staging(&self) -> Staging {
+        Staging { address: self.device.address() + BYTES_MAX, bytes: BYTES_MAX }
     }
 }

@@ -124,17 +124,15 @@ impl Engine {
             self.calibrator.stop();
         }
         if self.calibrator.is_ending() {
-            let streams = [&mut self.out, &mut self.into].map(|lanes| &lanes.lane(false).stream);
-            return self.calibrator.end(streams);
+            return self.calibrator.end();
         }
         let is_idle = self.out.is_idle() && self.into.is_idle() && self.waits.is_empty();
         if !is_idle || !self.calibrator.is_due() {
             return;
         }
-        while self.calibrator.begins() && self.make_ready(true, Some(Direction::Out)) {}
-        let Self { shared, out, into, kernels, calibrator, .. } = self;
-        let streams = [out, into].map(|lanes| &lanes.lane(false).stream);
-        if let Some(calibration) = calibrator.step(&shared.context, streams, kernels) {
+        while self.calibrator.begins() && self.make_ready(true, None) {}
+        let Self { shared, kernels, calibrator, .. } = self;
+        if let Some(calibration) = calibrator.step(&shared.context, kernels) {
             shared.calibration.lock().clone_from(&calibration);
             self.calibration = calibration;
         }

@@ -13,7 +13,7 @@ const CALLS_MAX: usize = 512;
 
 #[derive(Debug)]
 pub(super) struct Lane {
-    pub(super) stream: Stream,
+    stream: Stream,
     running: VecDeque<Running>,
     calls: usize,
     /// Events that can be recorded again.
