@@ -122,7 +122,7 @@ def test_copies_from_pages_come_after_the_work_of_the_stream(driver: Driver, cac
     driver.hold(COMPUTE)
     stream.fill(cache.tensor.array, 7)
     copy = cache.pages.from_pages(cache.group, [3, 1], cache.memory, BLOCK_BYTES, stream)
-    assert copy._transfer.wait(0.02) is None, "the kernel has not run"
+    assert copy.wait(0.02) is None, "the kernel has not run"
     driver.hold(0)
     copy.wait()
     content = bytes(cache.memory.buffer)
@@ -137,7 +137,7 @@ def test_copies_to_pages_come_after_their_last_users_and_skip_pages_that_are_not
     driver.hold(COMPUTE)
     stream.fill(cache.tensor.array, 99)
     count, copy = cache.pages.to_pages(cache.group, [5, -1, 0], cache.memory, 2 * BLOCK_BYTES, stream)
-    assert (count, copy._transfer.wait(0.02)) == (2, None)
+    assert (count, copy.wait(0.02)) == (2, None)
     driver.hold(0)
     copy.wait()
     assert [block[0] for block in cache.blocks()] == [5, 99, 99, 99, 99, 3, 99, 99]
