@@ -43,8 +43,10 @@ class Stage:
         return self._lent.remote()
 
     def close(self, store: kvferry.Agent, copies: kvferry.Agent) -> None:
-        copies.unregister(self._lent)
-        store.unregister(self.region)
+        # An agent that can't unregister memory keeps it until nothing touches it any more.
+        for agent, region in ((copies, self._lent), (store, self.region)):
+            with suppress(kvferry.Error):
+                agent.unregister(region)
 
 
 class Stages:
