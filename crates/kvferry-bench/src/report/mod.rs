@@ -109,10 +109,17 @@ impl Report {
     /// A sentence that says what is wrong with the text.
     pub fn from_json(text: &str, schemas: &[&str]) -> Result<Report, String> {
         let report: Report = serde_json::from_str(text).map_err(|error| error.to_string())?;
-        match report.schema.as_str() {
-            schema if schemas.contains(&schema) => Ok(report),
-            other => Err(format!("its schema is {other}, not {}", schemas.join(" or "))),
+        if !schemas.contains(&report.schema.as_str()) {
+            return Err(format!("its schema is {}, not {}", report.schema, schemas.join(" or ")));
         }
+        for row in &report.rows {
+            // A figure whose rounds are not there is read as one without a spread.
+            let lacks = |figure: &Figure| figure.spread.is_none() && figure.failed.is_none();
+            if row.figures.is_empty() || row.figures.iter().any(lacks) {
+                return Err(format!("the row {:?} lacks a figure, or a figure's rounds", row.work));
+            }
+        }
+        Ok(report)
     }
 
     pub(crate) fn judged(&self) -> impl Iterator<Item = (&Row, &Judged)> {
@@ -333,5 +340,17 @@ pub(crate) mod tests {
         let other = text.replace(SCHEMA, "kvferry.bench/1");
         let why = Report::from_json(&other, &[SCHEMA]).expect_err("another schema");
         assert!(why.contains("kvferry.bench/1"), "{why}");
+    }
+
+    #[test]
+    fn a_report_with_a_figure_without_rounds_is_refused() {
+        let mut value =
+            serde_json::to_value(report(vec![row(0.8, Bound::AtLeast(0.95))])).expect("JSON");
+        let figure = value["rows"][0]["figures"][0].as_object_mut().expect("a figure");
+        figure.remove("rounds").expect("they were there");
+        let why = Report::from_json(&value.to_string(), &[SCHEMA]).expect_err("no rounds");
+        assert!(why.contains("a figure's rounds"), "{why}");
+        value["rows"][0]["figures"] = serde_json::json!([]);
+        Report::from_json(&value.to_string(), &[SCHEMA]).expect_err("no figure");
     }
 }
