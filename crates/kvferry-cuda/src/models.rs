@@ -33,7 +33,7 @@ const MODELS: [Model; 2] = [
         copy_ns: 2_300.0,
         batch_call_ns: 4_000.0,
         batch_ns: 600.0,
-        small_ns: 1_700.0,
+        small_ns: 900.0,
         kernel: Kernel { call_ns: 8_000.0, entry_ns: 15.0, rate: 42.0 },
         gather: Kernel { call_ns: 6_000.0, entry_ns: 5.0, rate: 900.0 },
     },
@@ -132,6 +132,15 @@ mod tests {
             for direction in [Direction::Out, Direction::In] {
                 let large = methods(name, direction, 2 << 20);
                 assert_eq!(large, [Method::Copy], "{name} {direction:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_the_copy_engine_does_as_fast_is_left_to_it() {
+        for direction in [Direction::Out, Direction::In] {
+            for block in [64 << 10, 128 << 10] {
+                assert_eq!(methods("NVIDIA H100 80GB HBM3", direction, block), [Method::Batch]);
             }
         }
     }

@@ -10,6 +10,10 @@ use crate::job::{Direction, Job};
 /// Copies that single calls make, at most, where there is a batch call.
 pub(super) const SINGLES_MAX: usize = 4;
 
+/// The kernel is used where it takes less than this part of the copy engine's time. Else the multiprocessors are left to
+/// the kernels of the engine: those of another process can't even run beside it.
+const WORTH: f64 = 0.95;
+
 /// The methods that a plan may use, with their costs.
 pub(super) struct Model<'a> {
     pub(super) copy: &'a Cost,
@@ -157,7 +161,9 @@ impl Chooser {
         self.rest = Rest::None;
         self.is_engine.clear();
         self.is_engine.resize(jobs.len(), true);
-        let mut best = model.engine_ns(&self.engine);
+        let engine = self.engine;
+        let engine_ns = model.engine_ns(&engine);
+        let mut best = engine_ns;
         if let Some((cost, limits)) = model.kernel {
             best = self.try_kernel(model, cost, limits, best);
         }
@@ -167,7 +173,12 @@ impl Chooser {
         if let Some(parts) = model.scatter {
             best = self.try_scatter(model, parts, jobs, best);
         }
-        best
+        if best < engine_ns * WORTH {
+            return best;
+        }
+        self.is_engine.fill(true);
+        (self.engine, self.rest) = (engine, Rest::None);
+        engine_ns
     }
 
     /// Sets what each copy takes, and what the engine takes for all.
