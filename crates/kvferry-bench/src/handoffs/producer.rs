@@ -159,7 +159,7 @@ fn compute_by_timer(rank: &Rank, prefill: &Prefill) -> Result<Duration, Failure>
         }
         let last = step.event(step.layers - 1);
         rank.worker.step_computed(Some(Box::new(last)));
-        last.wait();
+        last.wait(&|| false);
         computed = last.0;
     }
     let endings = vec![held(request)];
@@ -190,7 +190,7 @@ impl ComputeEvent for Timer {
         machine::shared_clock() >= self.0
     }
 
-    fn wait(&self) {
+    fn wait(&self, _: &dyn Fn() -> bool) {
         std::thread::sleep(self.0.saturating_sub(machine::shared_clock()));
     }
 }

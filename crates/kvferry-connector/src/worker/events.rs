@@ -113,9 +113,12 @@ impl EventQueue {
             // The event is the engine's code and may panic.
             let happened = catch_unwind(AssertUnwindSafe(|| {
                 let computed = computed.as_ref()?;
-                computed.wait();
+                computed.wait(&|| self.lock().closed);
                 computed.failure()
             }));
+            if self.lock().closed {
+                return;
+            }
             let Some(inner) = inner.upgrade() else { return };
             let together = inner.rank().hold();
             match happened {

@@ -54,8 +54,9 @@ pub trait ComputeEvent: Send {
     /// Whether it is done. Must not block.
     fn is_ready(&self) -> bool;
 
-    /// Returns when it is done. Called on a thread of the worker half.
-    fn wait(&self);
+    /// Returns when it is done, or soon after `is_over` has become true: nobody waits for it any more then. Called on a
+    /// thread of the worker half.
+    fn wait(&self, is_over: &dyn Fn() -> bool);
 
     /// After [`ComputeEvent::wait`]: the reason why the computation will never be done, if so. The requests whose KV it
     /// computes are withdrawn.

@@ -344,7 +344,7 @@ impl ComputeEvent for Signal {
         self.0.get().is_some()
     }
 
-    fn wait(&self) {
+    fn wait(&self, _: &dyn Fn() -> bool) {
         self.0.wait();
     }
 }

@@ -10,7 +10,7 @@ impl ComputeEvent for Lost {
         false
     }
 
-    fn wait(&self) {}
+    fn wait(&self, _: &dyn Fn() -> bool) {}
 
     fn failure(&self) -> Option<String> {
         Some("the device is lost".to_owned())
@@ -138,6 +138,41 @@ fn a_closed_worker_half_has_ended_all_fetches_and_its_memory_is_read_by_no_peer(
     p.ranks[0].worker.close();
     p.ranks[0].worker.close();
     assert!(!p.ranks[0].memory.is_registered());
+}
+
+/// An event that never happens. Its end is counted.
+struct Never(Arc<AtomicUsize>);
+
+impl ComputeEvent for Never {
+    fn is_ready(&self) -> bool {
+        false
+    }
+
+    fn wait(&self, is_over: &dyn Fn() -> bool) {
+        while !is_over() {
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl Drop for Never {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn a_closed_worker_half_waits_for_no_event() {
+    let _bounded = bounded();
+    let (p, _d) = two_engines();
+    let ended = Arc::new(AtomicUsize::new(0));
+    for request in ["a", "b"] {
+        let computes = vec![compute(request, &blocks(8, 1))];
+        p.apply(&ConnectorMetadata { computes, ..metadata() });
+        p.ranks[0].worker.step_computed(Some(Box::new(Never(Arc::clone(&ended)))));
+    }
+    p.ranks[0].worker.close();
+    eventually("neither is waited for", || ended.load(Ordering::SeqCst) == 2);
 }
 
 #[test]

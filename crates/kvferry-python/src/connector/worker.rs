@@ -100,12 +100,13 @@ impl ComputeEvent for Computed {
         self.edges.iter().all(|edge| edge.has_happened().unwrap_or(false))
     }
 
-    fn wait(&self) {
+    fn wait(&self, is_over: &dyn Fn() -> bool) {
         let began = Instant::now();
         for edge in &self.edges {
             loop {
                 match edge.has_happened() {
                     Ok(true) => break,
+                    Ok(false) if is_over() => return,
                     Ok(false) => {
                         let pause = began.elapsed() / PAUSE_FRACTION;
                         std::thread::sleep(pause.clamp(PAUSE.0, PAUSE.1));

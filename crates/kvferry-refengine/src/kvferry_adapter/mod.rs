@@ -290,7 +290,7 @@ impl ComputeEvent for LayerEvent {
         Self::is_ready(self)
     }
 
-    fn wait(&self) {
+    fn wait(&self, _: &dyn Fn() -> bool) {
         Self::wait(self);
     }
 }
