@@ -22,21 +22,29 @@ use crate::units;
 const SHARE: f64 = 0.9;
 const BLOCK: usize = 1 << 20;
 
+/// A file that is removed in the end.
+struct Temporary(PathBuf);
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
 /// An agent with a file, device memory and host memory of the same length.
 struct Place<'a> {
     buffers: &'a Buffers,
     agent: Agent,
-    path: PathBuf,
     cached: FileRegion,
     direct: FileRegion,
     device: Region,
     host: Region,
     pieces: Vec<Piece>,
+    _file: Temporary,
 }
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
         // An agent that can't unregister it keeps the region until it ends.
         let _ = self.agent.unregister(&self.device);
     }
@@ -49,11 +57,11 @@ impl<'a> Place<'a> {
             .transports(Transports::only(TransportKind::TCP))
             .start()?;
         let folder = bench.options.folder.clone().unwrap_or_else(std::env::temp_dir);
-        let path = folder.join(format!("kvferry-bench-gpu-{}", std::process::id()));
-        let len = buffers.device_len();
+        let file = Temporary(folder.join(format!("kvferry-bench-gpu-{}", std::process::id())));
+        let (path, len) = (&file.0, buffers.device_len());
         let how = kvferry::FileOptions::create(len as u64);
-        let cached = agent.open_file(&path, &how.clone().direct(DirectIo::Off))?;
-        let direct = agent.open_file(&path, &how.direct(DirectIo::Auto))?;
+        let cached = agent.open_file(path, &how.clone().direct(DirectIo::Off))?;
+        let direct = agent.open_file(path, &how.direct(DirectIo::Auto))?;
         let memory = kvferry_cuda::memory(buffers.device_address(), len as u64, None);
         let device = agent.register_device(memory.map_err(failed)?, Access::NONE)?;
         let host = agent.allocate(len, Access::NONE)?;
@@ -62,7 +70,7 @@ impl<'a> Place<'a> {
             host.write_at(at, &bytes[..BLOCK.min(len - at)])?;
         }
         let pieces = scattered(BLOCK, len / BLOCK, 7);
-        Ok(Place { buffers, agent, path, cached, direct, device, host, pieces })
+        Ok(Place { buffers, agent, cached, direct, device, host, pieces, _file: file })
     }
 
     /// Blocks in random order in memory, one after the other in the file.
