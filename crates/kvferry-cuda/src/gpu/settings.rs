@@ -28,7 +28,9 @@ impl Settings {
     }
 
     pub(super) fn get() -> Self {
-        GIVEN.lock().unwrap_or_else(|| Self::of(|name| env::var(name).ok()))
+        GIVEN.lock().unwrap_or_else(|| {
+            Self::of(|name| Some(env::var_os(name)?.to_string_lossy().into_owned()))
+        })
     }
 
     fn of(variable: impl Fn(&str) -> Option<String>) -> Self {
