@@ -163,20 +163,13 @@ impl Peer {
         let mut work = work?;
         let mut settings = settings.unwrap_or_default();
         work.order(py, &self.peer, &std::mem::take(&mut settings.after))?;
-        let peer = &self.peer;
-        let done = match work {
-            Work::Batch(batch) => {
-                let batch = &batch.0;
-                blocking::run(py, |interrupt| {
-                    call(peer, batch, &settings.into_options(Some(interrupt)))
-                })
-            }
-            // Dropped while detached, with its edges: the driver destroys their events.
-            Work::Lists(batch) => blocking::run(py, move |interrupt| {
-                call(peer, &batch, &settings.into_options(Some(interrupt)))
-            }),
-        };
-        done.map(TransferStats)
+        // The batch is dropped while detached, with its edges: the driver destroys their events. The caller's own may change
+        // meanwhile.
+        let (peer, batch) = (&self.peer, work.into_batch());
+        blocking::run(py, move |interrupt| {
+            call(peer, &batch, &settings.into_options(Some(interrupt)))
+        })
+        .map(TransferStats)
     }
 
     fn submit(
