@@ -1,5 +1,6 @@
 //! The choice of methods: that of the least modelled time.
 
+use super::alike;
 use super::gather::{self, Tally};
 use super::select::{EXACT_MAX, Select, Selection};
 use crate::calibration::Calibration;
@@ -21,18 +22,18 @@ pub(super) struct Model<'a> {
     pub(super) batch_entries: usize,
     pub(super) outstanding_max: usize,
     limits: Option<KernelLimits>,
-    kernel: Option<(&'a Cost, KernelLimits)>,
-    gather: Option<Parts<'a>>,
+    pub(super) kernel: Option<(&'a Cost, KernelLimits)>,
+    pub(super) gather: Option<Parts<'a>>,
     /// As `gather`, into the device, if the copies' sources follow each other.
-    scatter: Option<Parts<'a>>,
+    pub(super) scatter: Option<Parts<'a>>,
 }
 
 /// What gathering and scattering need.
 #[derive(Clone, Copy)]
-struct Parts<'a> {
-    cost: &'a Cost,
-    limits: KernelLimits,
-    staging: Staging,
+pub(super) struct Parts<'a> {
+    pub(super) cost: &'a Cost,
+    pub(super) limits: KernelLimits,
+    pub(super) staging: Staging,
 }
 
 impl<'a> Model<'a> {
@@ -61,7 +62,7 @@ impl<'a> Model<'a> {
     }
 
     /// Nanoseconds that the copy engine takes.
-    fn engine_ns(&self, engine: &Engine) -> f64 {
+    pub(super) fn engine_ns(&self, engine: &Engine) -> f64 {
         match self.batch {
             Some(batch) if !self.are_single(engine) => {
                 engine.count.div_ceil(self.batch_entries) as f64 * batch.call_ns + engine.batch_ns
@@ -90,6 +91,12 @@ pub(super) struct Engine {
 }
 
 impl Engine {
+    /// So many copies that take the same time.
+    fn of(item: &Item, count: usize) -> Self {
+        let of_all = |ns: f64| ns * count as f64;
+        Self { count, copy_ns: of_all(item.copy_ns), batch_ns: of_all(item.batch_ns) }
+    }
+
     fn add(&mut self, item: &Item) {
         self.count += 1;
         self.copy_ns += item.copy_ns;
@@ -104,13 +111,13 @@ pub(super) struct Item {
     /// As for single copies where there is no batch call.
     pub(super) batch_ns: f64,
     /// Infinite if the kernel does not copy it.
-    kernel_ns: f64,
+    pub(super) kernel_ns: f64,
     pub(super) gather_ns: f64,
-    slices: u64,
+    pub(super) slices: u64,
 }
 
 impl Item {
-    fn new(model: &Model<'_>, job: &Job) -> Self {
+    pub(super) fn new(model: &Model<'_>, job: &Job) -> Self {
         let place = Place::of(job.len);
         let copy_ns = model.copy.call_ns + model.copy.entry.at_place(place);
         let batch_ns = model.batch.map_or(copy_ns, |batch| batch.entry.at_place(place));
@@ -157,13 +164,41 @@ pub(super) struct Chooser {
 impl Chooser {
     /// Chooses, and returns the nanoseconds that the choice takes.
     pub(super) fn choose(&mut self, model: &Model<'_>, jobs: &[Job]) -> f64 {
-        self.weigh(model, jobs);
         self.rest = Rest::None;
         self.is_engine.clear();
         self.is_engine.resize(jobs.len(), true);
+        let alike = alike::item(model, jobs);
+        match &alike {
+            Some(item) => self.engine = Engine::of(item, jobs.len()),
+            None => self.weigh(model, jobs),
+        }
         let engine = self.engine;
         let engine_ns = model.engine_ns(&engine);
-        let mut best = engine_ns;
+        let chosen = alike.and_then(|item| alike::choose(model, jobs, &item, &engine));
+        let best = match chosen {
+            Some((ns, Rest::None)) => ns,
+            Some((ns, rest)) => {
+                self.is_engine.fill(false);
+                (self.engine, self.rest) = (Engine::default(), rest);
+                ns
+            }
+            None => {
+                if alike.is_some() {
+                    self.weigh(model, jobs);
+                }
+                self.search(model, jobs, engine_ns)
+            }
+        };
+        if best < engine_ns * WORTH {
+            return best;
+        }
+        self.is_engine.fill(true);
+        (self.engine, self.rest) = (engine, Rest::None);
+        engine_ns
+    }
+
+    /// Tries the methods, and the copy engine beside each. Returns the least time.
+    fn search(&mut self, model: &Model<'_>, jobs: &[Job], mut best: f64) -> f64 {
         if let Some((cost, limits)) = model.kernel {
             best = self.try_kernel(model, cost, limits, best);
         }
@@ -173,12 +208,7 @@ impl Chooser {
         if let Some(parts) = model.scatter {
             best = self.try_scatter(model, parts, jobs, best);
         }
-        if best < engine_ns * WORTH {
-            return best;
-        }
-        self.is_engine.fill(true);
-        (self.engine, self.rest) = (engine, Rest::None);
-        engine_ns
+        best
     }
 
     /// Sets what each copy takes, and what the engine takes for all.
@@ -388,7 +418,7 @@ struct Gathered {
 }
 
 /// Whether two jobs take the same time.
-fn is_like(a: &Job, b: &Job) -> bool {
+pub(super) fn is_like(a: &Job, b: &Job) -> bool {
     (a.len, a.unit(), a.dst % LINE) == (b.len, b.unit(), b.dst % LINE)
 }
 

@@ -15,6 +15,7 @@
 //! The kernel is not used both ways in one plan. Where there is a batch call, single calls are used for up to four copies:
 //! each costs time of the thread that makes it.
 
+mod alike;
 mod choose;
 mod emit;
 mod gather;
