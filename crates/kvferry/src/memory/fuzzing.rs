@@ -1,6 +1,7 @@
 //! The oracle for resolving the ranges that a peer names; see `crate::fuzzing`.
 
-use super::region::{Access, Backing, Region, RegionTable};
+use super::region::{Access, Backing, Region};
+use super::table::RegionTable;
 use kvferry_proto::fuzzing::Script;
 use kvferry_proto::{Incarnation, RegionId, WireCode};
 

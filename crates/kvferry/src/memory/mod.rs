@@ -24,6 +24,7 @@ pub(crate) mod region;
 pub(crate) mod remote;
 pub(crate) mod stages;
 mod staging;
+pub(crate) mod table;
 pub(crate) mod user;
 
 pub use device::{After, Device, DeviceCopy, DeviceMemory, DevicePiece, Happened};
@@ -51,7 +52,7 @@ pub(crate) struct Unquiet {
 /// An agent's memory: its regions, and their copiers.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
-    pub(crate) regions: region::RegionTable,
+    pub(crate) regions: table::RegionTable,
     /// Copiers of this process.
     pub(crate) gates: gate::Gates,
 }
@@ -105,7 +106,7 @@ impl Memory {
         removed.clone().for_each(|region| region.0.keys.revoke());
         stuck.retain(|copier| !copier.wait(until));
         // Copies of devices and files that were started before the removal end on their own, or hang.
-        let copied = region::RegionTable::wait_for_release(removed.clone(), until);
+        let copied = table::RegionTable::wait_for_release(removed.clone(), until);
         occupied.retain(|copier| !copier.wait(until));
         if !stuck.is_empty() || copied.is_some() || !occupied.is_empty() {
             self.regions.quarantine(removed, &occupied, &stuck);

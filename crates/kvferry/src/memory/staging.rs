@@ -261,8 +261,9 @@ mod tests {
     use crate::memory::cursor::{Cursor, Lent};
     use crate::memory::device::{Device, DeviceCopy};
     use crate::memory::pieces::MemoryFault;
-    use crate::memory::region::{Access, Backing, Held, Region, RegionTable};
+    use crate::memory::region::{Access, Backing, Held, Region};
     use crate::memory::stages::StagePool;
+    use crate::memory::table::RegionTable;
     use crate::sync::Mutex;
     use kvferry_proto::Incarnation;
     use kvferry_sys::map::Mapping;

@@ -1,7 +1,8 @@
 //! The oracle for cutting a batch into frames; see `crate::fuzzing`.
 
 use super::batch::{Batch, Cutter};
-use crate::memory::region::{Access, Backing, RegionTable};
+use crate::memory::region::{Access, Backing};
+use crate::memory::table::RegionTable;
 use kvferry_proto::fuzzing::Script;
 use kvferry_proto::{Incarnation, WireDescriptor};
 

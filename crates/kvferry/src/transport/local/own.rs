@@ -107,7 +107,8 @@ pub(super) fn lend(writer: &Arc<Writer>, id: RegionId, region: Option<&RegionInn
 mod tests {
     use super::super::writers::WriterPage;
     use super::*;
-    use crate::memory::region::{Access, Backing, Region, RegionTable};
+    use crate::memory::region::{Access, Backing, Region};
+    use crate::memory::table::RegionTable;
     use kvferry_proto::Incarnation;
     use kvferry_proto::local::PACKET_LEN;
     use kvferry_sys::shared::Shared;

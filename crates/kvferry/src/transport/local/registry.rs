@@ -357,7 +357,8 @@ impl Index {
 mod tests {
     use super::super::own::OwnMemory;
     use super::*;
-    use crate::memory::region::{Backing, Region, RegionTable};
+    use crate::memory::region::{Backing, Region};
+    use crate::memory::table::RegionTable;
     use kvferry_proto::Incarnation;
     use proptest::prelude::*;
     use std::os::fd::AsFd;
