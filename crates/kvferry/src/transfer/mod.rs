@@ -1,6 +1,7 @@
 //! Transfers: batches, options, handles, and the two ways to drive them.
 
 pub(crate) mod batch;
+pub(crate) mod caller;
 pub(crate) mod drive;
 pub(crate) mod edges;
 #[cfg(feature = "fuzzing")]

@@ -11,7 +11,7 @@ use crate::memory::stages::Wake;
 use crate::reactor::now;
 use crate::sync::{Condvar, Mutex};
 use crate::transfer::batch::Batch;
-use crate::transfer::drive::COPY_LINGER;
+use crate::transfer::caller::COPY_LINGER;
 use kvferry_sys::span::HostSpan;
 use std::io;
 use std::sync::Arc;
