@@ -17,6 +17,14 @@ use std::collections::VecDeque;
 /// one of each may be late and none waits for the other.
 const AHEAD: usize = 4;
 
+/// Bytes of a cursor's first batch out of the device, and of its last into it, if a stage has more. Those behind the first,
+/// and before the last, have twice as many each, up to a stage: the peer waits less for the first byte, and the device for
+/// the last.
+const SMALLEST: usize = 1 << 20;
+
+/// What the bytes of a batch are a multiple of, but for the last, and for what its first byte's alignment takes.
+const PAGE: usize = 4096;
+
 /// The batches of one cursor.
 pub(super) struct Staging {
     direction: Direction,
@@ -26,6 +34,8 @@ pub(super) struct Staging {
     /// Out: where the bytes begin that no batch has, and how many follow, while there are batches.
     ahead: Position,
     ahead_left: u64,
+    /// Out: bytes of the next batch, at most.
+    next_max: usize,
     /// In: the batch being filled.
     filling: Option<Filling>,
     /// The peer was not ready while another cursor waited for a stage, and this one asked to be called once more.
@@ -53,10 +63,13 @@ struct Filling {
     filled: usize,
 }
 
-/// Pieces from `at` on, which is device memory, of at most `left` bytes.
-fn pack(pieces: &Pieces, at: Position, left: u64) -> Packed {
+/// Pieces from `at` on, which is device memory, of at most `left` bytes, and about `bytes_max`.
+fn pack(pieces: &Pieces, at: Position, left: u64, bytes_max: usize) -> Packed {
     let memory = pieces.device(at.piece).expect("the caller has looked").clone();
     let room = memory.stages.room(memory.at(pieces.pieces[at.piece].offset + at.within));
+    // The batch ends where a line of the device does, as a whole stage does.
+    let lead = memory.stages.stage_bytes() - room;
+    let room = room.min(bytes_max.max(PAGE) / PAGE * PAGE - lead);
     let room = usize::try_from(left).unwrap_or(usize::MAX).min(room);
     let mut packed = Packed::new(memory, room);
     let mut within = at.within;
@@ -77,6 +90,7 @@ impl Staging {
             batches: VecDeque::new(),
             ahead: Position::default(),
             ahead_left: 0,
+            next_max: SMALLEST,
             filling: None,
             is_asked: false,
         }
@@ -118,7 +132,8 @@ impl Staging {
             // Not across host memory: while that is sent, no stage waits for the peer.
             let Some(memory) = pieces.device(self.ahead.piece) else { break };
             let Some(stage) = self.stage(memory) else { break };
-            let packed = pack(pieces, self.ahead, self.ahead_left);
+            let packed = pack(pieces, self.ahead, self.ahead_left, self.next_max);
+            self.next_max = self.next_max.saturating_mul(2);
             let (len, stage) = (packed.len() as u64, stage.aligned_as(packed.address()));
             self.start(pieces, gate, stage, packed, self.ahead.piece)?;
             self.ahead.advance(pieces, len);
@@ -149,7 +164,8 @@ impl Staging {
             }
             let memory = pieces.device(at.piece).expect("the caller has looked");
             let Some(stage) = self.stage(memory) else { return Ok(None) };
-            let packed = pack(pieces, at, remaining);
+            let half = usize::try_from(remaining / 2).unwrap_or(usize::MAX);
+            let packed = pack(pieces, at, remaining, half.max(SMALLEST));
             let stage = stage.aligned_as(packed.address());
             self.filling = Some(Filling { stage, packed, first: at.piece, filled: 0 });
         }
@@ -390,6 +406,42 @@ mod tests {
             bytes[piece.offset as usize..(piece.offset + piece.len) as usize].to_vec()
         };
         pieces.pieces.iter().flat_map(of).collect()
+    }
+
+    #[test]
+    fn the_first_batches_out_and_the_last_ones_in_are_small() {
+        const MIB: usize = 1 << 20;
+        for (direction, wanted) in
+            [(Direction::Out, [1, 2, 4, 4, 1]), (Direction::In, [4, 4, 2, 1, 1])]
+        {
+            let stages = StagePool::new(4 * MIB, 8).expect("memory");
+            let device = Arc::new(Manual { stages, ..Manual::with(12 * MIB, 1, false) });
+            let region = device.region(&RegionTable::default(), 0, 12 * MIB);
+            let mut pieces = Pieces::default();
+            pieces.push(&region.0, 0, 12 * MIB as u64);
+            let mut cursor = cursor(direction, &Arc::new(pieces), &counted().0);
+            let mut lens = Vec::new();
+            loop {
+                let lent = match cursor.remaining() {
+                    0 => cursor.flush(),
+                    _ => cursor
+                        .lend(usize::MAX, &mut |spans| Ok(spans.iter().map(HostSpan::len).sum())),
+                };
+                match lent.expect("no fault") {
+                    Lent::NotReady => {
+                        let started = device.started.lock();
+                        lens.extend(started.iter().map(|(_, copy)| copy.len() / MIB));
+                        drop(started);
+                        device.run();
+                    }
+                    _ if cursor.remaining() == 0 => break,
+                    _ => {}
+                }
+            }
+            lens.extend(device.started.lock().iter().map(|(_, copy)| copy.len() / MIB));
+            assert_eq!(lens, wanted, "{direction:?}");
+            device.run();
+        }
     }
 
     #[test]
