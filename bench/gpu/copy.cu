@@ -1,4 +1,4 @@
-// Copies as one writes them without a library, for `kvferry bench gpu --kernel`:
+// Plain copy kernels without a library, for `kvferry bench gpu --kernel`:
 //
 //     nvcc -ptx -arch=sm_90 -O3 -o copy.ptx bench/gpu/copy.cu
 //

@@ -67,7 +67,7 @@ pub(crate) fn agent_time() -> std::io::Result<Duration> {
     time_of_threads("kvferry-")
 }
 
-/// Times that a thread of this process's agents has slept, and was woken.
+/// The number of times that threads of this process's agents have slept and been woken.
 pub(crate) fn agent_waits() -> std::io::Result<u64> {
     let mut waits = 0;
     for status in files_of_threads("kvferry-", "status")? {
@@ -87,7 +87,7 @@ fn time_of_threads(prefix: &str) -> std::io::Result<Duration> {
     Ok(time)
 }
 
-/// What the kernel says in this file of each thread whose name has the prefix.
+/// The contents of this file of the kernel for each thread whose name has the prefix.
 fn files_of_threads(prefix: &str, file: &str) -> std::io::Result<Vec<String>> {
     let mut files = Vec::new();
     for task in std::fs::read_dir("/proc/self/task")? {

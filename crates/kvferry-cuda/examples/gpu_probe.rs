@@ -41,7 +41,7 @@ fn ms(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1e3
 }
 
-/// `yes`, or the driver's words.
+/// Returns `yes`, or the driver's error text.
 fn said<T>(outcome: Result<T, impl std::fmt::Display>) -> Value {
     match outcome {
         Ok(_) => json!("yes"),
@@ -83,7 +83,7 @@ fn of_device(device: Device) -> Value {
     all
 }
 
-/// What was done, not what attributes promise.
+/// Results of calls that were made, because the driver's attributes may promise more than works.
 fn tried(device: Device) -> Value {
     const LEN: usize = 4 << 20;
     let began = Instant::now();

@@ -121,8 +121,8 @@ impl Calibration {
         Ok(calibration)
     }
 
-    /// Costs by which plans use one method wherever they can: to measure it, and for tests. What it can't copy is copied by
-    /// single copies.
+    /// Costs by which plans use one method wherever they can, for measurements and tests. Single copies make the copies
+    /// that the method can't.
     #[doc(hidden)]
     pub fn only(method: Method) -> Self {
         let flat =

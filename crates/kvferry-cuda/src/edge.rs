@@ -9,7 +9,7 @@ use kvferry_sys::sync::Mutex;
 use std::any::Any;
 use std::sync::{Arc, Weak};
 
-/// Edges that wait for the thread of their GPU, at most: it sleeps while no transfer needs it.
+/// The most dropped edges that wait for the thread of their GPU, which sleeps while no transfer needs it.
 const ENDED_MAX: usize = 1024;
 
 /// The work that a stream, or an event, stood for when the edge was made. A transfer that has it in
@@ -18,13 +18,13 @@ const ENDED_MAX: usize = 1024;
 /// An edge has an event of its own: what the caller does with the stream or the event later does not change it.
 #[derive(Debug)]
 pub struct Edge {
-    /// `None` only while it is dropped.
+    /// `None` only while the edge is dropped.
     recorded: Option<Recorded>,
-    /// Takes it from the thread that drops the edge.
+    /// The list that takes `recorded` from the thread that drops the edge.
     ended: Weak<Ended>,
 }
 
-/// What the driver has of an edge.
+/// The driver's objects of an edge.
 #[derive(Debug)]
 struct Recorded {
     event: Event,
@@ -32,12 +32,12 @@ struct Recorded {
     _stream: Option<Stream>,
 }
 
-/// What edges of a GPU had that nothing needs any more, until its thread destroys it.
+/// The driver's objects of dropped edges, until the thread of their GPU destroys them.
 #[derive(Debug, Default)]
 pub(crate) struct Ended(Mutex<Vec<Recorded>>);
 
 impl Ended {
-    /// Destroys what has come, with calls of the driver.
+    /// Destroys the objects that have come, with calls of the driver.
     pub(crate) fn clear(&self) {
         // The calls are made without the lock.
         let ended = std::mem::take(&mut *self.0.lock());
@@ -50,7 +50,7 @@ impl Edge {
         Self { recorded: Some(Recorded { event, _stream: stream }), ended: Weak::new() }
     }
 
-    /// The edge, which leaves its end to the thread that clears `ended`.
+    /// Leaves the end of the edge to the thread that clears `ended`.
     pub(crate) fn ended_in(mut self, ended: &Arc<Ended>) -> Self {
         self.ended = Arc::downgrade(ended);
         self
@@ -118,14 +118,14 @@ impl Edge {
     /// # Errors
     /// An error of the GPU's context, or if the driver refuses.
     pub fn has_happened(&self) -> Result<bool, cuda::Error> {
-        // The first error may be of another call.
+        // The first error may come from another call of the driver.
         self.event().query().or_else(|_| self.event().query())
     }
 
-    /// True once all edges have happened that are a GPU's. Never waits.
+    /// True once all edges of GPUs have happened. Never waits.
     ///
     /// # Errors
-    /// If the driver reports that one never will.
+    /// If the driver reports that an edge never will.
     pub fn have_happened(after: &After) -> Result<bool, Error> {
         for edge in after.edges().iter().filter_map(|edge| edge.downcast_ref::<Self>()) {
             if !edge.has_happened()? {
@@ -141,7 +141,7 @@ impl Drop for Edge {
     /// interpreter for which that work waits, or serve peers.
     fn drop(&mut self) {
         let Some(ended) = self.ended.upgrade() else { return };
-        // Not waited for: in a forked child, a thread of the parent may have it for ever.
+        // Without waiting for the lock: in a forked child, a thread of the parent may hold it for ever.
         if let Some(mut all) = ended.0.try_lock()
             && all.len() < ENDED_MAX
         {

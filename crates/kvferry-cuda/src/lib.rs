@@ -9,7 +9,7 @@
 //! fitted to times measured on the device ([`samples`] lists what to measure), and can be stored. [`ptx`] has the kernel.
 //! These are values: no driver, no clock, no thread.
 //!
-//! [`raw`] has what benches compare with.
+//! [`raw`] has the driver's plain copies, which benches compare with.
 //!
 //! The driver is loaded at the first call of [`memory`]; see [`kvferry_sys::cuda`].
 

@@ -3,9 +3,9 @@
 use crate::calibration::{Calibration, Costs};
 use crate::cost::{Cost, Curve};
 
-/// What is published of a model, and what its bus allows. Rates are in GB/s.
+/// Published figures of a model, and the rate that its bus allows. Rates are in GB/s.
 struct Model {
-    /// Words of the names that the driver gives.
+    /// Words that tell the model in the driver's name of a GPU.
     names: &'static [&'static str],
     link: f64,
     copy_ns: f64,
@@ -23,7 +23,7 @@ struct Kernel {
     rate: f64,
 }
 
-/// Rate of batches whose entries are below about 28 KiB, on every GPU of which figures are published.
+/// Rate of batches whose entries are below about 28 KiB, in GB/s. All GPUs with published figures have it.
 const SMALL: f64 = 6.8;
 
 const MODELS: [Model; 2] = [

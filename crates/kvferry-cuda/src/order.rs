@@ -38,7 +38,7 @@ pub unsafe fn order(batch: &mut Batch, after: &[Order]) -> Result<(), Error> {
     Ok(())
 }
 
-/// The numbers of the GPUs that these memories are of, each once.
+/// The numbers of the GPUs that own these memories, each once.
 pub fn devices<'a>(memories: impl IntoIterator<Item = &'a DeviceMemory>) -> Vec<i32> {
     let mut found = Vec::new();
     for gpu in memories.into_iter().filter_map(Gpu::of_memory) {
@@ -49,7 +49,8 @@ pub fn devices<'a>(memories: impl IntoIterator<Item = &'a DeviceMemory>) -> Vec<
     found
 }
 
-/// The edges of this work, for memory of the GPUs with these numbers. None for [`Order::Host`], and for no GPU.
+/// Makes the edges of this work, for memory of the GPUs with these numbers. [`Order::Host`] needs no edge, and without a
+/// GPU there are none.
 ///
 /// # Errors
 /// [`Error::NoOrder`] if `after` is empty; if a stream or an event is in a graph capture, or the driver refuses.

@@ -68,10 +68,10 @@ impl BlockMemory {
         self.len == 0
     }
 
-    /// The length, if a block may have it in this memory.
+    /// The length, if a block in this memory may have it.
     pub(crate) fn checked_len(&self) -> Result<u32> {
         if self.has_device {
-            // Files would copy to it, in no order with the device's work.
+            // A file would copy to or from the memory, in no order with the device's work.
             let what =
                 "the memory of a block is a device's; the store reads and writes host memory only";
             return Err(Error::InvalidArgument(what.to_owned()));

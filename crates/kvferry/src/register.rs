@@ -374,13 +374,13 @@ impl Batch {
         })
     }
 
-    /// Finds local memory of a device among what was added by address ([`Batch::push_raw`]). Transfers then move it as
-    /// memory of its region, which must be registered with `agent` by addresses of this process
+    /// Finds local memory of a device among the ranges that were added by address ([`Batch::push_raw`]). Transfers then
+    /// move it as memory of its region, which must be registered with `agent` by addresses of this process
     /// ([`DeviceMemory::with_process_addresses`]). Host memory stays as it was added.
     ///
     /// # Errors
-    /// `OutOfBounds` if a range reaches beyond its region; `NotRegistered` for a range that a CUDA driver which this
-    /// process uses says is a device's. The batch is unchanged then, and must not be used.
+    /// `OutOfBounds` if a range reaches beyond its region; `NotRegistered` for a range that is a device's, as a CUDA
+    /// driver that this process uses says. The batch is unchanged then, and must not be used.
     pub fn find_device_memory(&mut self, agent: &Agent) -> Result<()> {
         self.find_device_memory_of(agent.core())
     }

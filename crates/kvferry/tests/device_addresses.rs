@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 const PIECE: usize = 64;
 
-/// A device filled with a pattern, and its memory as the test sees it.
+/// Makes a device filled with a pattern. The mapping is its memory, for the test to read.
 fn device(len: usize, seed: u64) -> (SlowMemory, Arc<Mapping>) {
     let mapping = Arc::new(Mapping::anonymous(len).expect("memory"));
     mapping.span(0, len).copy_from(&Pattern::new(seed).bytes(len));

@@ -1,5 +1,5 @@
-//! Device memory to and from files, each sentence with io_uring and with threads. The promises of every transport are
-//! in `conformance.rs`.
+//! Device memory to and from files. Each test runs with io_uring and with threads. The promises of every transport are
+//! tested in `conformance.rs`.
 
 use kvferry::{
     Access, Agent, Batch, Device, DirectIo, Error, ErrorKind, FileOptions, FileRegion, Options,
@@ -27,7 +27,7 @@ struct Rig {
 }
 
 impl Rig {
-    /// `None` if the engine can't be used here.
+    /// Starts the agent. `None` if the engine can't be used here.
     fn new(engine: &str) -> Option<Self> {
         Self::with_silence(engine, PATIENCE / 5)
     }
@@ -211,7 +211,7 @@ fn blocks_smaller_than_a_page_that_are_neighbours_in_a_file_take_as_few_copies_a
     let file = rig.agent.open_file(&path, &FileOptions::create(2 * MIB));
     let file = file.expect("a file");
     let device = TestDevice::new(2 * MIB, 5);
-    // Smaller than a page.
+    // Blocks smaller than a page.
     let (block, count) = (2 * KIB, MIB / KIB);
     let batch = reversed(&device.register(rig), &file, block, count);
     let wanted = device.content();
@@ -228,7 +228,7 @@ fn blocks_smaller_than_a_page_that_are_neighbours_in_a_file_take_as_few_copies_a
 }
 
 fn pieces_of_two_devices_and_of_host_memory_go_to_several_files_and_back(rig: &Rig) {
-    // Not a multiple of anything, and longer than a stage.
+    // An odd length, longer than a stage.
     const LEN: u64 = 300_001;
     const COUNT: u64 = 12;
     let devices = [1, 2].map(|seed| TestDevice::new(COUNT * LEN, seed));

@@ -11,7 +11,7 @@ use crate::options::GpuBench;
 use crate::report::Row;
 use crate::stats::Spread;
 
-/// What a part of the bench measures with, and where its figures go.
+/// The means of a part of the bench: its device, its limits, and the lists that take its figures.
 pub(super) struct Bench<'a> {
     pub(super) options: &'a GpuBench,
     pub(super) bar: &'a ProgressBar,
@@ -22,14 +22,14 @@ pub(super) struct Bench<'a> {
     /// Parts and points that were not measured, with the reasons.
     pub(super) left_out: Vec<String>,
     pub(super) remarks: Vec<String>,
-    /// Rates of plain copies of 64 MiB out of the device, in GB/s, once they were measured.
+    /// Rates of plain copies of 64 MiB out of the device, in GB/s. `None` until they have been measured.
     pub(super) pinned_out: Option<Spread>,
     /// Parts that failed.
     pub(super) failures: u32,
 }
 
 impl Bench<'_> {
-    /// Whether there is time for another point. If not, `what` is named as left out.
+    /// Whether there is time for another point. If not, lists `what` as left out.
     pub(super) fn has_time_for(&mut self, what: &str) -> bool {
         let has_time = self.budget.has_time(Instant::now());
         if !has_time {

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 #[derive(Debug)]
 pub(super) struct Budget {
     began: Instant,
-    /// Ends of the parts, since the begin.
+    /// Ends of the parts, from the beginning of the first one.
     ends: Vec<Duration>,
-    /// End of the part that is measured.
+    /// End of the part that is being measured.
     until: Instant,
 }
 
@@ -23,7 +23,7 @@ impl Budget {
         Budget { began, ends: shares.iter().map(end).collect(), until: began }
     }
 
-    /// Begins the part `index`. It has its share, even if those before it took longer, but not beyond the limit.
+    /// Begins the part `index`. The part has its share, even if earlier parts took longer, but never beyond the limit.
     pub(super) fn begin(&mut self, index: usize, now: Instant) {
         let before = index.checked_sub(1).map_or(Duration::ZERO, |before| self.ends[before]);
         let share = self.ends[index].saturating_sub(before);

@@ -15,7 +15,7 @@ use crate::failure::Failure;
 use crate::report::Row;
 use crate::units;
 
-/// Required shares of plain copies.
+/// Required shares of the rate of plain copies.
 const SHARE: f64 = 0.97;
 const SHARE_BOTH: f64 = 0.95;
 

@@ -14,15 +14,15 @@ use crate::machine::{agent_time, agent_waits, process_time, thread_time};
 use crate::report::Row;
 use crate::stats::Spread;
 
-/// Blocks of a batch, and their bytes: one stage.
+/// Blocks of a batch, and bytes of each block. Together they fill one stage.
 const COUNT: usize = 1024;
 const BLOCK: usize = 4 << 10;
 
-/// Required: no more than so many times the processor time of one batch call and the wait for it.
+/// The most processor time of a copy, as a multiple of that of one batch call and the wait for it.
 const TIMES_BATCH: f64 = 1.2;
-/// Calls of the driver for [`COUNT`] blocks, at most.
+/// The most calls of the driver for [`COUNT`] blocks.
 const CALLS: f64 = 8.0;
-/// Processor time of an agent with nothing to do, at most, in percent of a core.
+/// The most processor time of an agent with nothing to do, in percent of a core.
 const IDLE: f64 = 0.02;
 /// Time after which the threads of earlier copies sleep.
 const SETTLE: Duration = Duration::from_millis(500);
@@ -36,7 +36,7 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
     let subject = Subject::new(&buffers)?;
     let case = Case::new(&buffers, &subject, scattered(BLOCK, COUNT, 5))?;
     let methods = raw::supported().map_err(failed)?;
-    // The last one gives the driver all copies by one call.
+    // The last method gives the driver all copies by one call.
     let method = *methods.last().expect("single copies at least");
     for direction in [Direction::Out, Direction::In] {
         copies(bench, &case, method, direction)?;
@@ -106,7 +106,7 @@ fn driver_calls() -> u64 {
     Gpu::all().into_iter().map(calls).sum()
 }
 
-/// The planner by itself, for the copies of the table out of the device.
+/// Measures the planner by itself, for the copies of the table out of the device.
 fn plans(bench: &mut Bench<'_>, case: &Case<'_>) -> Result<(), Failure> {
     let base = case.buffers.device_address();
     let job = |piece: &raw::Piece| Job {
@@ -132,7 +132,7 @@ fn plans(bench: &mut Bench<'_>, case: &Case<'_>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// An agent with memory of the GPU, right after a copy.
+/// Measures an agent with memory of the GPU that has nothing to do after a copy.
 fn idle(bench: &mut Bench<'_>) -> Result<(), Failure> {
     bench.step("idling");
     let time = Duration::from_millis(if bench.options.quick { 300 } else { 5_000 });

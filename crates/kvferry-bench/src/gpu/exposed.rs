@@ -14,17 +14,17 @@ use crate::stats::Spread;
 use crate::units;
 
 const LAYERS: usize = 32;
-/// Blocks of a layer: scattered as an engine's.
+/// Bytes of a block. The blocks of a layer are scattered as an engine's are.
 const BLOCK: usize = 64 << 10;
-/// What is left of the copies after the last layer, at most, as a part of the time of all copies.
+/// The most time that copies take after the last layer is computed, as a part of the time of all copies.
 const EXPOSED: f64 = 0.05;
-/// Time of the computation beside copies, relative to that without, at most.
+/// The most time of the computation beside copies, as a multiple of its time without copies.
 const SLOWDOWN: f64 = 1.05;
-/// Time of a layer's computation, relative to that of its copies.
+/// Time of a layer's computation, as a multiple of the time of its copies.
 const COMPUTE: f64 = 1.3;
 /// Blocks of a launch with --quick.
 const QUICK_BLOCKS: u32 = 1;
-/// Time for one layer.
+/// The longest wait for the transfer of one layer.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
@@ -102,11 +102,11 @@ fn over(
     Ok(())
 }
 
-/// A batch for each layer: blocks of a layer that lie apart.
+/// Makes a batch for each layer. The blocks of a layer lie apart.
 fn layers(link: &Link, bytes: usize) -> Result<Vec<Batch>, Failure> {
     let blocks = bytes / LAYERS / BLOCK;
     let layer = |layer: usize| {
-        // Neighbours are of other layers.
+        // The neighbours of a block belong to other layers.
         let place = |block: usize| (block * LAYERS + layer) * BLOCK;
         let piece = |block| Piece { device_at: place(block), host_at: block * BLOCK, len: BLOCK };
         link.batch(Memory::Device, &(0..blocks).map(piece).collect::<Vec<_>>())
@@ -132,7 +132,8 @@ fn compute_all(compute: &Compute, rounds: u32) -> Result<Duration, Failure> {
     Ok(began.elapsed())
 }
 
-/// Writes each layer after its computation. Returns the time of the computation, and what was left then.
+/// Writes each layer after its computation. Returns the time of the computation, and the time from its end to the end
+/// of the last transfer.
 fn hand_over(
     link: &Link,
     compute: &Compute,

@@ -18,11 +18,11 @@ use crate::report::{Bound, Row};
 use crate::stats::Spread;
 use crate::units;
 
-/// Required share of the same with host memory, or of a plain copy where that is less.
+/// Required share of the rate with host memory, or of a plain copy's rate where that is less.
 const SHARE: f64 = 0.9;
 const BLOCK: usize = 1 << 20;
 
-/// A file that is removed in the end.
+/// A file that is removed when the value is dropped.
 struct Temporary(PathBuf);
 
 impl Drop for Temporary {
@@ -45,7 +45,7 @@ struct Place<'a> {
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
-        // An agent that can't unregister it keeps the region until it ends.
+        // An agent that can't unregister the region keeps it until the agent ends.
         let _ = self.agent.unregister(&self.device);
     }
 }
@@ -73,7 +73,7 @@ impl<'a> Place<'a> {
         Ok(Place { buffers, agent, cached, direct, device, host, pieces, _file: file })
     }
 
-    /// Blocks in random order in memory, one after the other in the file.
+    /// Makes a batch of blocks in random order in memory, and one after the other in the file.
     fn batch(&self, memory: &Region, file: &FileRegion) -> Result<Batch, Failure> {
         let (mut batch, file) = (Batch::with_capacity(self.pieces.len()), file.remote());
         for piece in &self.pieces {

@@ -1,4 +1,4 @@
-//! The first copy of a process, device memory that it takes, and how fast host memory is pinned.
+//! The first copy of a process, the device memory that it takes, and the rate at which host memory is pinned.
 
 use std::time::Instant;
 
@@ -15,14 +15,14 @@ use crate::report::Row;
 use crate::stats::Spread;
 use crate::units;
 
-/// Milliseconds from the first memory that is registered to the end of the first copy, at most.
+/// The most milliseconds from the start of an agent to the end of its first copy.
 const FIRST_MS: f64 = 150.0;
-/// Device memory that an agent takes, at most.
+/// The most device memory that an agent takes.
 const DEVICE_MIB: f64 = 8.0;
 /// Bytes of a copy: one stage.
 const BYTES: usize = 4 << 20;
 
-/// What a process does first, in milliseconds, and device memory that was taken.
+/// Times of the first steps of a process, in milliseconds, and the device memory that they took.
 #[derive(Debug, Serialize, Deserialize)]
 struct Firsts {
     driver: f64,

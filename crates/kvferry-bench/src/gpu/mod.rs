@@ -1,8 +1,8 @@
 //! `kvferry bench gpu`: the speed of copies of a GPU's memory.
 //!
-//! kvferry's copies stand beside the driver's own calls ([`kvferry_cuda::raw`]) of the same rounds: single copies, batches,
-//! and kernels. Most of it needs no peer: a table of blocks goes through the stages of the GPU, as it does for a transport,
-//! and nothing is sent ([`kvferry::staged`]).
+//! Each report has kvferry's copies beside the driver's own calls ([`kvferry_cuda::raw`]) in the same rounds: single
+//! copies, batches, and kernels. Most measurements need no peer: a table of blocks goes through the stages of the GPU, as
+//! for a transport, and nothing is sent ([`kvferry::staged`]).
 
 mod bench;
 mod budget;
@@ -36,13 +36,13 @@ use budget::Budget;
 /// The form of the report's JSON.
 pub const SCHEMA: &str = "kvferry.bench-gpu/1";
 
-/// The least rounds to judge by.
+/// The least number of rounds from which figures are judged.
 const ROUNDS: usize = 9;
 
-/// The row that counts parts.
+/// The name of the row that counts the parts that failed.
 const FAILED: &str = "measurements that failed";
 
-/// The reason why nothing can be measured here, if there is one: no driver, or no such device.
+/// Returns why nothing can be measured here, if so: there is no driver, or no such device.
 pub fn unavailable(options: &GpuBench) -> Option<String> {
     raw::device(options.device).err().map(|error| error.to_string())
 }
@@ -82,7 +82,7 @@ pub fn measure(
         let name = name(part);
         // A panic is a failure of its part, too.
         let measured = catch_unwind(AssertUnwindSafe(|| run(part, &mut bench)));
-        if let Err(failure) = measured.unwrap_or_else(|_| Err(failed("it has panicked"))) {
+        if let Err(failure) = measured.unwrap_or_else(|_| Err(failed("the part has panicked"))) {
             bench.failures += 1;
             let figure = Figure::failed("kvferry", failure.to_string());
             bench.rows.push(Row::with("gpu parts", name, "", vec![figure]));
@@ -128,7 +128,7 @@ fn name(part: GpuRows) -> &'static str {
     }
 }
 
-/// A part's share of the time, relative to those of the others.
+/// A part's share of the time, relative to the shares of the other parts.
 fn share(part: GpuRows) -> f64 {
     match part {
         GpuRows::Contiguous | GpuRows::Cpu => 10.0,
@@ -138,7 +138,7 @@ fn share(part: GpuRows) -> f64 {
     }
 }
 
-/// The report of what was measured so far, which is taken from the bench.
+/// Takes the figures so far from the bench, and makes a report of them.
 fn report(bench: &mut Bench<'_>) -> Report {
     let mut rows = std::mem::take(&mut bench.rows);
     if bench.failures > 0 {
@@ -150,7 +150,7 @@ fn report(bench: &mut Bench<'_>) -> Report {
     report
 }
 
-/// Undoes [`report`].
+/// Gives the figures of a report back to the bench, from which [`report`] took them.
 fn take_back(bench: &mut Bench<'_>, report: Report) {
     bench.rows = report.rows;
     bench.rows.retain(|row| row.work != FAILED);

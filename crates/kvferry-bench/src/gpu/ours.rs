@@ -11,7 +11,7 @@ use kvferry_cuda::raw::{Buffers, Piece};
 use super::bench::failed;
 use crate::failure::Failure;
 
-/// An agent, and the region that is the device memory of buffers. The buffers outlive it.
+/// An agent, and its region: the device memory of buffers, which outlive this value.
 pub(super) struct Subject {
     agent: Agent,
     region: Region,
@@ -31,7 +31,7 @@ impl Subject {
         Ok(Subject { agent, region, remote })
     }
 
-    /// The pieces, in their order. The other side of the batch is not used.
+    /// Makes a batch of the pieces, in their order. The other side of the batch is not used.
     pub(super) fn batch(&self, pieces: &[Piece]) -> Result<Batch, Failure> {
         let mut batch = Batch::with_capacity(pieces.len());
         for piece in pieces {
@@ -44,17 +44,17 @@ impl Subject {
 
 impl Drop for Subject {
     fn drop(&mut self) {
-        // An agent that can't unregister it keeps the region until it ends.
+        // An agent that can't unregister the region keeps it until the agent ends.
         let _ = self.agent.unregister(&self.region);
     }
 }
 
-/// Copies a batch through stages, whose bytes are left as they are.
+/// Copies a batch through stages, and neither reads nor writes their bytes.
 pub(super) fn copy(direction: Direction, batch: &Batch) -> Result<Duration, Failure> {
     copy_with(direction, batch, &mut |_| ())
 }
 
-/// Copies a batch through stages, which `with` sees one after the other.
+/// Copies a batch through stages, and passes them to `with` one after the other.
 pub(super) fn copy_with(
     direction: Direction,
     batch: &Batch,

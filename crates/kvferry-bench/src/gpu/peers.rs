@@ -13,7 +13,7 @@ use crate::report::{Bound, Row};
 use crate::stats::Spread;
 use crate::units;
 
-/// Required share of the same with host memory, or of a plain copy out where that is less.
+/// Required share of the rate with host memory, or of the rate of a plain copy out where that is less.
 const SHARE: f64 = 0.9;
 
 pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {

@@ -14,7 +14,7 @@ const REPEATS_MAX: u32 = 64;
 /// Rounds that are made even if the time is up.
 pub(super) const ROUNDS_MIN: usize = 3;
 
-/// Rounds after which a way is left out that is slower than this part of the fastest.
+/// After this many rounds, ways are left out whose rate is less than [`SLOW`] of the fastest way's.
 const TRIAL: usize = 2;
 const SLOW: f64 = 0.6;
 
@@ -31,7 +31,7 @@ pub(super) fn run(
 ) -> Result<Vec<Vec<f64>>, Failure> {
     let mut repeats = Vec::with_capacity(ways.len());
     for way in ways.iter_mut() {
-        // The first time is that of a cold start.
+        // The first call is a cold start, and does not count.
         way()?;
         let took = way()?.as_secs_f64().max(1e-7);
         repeats.push(((SAMPLE.as_secs_f64() / took) as u32).clamp(1, REPEATS_MAX));

@@ -1,4 +1,4 @@
-//! Tables of scattered blocks, beside each way that the driver has to copy them.
+//! Tables of scattered blocks: kvferry's copies beside each method of the driver.
 
 use kvferry_cuda::raw::{self, Buffers, Method};
 use kvferry_cuda::{Direction, ptx};
@@ -21,14 +21,14 @@ const SMALL: usize = 16 << 10;
 /// Required share of 64 MiB in one piece, for 16 384 blocks of 4 KiB that go out as contiguous bytes.
 const SHARE_OF_CONTIGUOUS: f64 = 0.8;
 
-/// Time of kvferry's kernel, relative to that of one that nvcc has compiled, at most.
+/// The most time of kvferry's kernel, as a multiple of the time of one that nvcc has compiled.
 const TIMES_NVCC: f64 = 1.05;
 
 const BLOCKS: [usize; 6] = [4 << 10, 16 << 10, 28 << 10, 64 << 10, 256 << 10, 2 << 20];
 const COUNTS: [usize; 3] = [1024, 16_384, 64];
 const QUICK_COUNTS: [usize; 1] = [16];
 
-/// Blocks of a kernel's launch: on mapped host memory few and many, inside the device as many as run at a time.
+/// Blocks of a kernel's launch: few and many on mapped host memory, as many as run at a time inside the device.
 const KERNEL_BLOCKS: [u32; 2] = [16, 128];
 const GATHER_BLOCKS_OF_ONE: u32 = 2;
 
@@ -67,7 +67,7 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The kernels of this program and of --kernel. Those that can't be used are named.
+/// Loads the kernels of this program and of --kernel. Lists those that can't be used as left out.
 fn kernels(bench: &mut Bench<'_>, buffers: &mut Buffers) -> Vec<Method> {
     let mut methods = Vec::new();
     let multiprocessors = bench.context.device().info().map_or(1, |info| info.multiprocessors);
@@ -99,7 +99,8 @@ fn kernels(bench: &mut Bench<'_>, buffers: &mut Buffers) -> Vec<Method> {
     methods
 }
 
-/// The time of kvferry's kernel on mapped memory as a part of that of the fastest kernel of --kernel, if both have all rounds.
+/// The time of kvferry's kernel on mapped memory, as a multiple of the time of the fastest kernel of --kernel. `None` if
+/// one of them lacks rounds.
 fn kernel_times(figures: &[Figure], rounds: usize) -> Option<Spread> {
     let fastest = |prefix: &str| {
         let kernels = figures.iter().filter(|figure| figure.who.starts_with(prefix));
@@ -107,7 +108,7 @@ fn kernel_times(figures: &[Figure], rounds: usize) -> Option<Spread> {
             kernels.flat_map(|figure| &figure.spread).filter(|it| it.rounds.len() == rounds);
         whole.max_by(|a, b| a.median.total_cmp(&b.median))
     };
-    // Of rates, the ratio is the other way round.
+    // The figures are rates, so that the ratio of times is the other way round.
     Some(Spread::ratio(&fastest("copy_by_")?.rounds, &fastest("kernel ")?.rounds))
 }
 
@@ -145,7 +146,7 @@ fn point(
     Ok(())
 }
 
-/// The row of a point, with what is required of it.
+/// The row of a point, with the bounds that its figures must meet.
 fn row(
     work: String,
     case: &Case<'_>,

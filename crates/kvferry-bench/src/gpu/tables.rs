@@ -9,9 +9,9 @@ use super::ours;
 use crate::blocks::shuffled;
 use crate::failure::Failure;
 
-/// Bytes up to which every byte of a table is compared; beyond, the ends of all blocks, and some blocks as a whole.
+/// Every byte of a table of at most this length is compared; of longer ones, the ends of all blocks and some whole blocks.
 const WHOLE_BYTES: usize = 16 << 20;
-/// Blocks of larger tables that are compared as a whole.
+/// The number of blocks of longer tables that are compared as a whole.
 const WHOLE_BLOCKS: usize = 16;
 
 /// Blocks at random places of the device memory, one after the other on the host.
@@ -86,7 +86,7 @@ pub(super) struct Case<'a> {
 }
 
 impl<'a> Case<'a> {
-    /// Also gives the device memory the bytes of the pattern.
+    /// Makes the tables, and copies the pattern to the device memory.
     pub(super) fn new(
         buffers: &'a Buffers,
         subject: &ours::Subject,

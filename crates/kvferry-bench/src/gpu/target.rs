@@ -13,10 +13,10 @@ use crate::helper;
 use crate::lines::Described;
 use crate::options::Op;
 
-/// Pinned host memory of buffers of which only the device memory is used.
+/// Bytes of pinned host memory in buffers whose device memory alone is used.
 const HOST_BYTES: usize = 4096;
 
-/// Where a second process can be reached.
+/// The address of a second process, and its regions.
 #[derive(Debug, Serialize, Deserialize)]
 struct Hello {
     address: String,
@@ -45,7 +45,7 @@ pub(super) struct Near {
 }
 
 impl Near {
-    /// `transports` as in `KVFERRY_TRANSPORTS`.
+    /// Starts the agent. `transports` is written as in `KVFERRY_TRANSPORTS`.
     pub(super) fn new(transports: &str, buffers: &Buffers) -> Result<Near, Failure> {
         let agent = Agent::builder()
             .name("bench-gpu")
@@ -56,7 +56,7 @@ impl Near {
         let memory = kvferry_cuda::memory(address, len as u64, None).map_err(failed)?;
         let device = agent.register_device(memory, Access::READ_WRITE)?;
         let host = agent.allocate(len, Access::READ_WRITE)?;
-        // Takes the pages.
+        // Writes populate the pages.
         let bytes = vec![1; 1 << 20];
         for at in (0..len).step_by(bytes.len()) {
             host.write_at(at, &bytes[..bytes.len().min(len - at)])?;
@@ -67,7 +67,7 @@ impl Near {
 
 impl Drop for Near {
     fn drop(&mut self) {
-        // An agent that can't unregister it keeps the region until it ends.
+        // An agent that can't unregister the region keeps it until the agent ends.
         let _ = self.agent.unregister(&self.device);
     }
 }
@@ -91,7 +91,7 @@ pub(super) enum Memory {
 }
 
 impl Link {
-    /// The second process has as much device memory as the buffers, and as much host memory.
+    /// Starts a second process that has as much device memory as the buffers, and as much host memory, and connects to it.
     pub(super) fn new(device: i32, transports: &str, buffers: &Buffers) -> Result<Link, Failure> {
         let len = buffers.device_len().to_string();
         let mut child = helper::spawn(&["gpu-target", &device.to_string(), &len])?;
@@ -104,7 +104,7 @@ impl Link {
         Ok(Link { near, peer, device, host, transport, _child: child })
     }
 
-    /// The pieces, each at the same place on both sides.
+    /// Makes a batch of the pieces, each at the same place on both sides.
     pub(super) fn batch(&self, memory: Memory, pieces: &[Piece]) -> Result<Batch, Failure> {
         let (local, remote) = match memory {
             Memory::Device => (&self.near.device, &self.device),

@@ -113,7 +113,7 @@ impl Report {
             return Err(format!("its schema is {}, not {}", report.schema, schemas.join(" or ")));
         }
         for row in &report.rows {
-            // A figure whose rounds are not there is read as one without a spread.
+            // A figure without rounds is read as one without a spread.
             let lacks = |figure: &Figure| figure.spread.is_none() && figure.failed.is_none();
             if row.figures.is_empty() || row.figures.iter().any(lacks) {
                 return Err(format!("the row {:?} lacks a figure, or a figure's rounds", row.work));
@@ -221,7 +221,7 @@ impl Report {
             text.push_str(&format!("\n{lines}"));
         }
         let verdict = self.shortfall().unwrap_or_else(|| self.count());
-        // A figure of kvferry's may have failed for a wrong byte.
+        // A failed figure of kvferry's may have had a wrong byte.
         let mut ours =
             self.rows.iter().flat_map(|row| &row.figures).filter(|it| it.who == "kvferry");
         let is_verified = self.verified && ours.all(|figure| figure.failed.is_none());

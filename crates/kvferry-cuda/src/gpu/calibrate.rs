@@ -25,13 +25,13 @@ use std::time::{Duration, Instant};
 
 /// Batches of small pieces after which measuring pays.
 const BATCHES: u32 = 16;
-/// A batch of so many pieces, which have not more bytes than this on average, is one of small pieces.
+/// A batch is one of small pieces if it has this many or more, of at most [`PIECE_BYTES`] on average.
 const PIECES: u64 = 16;
 const PIECE_BYTES: u64 = 128 << 10;
 
-/// Time of all measurements, at most. What is measured by then counts.
+/// The longest time of all measurements together. The points that were measured by then count.
 const TIME_MAX: Duration = Duration::from_millis(50);
-/// The longest time of one point. After it the GPU is taken to be stuck.
+/// The longest time of one point. A GPU that takes longer counts as stuck.
 const POINT_MAX: Duration = Duration::from_millis(20);
 
 /// Calibrations that this process has measured.
@@ -50,7 +50,7 @@ enum State {
     Over {
         _kept: Option<Box<Run>>,
     },
-    /// So many batches of small pieces are still to come.
+    /// Measurements begin after `batches` more batches of small pieces.
     Waits {
         key: DeviceKey,
         batches: u32,
@@ -76,27 +76,28 @@ impl State {
 struct Run {
     points: Vec<Point>,
     samples: Vec<Sample>,
-    /// Time that was spent.
+    /// Time that the points have taken so far.
     spent: Duration,
     rounds: usize,
     time_max: Duration,
     point_max: Duration,
     limits: Capabilities,
     memory: Memory,
-    /// Not those of batches, one for each direction: what is measured may wait for a kernel that waits for a transfer.
+    /// One for each direction, apart from the streams of batches: a measured copy may wait for a kernel that itself
+    /// waits for a transfer.
     streams: [Stream; 2],
     event: Event,
-    /// Those of the point.
+    /// Calls of the driver for the current point.
     calls: Calls,
 }
 
 /// Memory that the points are copied between.
 #[derive(Debug)]
 struct Memory {
-    /// First what is scattered, then what it is gathered in.
+    /// First the scattered bytes, then the memory in which the kernel gathers them.
     device: DeviceAllocation,
     packed: Pinned,
-    /// Kernels find `packed` at the same address as the process.
+    /// Whether kernels find `packed` at the same address as the process.
     is_mapped: bool,
 }
 
@@ -114,7 +115,7 @@ enum Failure {
 }
 
 impl Calibrator {
-    /// With the calibration to begin with.
+    /// Returns the calibrator, and the calibration that plans use until the measurements are over.
     pub(super) fn new(context: &Context, settings: Settings) -> (Self, Calibration) {
         let patience = settings.patience;
         let with = |state, calibration| (Self { state, patience }, calibration);
@@ -134,7 +135,7 @@ impl Calibrator {
         with(State::Waits { key, batches: BATCHES }, assumed)
     }
 
-    /// Notes a batch.
+    /// Counts a batch, if it is one of small pieces.
     pub(super) fn note(&mut self, bytes: u64, pieces: u64) {
         let is_small = pieces >= PIECES && bytes <= pieces * PIECE_BYTES;
         if let State::Waits { key, batches } = &mut self.state
@@ -171,12 +172,12 @@ impl Calibrator {
         }
         match std::mem::replace(&mut self.state, State::over()) {
             State::Ends { run } if ended.is_ok() => self.state = State::Over { _kept: Some(run) },
-            // The driver does not say.
+            // The driver does not say whether they have.
             ends => std::mem::forget(ends),
         }
     }
 
-    /// The GPU is lost: no call is in progress any more, and none is made.
+    /// Measures nothing more, because the GPU is lost: no call is in progress any more, and none is made.
     pub(super) fn stop(&mut self) {
         self.state = State::over();
     }
@@ -207,7 +208,7 @@ impl Calibrator {
         let is_whole = samples >= run.points.len();
         self.state = State::Over { _kept: Some(run) };
         let mut measured = measured.ok().filter(|_| is_whole)?;
-        // The kernel scatters as it gathers.
+        // The kernel takes as long to scatter as to gather.
         measured.into.gather = measured.out.gather;
         tracing::debug!(device, samples, ?spent, "times of copies were measured");
         MEASURED.lock().push(measured.clone());
@@ -316,7 +317,7 @@ impl Memory {
         // SAFETY: a measurement that failed is kept until its last copy has ended, or leaked.
         let packed = unsafe { Pinned::new(context, packed) }?;
         let is_mapped = packed.device_address()? == packed.address();
-        // The last, so that nothing that fails frees it.
+        // Allocated last, so that no failure frees it: that would wait for all work of the device.
         let device = DeviceAllocation::new(context, 2 * bytes)?;
         Ok(Self { device, packed, is_mapped })
     }

@@ -112,13 +112,13 @@ impl Engine {
                 self.pace.begin_anew(Instant::now());
             }
             self.calibrate();
-            // The last: transfers wait for the others.
+            // Comes last, because transfers wait for the steps above.
             shared.ended.clear();
         }
         shared.counts.read().leaked > 0
     }
 
-    /// Measures one point of the calibration, if there are any and nothing is copied.
+    /// Measures one point of the calibration, if one is due and nothing is copied.
     fn calibrate(&mut self) {
         if self.shared.lost().is_some() {
             self.calibrator.stop();
@@ -250,12 +250,12 @@ impl Engine {
         };
         let kernel = self.kernels.limits().filter(|_| pinned == Pinned::Mapped);
         Capabilities {
-            // A batch of pageable memory is not promised to work.
+            // CUDA does not promise that a batch of pageable memory works.
             batch: pinned != Pinned::No && self.shared.context.driver().batch_call().is_some(),
             kernel,
             staging: self.kernels.staging(direction, lanes.turn()),
             outstanding_max: OUTSTANDING_MAX,
-            // Those of one allocation are joined already.
+            // Neighbours of one allocation are joined already.
             merges: false,
         }
     }
@@ -300,7 +300,7 @@ impl Engine {
             }
             let outcome = match shared.lost() {
                 Some(lost) => Err(lost.into()),
-                // Each is a GPU's: `Gpu::wait_for` takes no others.
+                // All edges are of GPUs: `Gpu::wait_for` takes no others.
                 None => Edge::have_happened(&after).map_err(io::Error::from),
             };
             match outcome {

@@ -17,20 +17,21 @@ use kvferry_sys::cuda::{
     self, Context, DeviceAllocation, Function, Grid, LoadError, Module, Stream, launch,
 };
 
-/// Bytes of the device's memory for one lane: a stage, and what several runs in it waste. Those of a direction are whole
-/// pages of 2 MiB, which the driver allocates.
+/// Bytes of the device's memory for one lane: a stage, and the gaps between several runs in it. The lanes of a direction
+/// take whole pages of 2 MiB, which the driver allocates.
 const STAGING_BYTES: usize = super::STAGE_BYTES + (1 << 20);
 
-/// One block of eight warps for so many multiprocessors. Each lane of a direction may have a launch at the same time.
+/// A launch has one block of eight warps for each 16 multiprocessors of the GPU. Each lane of a direction may have a
+/// launch at the same time.
 const MULTIPROCESSORS_PER_BLOCK: u32 = 16;
 const BLOCKS_MAX: u32 = 8;
-/// As many more blocks gather or scatter. They take as much less time.
+/// A launch that gathers or scatters has this many times the blocks, and takes that much less time.
 const INSIDE: u32 = 4;
 
 /// The kernel is compiled for this compute capability or a later one.
 const OLDEST_CAPABILITY: (u32, u32) = (7, 0);
 
-/// Launches that fail one after the other until the kernel is not used again.
+/// The kernel is not used again after this many launches in a row have failed.
 const FAILURES_MAX: u32 = 3;
 
 const LIMITS: KernelLimits = KernelLimits { jobs_max: JOBS_MAX as u32, slice_bytes: 16 << 10 };
@@ -56,7 +57,7 @@ struct Loaded {
     blocks_max: u32,
 }
 
-/// What is made when it is used first.
+/// A part that is made when it is used first.
 #[derive(Debug)]
 enum Part<T> {
     Unused,
@@ -104,7 +105,7 @@ impl Kernels {
         }
     }
 
-    /// What plans may use, unless it is refused when [`Kernels::prepare`] makes it ready.
+    /// The limits of the kernel in plans. [`Kernels::prepare`] may still find that the driver refuses the kernel.
     pub(super) fn limits(&self) -> Option<KernelLimits> {
         let is_usable = !matches!(self.kernel, Part::Refused) && self.failures < FAILURES_MAX;
         is_usable.then_some(LIMITS)
@@ -133,8 +134,8 @@ impl Kernels {
         self.staging.iter().map(bytes).sum()
     }
 
-    /// Makes ready what plans of these methods need. True if what plans may use has changed: a plan that was made before is
-    /// to be made again, as after an error.
+    /// Makes the kernel ready, and the memory in which it gathers or scatters, if a plan needs them. Returns whether the
+    /// limits for plans have changed. The caller then plans again, as after an error.
     pub(super) fn prepare(
         &mut self,
         kernel: bool,
@@ -144,7 +145,7 @@ impl Kernels {
             return Ok(false);
         }
         if matches!(self.kernel, Part::Unused) {
-            // Refused, unless it is ready at the end.
+            // The kernel counts as refused if this returns early.
             self.kernel = Part::Refused;
             self.kernel = Part::Ready(Loaded::new(&self.context, self.settings.blocks_max)?);
         }
@@ -165,7 +166,7 @@ impl Kernels {
     /// Gives the stream a launch that copies the jobs. The table is kept until an event behind the call has been reached.
     ///
     /// # Safety
-    /// What [`launch`] requires of the memory of the jobs.
+    /// The memory of the jobs is as [`launch`] requires.
     pub(super) unsafe fn launch(
         &mut self,
         stream: &Stream,
@@ -209,7 +210,7 @@ impl Loaded {
             return Err(Refusal::TooOld(major, minor));
         }
         let function = Module::load_ptx(context, ptx::TEXT)?.function(ptx::ENTRY)?;
-        // Not more than the driver takes, times `INSIDE`.
+        // The driver takes this many blocks times `INSIDE`.
         let named = blocks_max.map(|blocks| blocks.min(1 << 16));
         let part = (info.multiprocessors / MULTIPROCESSORS_PER_BLOCK).clamp(1, BLOCKS_MAX);
         Ok(Self { function, blocks_max: named.unwrap_or(part) })

@@ -27,7 +27,7 @@ struct Running {
     event: Event,
 }
 
-/// A batch, whose stage and regions stay until it is completed, and what was called for it.
+/// A batch with its calls of the driver. Its stage and regions stay until it is completed.
 #[derive(Debug)]
 struct Submitted {
     copy: DeviceCopy,
@@ -68,7 +68,7 @@ impl Lane {
                 Err(error) => return end(shared, copy, Err(error)),
             },
         };
-        // What the driver has must not be dropped by a panic.
+        // A panic must not drop memory that the driver uses.
         let mut submitted = ManuallyDrop::new(Submitted { copy, calls: Calls::default() });
         submit(&self.stream, &mut submitted.calls);
         let submitted = ManuallyDrop::into_inner(submitted);

@@ -1,7 +1,8 @@
 //! Batches of one direction, on the streams that copy them.
 //!
-//! Batches of the copy engine use the first lane: they run one after the other anyway. Those of the kernel take turns, so
-//! that one's beginning runs beside the other's end, and one gathers while what the other has gathered is copied.
+//! Batches of the copy engine use the first lane: they run one after the other anyway. Batches of the kernel use the lanes
+//! in turns, so that the beginning of one runs beside the end of another, and one gathers while the bytes that another
+//! has gathered are copied.
 
 use super::lane::Lane;
 use super::{LANES, Shared};
@@ -32,7 +33,7 @@ impl Lanes {
         self.queue.is_empty() && self.lanes.iter().all(Lane::is_idle)
     }
 
-    /// The next batch that there is room for.
+    /// Takes the next batch from the queue, if the streams have room for it.
     pub(super) fn next(&mut self) -> Option<DeviceCopy> {
         let has_room = self.lanes[0].has_room() && self.lanes[self.turn].has_room();
         if has_room { self.queue.pop_front() } else { None }
@@ -53,12 +54,12 @@ impl Lanes {
         &mut self.lanes[at]
     }
 
-    /// Ends what the driver has copied. Returns whether a batch has ended.
+    /// Ends the batches that the driver has copied. Returns whether there were any.
     pub(super) fn poll(&mut self, shared: &Shared) -> bool {
         self.lanes.iter_mut().fold(false, |has_ended, lane| lane.poll(shared) | has_ended)
     }
 
-    /// Fails what the driver does not have, if the GPU is lost.
+    /// Fails the batches that the driver does not have yet, if the GPU is lost.
     pub(super) fn fail_queue(&mut self, shared: &Shared) {
         let Some(lost) = shared.lost() else { return };
         for copy in std::mem::take(&mut self.queue) {

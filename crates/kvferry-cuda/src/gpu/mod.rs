@@ -70,9 +70,9 @@ pub(crate) struct Shared {
     changed: Condvar,
     allocations: Mutex<Allocations>,
     counts: Counts,
-    /// Edges whose end was left to the thread.
+    /// The driver's objects of dropped edges, which the thread destroys.
     ended: Arc<Ended>,
-    /// What copies take, as the thread plans them.
+    /// The costs by which the thread plans copies.
     calibration: Mutex<Calibration>,
     /// The sticky error that the driver reported first.
     lost: OnceLock<String>,
@@ -151,7 +151,7 @@ impl Gpu {
         self.shared.counts.read()
     }
 
-    /// What copies take on this GPU: as measured, or what is assumed until then. Its `device` tells which.
+    /// The costs of copies on this GPU: measured, or assumed until they are. [`Calibration::device`] tells which.
     pub fn calibration(&self) -> Calibration {
         self.shared.calibration.lock().clone()
     }
@@ -212,7 +212,7 @@ impl Device for Gpu {
         }
         let refused = self.shared.give(|inbox| inbox.waits.push((after.clone(), happened)));
         if refused.is_err() {
-            // Dropped, they fail, and wake their transfers.
+            // Dropping the waits fails them, and wakes their transfers.
             let waits = std::mem::take(&mut self.shared.inbox.lock().waits);
             drop(waits);
         }

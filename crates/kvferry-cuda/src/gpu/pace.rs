@@ -2,10 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-/// Time without a pause after something has happened, while there are copies: those of a stage take less, and a pause often
-/// lasts some 100 µs longer than it should.
+/// Time without a pause after something has happened, while there are copies. The copies of a stage take less, and a pause
+/// often lasts some 100 µs longer than it should.
 const SPIN_FOR_COPIES: Duration = Duration::from_micros(300);
-/// The same for edges, and without work: the next batch of a transfer follows soon, and to wake the thread takes as long.
+/// The same time for edges, and without work: the next batch of a transfer follows soon, and waking the thread takes as
+/// long.
 const SPIN: Duration = Duration::from_micros(50);
 /// The part of the time since then that a pause lasts, and its bounds. Work of the engine may take long.
 const PART: u32 = 8;

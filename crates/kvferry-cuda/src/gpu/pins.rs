@@ -23,12 +23,12 @@ enum Pin {
     Refused,
 }
 
-/// What the driver knows of a stage.
+/// Whether the driver has pinned a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pinned {
     No,
     Yes,
-    /// Kernels find it at the same address as the process.
+    /// The stage is pinned, and kernels find it at the same address as the process.
     Mapped,
 }
 

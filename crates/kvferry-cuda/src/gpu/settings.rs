@@ -8,13 +8,14 @@ use std::time::Duration;
 /// How GPUs copy, for measurements and tests. A GPU takes the settings when its thread starts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Settings {
-    /// `KVFERRY_GPU_METHOD`: `copy`, `batch`, `kernel` or `gather` copies all that it can copy, whatever it takes.
+    /// `KVFERRY_GPU_METHOD`: `copy`, `batch`, `kernel` or `gather` makes all copies that it can, however long they take.
     pub method: Option<Method>,
     /// `KVFERRY_GPU_CALIBRATE=off`: times are not measured.
     pub is_uncalibrated: bool,
-    /// `KVFERRY_GPU_BLOCKS`: blocks of a launch of the kernel, at most.
+    /// `KVFERRY_GPU_BLOCKS`: the most blocks of a launch of the kernel.
     pub blocks_max: Option<u32>,
-    /// Time of all measurements, and of each, at most. Each is made once then: a fake GPU takes longer than a real one.
+    /// The longest time of all measurements together, and of each one. Each point is then measured once. Tests need
+    /// this for a fake GPU, which takes longer than a real one.
     pub patience: Option<Duration>,
 }
 
@@ -22,7 +23,7 @@ pub struct Settings {
 static GIVEN: Mutex<Option<Settings>> = Mutex::new(None);
 
 impl Settings {
-    /// Stands in for the environment in this process; `None` ends that.
+    /// Uses `settings` instead of the environment's in this process. `None` goes back to the environment's.
     pub fn give(settings: Option<Self>) {
         *GIVEN.lock() = settings;
     }
@@ -38,7 +39,7 @@ impl Settings {
         let mut read = |name, parse: fn(&mut Self, &str) -> Option<()>| {
             let value = variable(name).filter(|value| !value.is_empty());
             if let Some(value) = value.filter(|value| parse(&mut settings, value).is_none()) {
-                tracing::warn!(name, value, "the setting is ignored: it has no such value");
+                tracing::warn!(name, value, "the setting is ignored: its value is unknown");
             }
         };
         read("KVFERRY_GPU_METHOD", |settings, value| {

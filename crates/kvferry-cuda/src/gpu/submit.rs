@@ -16,23 +16,23 @@ use kvferry_sys::cuda::{self, CopyBatch, SourceOrder, Stream, copy_async, copy_b
 /// Single copies that a stream may hold, at most.
 pub(super) const OUTSTANDING_MAX: u32 = 512;
 
-/// What the driver reads until an event behind the calls has been reached.
+/// Lists and tables that the driver reads until an event behind the calls has been reached.
 #[derive(Debug, Default)]
 pub(super) struct Calls {
     lists: Vec<CopyBatch>,
     tables: Vec<Table>,
     /// Calls that may be in the stream.
     pub(super) count: usize,
-    /// The first call of a copy that failed.
+    /// The error of the first copy call that failed.
     pub(super) error: Option<cuda::Error>,
 }
 
-/// Gives the driver the copies of a plan. If a call fails, those after it are not made. An error is one of the kernel:
-/// all copies of the plan may be made again, by other calls behind these.
+/// Gives the driver the copies of a plan, and makes no call after one that fails. An `Err` is a failure of the kernel: the
+/// caller may then make all copies of the plan again, by other calls behind these.
 ///
 /// # Safety
 /// The memory of the plan's jobs stays allocated, and on the host mapped, until an event behind the calls has been
-/// reached. Nothing else writes it meanwhile, nor reads what is written. `calls` stays, too.
+/// reached. Nothing else writes it meanwhile, nor reads the bytes that the copies write. `calls` stays, too.
 pub(super) unsafe fn submit(
     counts: &Counts,
     stream: &Stream,
@@ -80,10 +80,10 @@ pub(super) unsafe fn submit(
     Ok(())
 }
 
-/// The copies of a step, each by a call.
+/// Makes each copy of a step by a call of its own.
 ///
 /// # Safety
-/// That of [`submit`].
+/// The same as for [`submit`].
 unsafe fn copy_singly(
     stream: &Stream,
     step: &Step,

@@ -34,7 +34,7 @@ struct Memory {
 /// A table that is in use until it is dropped.
 #[derive(Debug)]
 pub(super) struct Table {
-    /// `None` only while it is dropped.
+    /// `None` only while the table is dropped.
     memory: Option<Memory>,
     spare: Arc<Mutex<Vec<Memory>>>,
 }
@@ -49,10 +49,10 @@ pub(super) enum TableError {
 }
 
 impl Tables {
-    /// A table of these jobs.
+    /// Writes the jobs to a table.
     ///
     /// # Panics
-    /// For more jobs than [`JOBS_MAX`].
+    /// If there are more jobs than [`JOBS_MAX`].
     pub(super) fn write(&self, context: &Context, jobs: &[Job]) -> Result<Table, TableError> {
         let spare = self.spare.lock().pop();
         let memory = spare.map_or_else(|| Memory::new(context), Ok)?;
@@ -79,7 +79,7 @@ impl Memory {
 }
 
 impl Table {
-    /// Where the kernel finds the first job.
+    /// The address at which the kernel finds the first job.
     pub(super) fn device_address(&self) -> u64 {
         self.memory.as_ref().expect("there until it is dropped").device_address
     }

@@ -1,15 +1,15 @@
 //! The choice for many copies that take the same time: a stage full of an engine's blocks.
 //!
-//! One method makes all of them. Few that another made beside it would save little of so many.
+//! One method makes all of them. Among so many, the few that another method could make beside it would save little time.
 
 use super::choose::{Engine, Item, Model, Rest, is_like};
 use crate::capabilities::LINE;
 use crate::job::Job;
 
-/// Copies, at least. Of fewer, a call more or less counts.
+/// The least number of such copies. Among fewer, one call more or less counts.
 const COUNT_MIN: usize = 128;
 
-/// The copies, if they are many, take the same time, and what is gathered is one run; with the time of one.
+/// Returns the times of one copy if there are many, all take the same time, and gathering them makes one run.
 pub(super) fn item(model: &Model<'_>, jobs: &[Job]) -> Option<Item> {
     if jobs.len() < COUNT_MIN {
         return None;
@@ -21,7 +21,7 @@ pub(super) fn item(model: &Model<'_>, jobs: &[Job]) -> Option<Item> {
     are_alike.then(|| Item::new(model, &jobs[0]))
 }
 
-/// The least time of one method for all, with the method. `None` if that takes several launches.
+/// Returns the least time in which one method makes all copies, and that method. `None` if that takes several launches.
 pub(super) fn choose(
     model: &Model<'_>,
     jobs: &[Job],

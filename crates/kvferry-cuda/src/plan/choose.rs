@@ -11,8 +11,8 @@ use crate::job::{Direction, Job};
 /// Copies that single calls make, at most, where there is a batch call.
 pub(super) const SINGLES_MAX: usize = 4;
 
-/// The kernel is used where it takes less than this part of the copy engine's time. Else the multiprocessors are left to
-/// the kernels of the engine: those of another process can't even run beside it.
+/// Plans use the kernel where it takes less than this part of the copy engine's time. Else they leave the multiprocessors
+/// to the inference engine's kernels, which can't even run beside it if they are of another process.
 const WORTH: f64 = 0.95;
 
 /// The methods that a plan may use, with their costs.
@@ -24,11 +24,11 @@ pub(super) struct Model<'a> {
     limits: Option<KernelLimits>,
     pub(super) kernel: Option<(&'a Cost, KernelLimits)>,
     pub(super) gather: Option<Parts<'a>>,
-    /// As `gather`, into the device, if the copies' sources follow each other.
+    /// The same as `gather`, for copies into the device whose sources follow each other.
     pub(super) scatter: Option<Parts<'a>>,
 }
 
-/// What gathering and scattering need.
+/// The cost of gathering or scattering, and the limits and memory for it.
 #[derive(Clone, Copy)]
 pub(super) struct Parts<'a> {
     pub(super) cost: &'a Cost,
@@ -91,7 +91,7 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    /// So many copies that take the same time.
+    /// Sums the times of `count` copies that each take those of `item`.
     fn of(item: &Item, count: usize) -> Self {
         let of_all = |ns: f64| ns * count as f64;
         Self { count, copy_ns: of_all(item.copy_ns), batch_ns: of_all(item.batch_ns) }
@@ -359,7 +359,7 @@ impl Chooser {
         (ns.min(best), last_window)
     }
 
-    /// What the selection takes.
+    /// The time to gather the selected copies.
     fn gathered(&self, model: &Model<'_>, parts: Parts<'_>, jobs: &[Job]) -> Gathered {
         let Parts { cost, limits, staging } = parts;
         let mut engine = Engine::default();
@@ -409,7 +409,7 @@ impl Chooser {
     }
 }
 
-/// What gathering a selection takes, with the copy engine beside it.
+/// The time to gather a selection while the copy engine makes the other copies.
 struct Gathered {
     ns: f64,
     engine: Engine,

@@ -46,11 +46,11 @@ pub(super) fn emit(
     divide(plan, method, first, count_max);
 }
 
-/// One copy of all sources, which follow each other in some order, and one launch.
+/// Adds one copy of all sources, which follow each other in some order, and one launch.
 fn scatter(jobs: &[Job], limits: KernelLimits, staging: Staging, plan: &mut Plan) {
     let src = jobs.iter().map(|job| job.src).min().expect("a plan has jobs");
     let len = jobs.iter().map(|job| job.len).sum();
-    // Each byte has the alignment of its source.
+    // Each byte in the staging has the alignment of its source.
     let dst = staging.address + src % LINE;
     plan.jobs.push(Job { src, dst, len });
     plan.steps.push(Step { method: Method::Copy, first: 0, count: 1 });

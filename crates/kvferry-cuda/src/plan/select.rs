@@ -8,10 +8,10 @@ use super::choose::{Item, SINGLES_MAX};
 use crate::cost::Cost;
 use crate::job::Job;
 
-/// Copies of which the best selection is found, at most: that takes time with their square.
+/// The most copies among which the best selection is sought: the time grows with the square of their number.
 pub(super) const EXACT_MAX: usize = 16;
 
-/// In a table of selections: the last copy is the engine's.
+/// In a table of selections: the copy engine makes the last copy.
 const BY_ENGINE: usize = usize::MAX;
 
 /// Copies among which the few for single calls are sought. For more, those would save little.
@@ -135,8 +135,9 @@ impl Selection {
         if total(&n).is_infinite() { 0 } else { self.trace(n, gather[n] < engine[n], true) }
     }
 
-    /// Makes the selection of the least time, if it fits into one window, of few copies: with what each run takes, beside one
-    /// batch, or up to [`SINGLES_MAX`] single calls. False if nothing is gathered.
+    /// Finds, for at most [`EXACT_MAX`] copies, the selection that takes the least time if it fits into one window. The
+    /// time counts each run, and beside them one batch, or up to [`SINGLES_MAX`] single calls. False if nothing is
+    /// gathered.
     pub(super) fn exact(
         &mut self,
         copy: &Cost,
@@ -144,7 +145,7 @@ impl Selection {
         jobs: &[Job],
         by_singles: bool,
     ) -> bool {
-        // By the number of copies, and of single calls among them: the least time, and where the last run begins.
+        // The least time, and where the last run begins. Indexed by the number of copies, and of single calls among them.
         let mut least = [[f64::INFINITY; SINGLES_MAX + 1]; EXACT_MAX + 1];
         let mut last = [[BY_ENGINE; SINGLES_MAX + 1]; EXACT_MAX + 1];
         least[0][0] = 0.0;

@@ -26,7 +26,7 @@ pub fn device(device: i32) -> Result<(DeviceInfo, i32), Error> {
     Ok((driver.device(device)?.info()?, driver.version()))
 }
 
-/// Pinned host memory of at least so many bytes, whose pages are there.
+/// Pinned host memory of at least `bytes`, whose pages are populated.
 pub(super) fn pinned(context: &Context, bytes: usize) -> Result<Pinned, Error> {
     let memory = Mapping::populated(bytes.next_multiple_of(PAGE));
     let memory = memory.map_err(|error| no_memory(context, &error))?;
@@ -50,7 +50,7 @@ pub struct Buffers {
     /// Recorded behind one stream's work, for another to wait for.
     pub(super) passed: Event,
     pub(super) device: DeviceAllocation,
-    /// As long as the host memory: the gathered bytes.
+    /// Memory for gathered bytes, as long as the host memory.
     pub(super) staging: DeviceAllocation,
     pub(super) host: Pinned,
     pub(super) loaded: Vec<Kernel>,
@@ -67,7 +67,7 @@ pub(super) struct Kernel {
 }
 
 impl Buffers {
-    /// Buffers of so many bytes on each side.
+    /// Allocates buffers of this many bytes on each side.
     ///
     /// # Errors
     /// If the driver refuses, or the system has less memory.
@@ -86,11 +86,11 @@ impl Buffers {
     }
 
     /// Compiles a kernel that copies jobs: its parameters are the address of an array of [`Job`](crate::Job)s and their
-    /// number, a `u32`. `threads` are those of a block, of which `threads_of_job` share a job. Returns its number.
-    /// It is trusted as this program's own code is: that it touches nothing but the jobs, and what they name.
+    /// number, a `u32`. A block has `threads`, of which `threads_of_job` share a job. Returns the kernel's number.
+    /// The kernel is trusted, as this program's own code is, to touch nothing but the jobs and the memory that they name.
     ///
     /// # Errors
-    /// The compiler's messages, or that there is no such entry.
+    /// The compiler's messages, or the driver's error if the text has no such entry.
     pub fn load_kernel(
         &mut self,
         text: &str,
@@ -128,7 +128,7 @@ impl Buffers {
     /// Copies `bytes` to the host memory.
     ///
     /// # Panics
-    /// If they do not fit.
+    /// If the bytes do not fit.
     pub fn write_host(&self, at: usize, bytes: &[u8]) {
         self.host.memory().span(at, bytes.len()).copy_from(bytes);
     }
@@ -136,7 +136,7 @@ impl Buffers {
     /// Copies bytes of the host memory to all of `bytes`.
     ///
     /// # Panics
-    /// If there are fewer.
+    /// If the host memory has fewer bytes from `at` on.
     pub fn read_host(&self, at: usize, bytes: &mut [u8]) {
         self.host.memory().span(at, bytes.len()).copy_to(bytes);
     }
@@ -154,7 +154,7 @@ impl Buffers {
     }
 }
 
-/// Time to pin `bytes` of host memory, whose pages are there, in registrations of `part` bytes.
+/// Measures the time to pin `bytes` of host memory, whose pages are populated, in registrations of `part` bytes.
 ///
 /// # Errors
 /// If the driver refuses, or the system has less memory.

@@ -26,7 +26,7 @@ pub struct Compute {
 }
 
 impl Compute {
-    /// The kernel for a context's device, on a stream of its own. A launch has at most `blocks_max` blocks.
+    /// Loads the kernel for a context's device, with a stream of its own. A launch has at most `blocks_max` blocks.
     ///
     /// # Errors
     /// If the driver refuses.
@@ -39,7 +39,7 @@ impl Compute {
         Ok(Self { stream, function, results, blocks })
     }
 
-    /// Starts so many rounds, after those that were started before.
+    /// Starts this many rounds, after those that were started before.
     ///
     /// # Errors
     /// If the driver refuses.
@@ -51,7 +51,7 @@ impl Compute {
         Ok(unsafe { launch(&self.stream, &self.function, grid, &arguments) }?)
     }
 
-    /// What was started so far, for transfers to come after.
+    /// An edge behind all rounds that were started, for transfers to come after.
     ///
     /// # Errors
     /// If the driver refuses.
@@ -62,7 +62,7 @@ impl Compute {
         Ok(Edge::all([edge]))
     }
 
-    /// Waits until all that was started has run.
+    /// Waits until all rounds that were started have run.
     ///
     /// # Errors
     /// If the driver refuses, or the kernel failed.
@@ -70,7 +70,7 @@ impl Compute {
         Ok(self.stream.synchronize()?)
     }
 
-    /// Rounds that take about so long.
+    /// The number of rounds that take about this time.
     ///
     /// # Errors
     /// If the driver refuses, or the kernel failed.

@@ -13,11 +13,12 @@ use std::time::{Duration, Instant};
 pub enum Method {
     /// `cuMemcpyAsync` for each piece.
     Single,
-    /// `cuMemcpyBatchAsync` in calls of 128, of 512, or one for all, by its index.
+    /// `cuMemcpyBatchAsync` in calls of 128 copies (index 0), of 512 (1), or in one call for all (2).
     Batch(usize),
-    /// A kernel, by its number, on mapped host memory, in at most so many blocks.
+    /// A kernel on mapped host memory: its number, and the most blocks of a launch.
     Kernel(usize, u32),
-    /// A kernel inside the device, and copies of contiguous bytes of up to 16 MiB between its staging and the host.
+    /// A kernel inside the device, with the same values, and copies of contiguous bytes of up to 16 MiB between the
+    /// device's staging and the host.
     Gather(usize, u32),
 }
 
@@ -39,7 +40,7 @@ impl Method {
     }
 }
 
-/// The ways that the driver has, without those of kernels.
+/// The methods that the driver has without kernels.
 ///
 /// # Errors
 /// If the driver can't be used.
@@ -142,7 +143,7 @@ impl Buffers {
         }
     }
 
-    /// Brings the jobs to the device.
+    /// Copies the jobs to the device.
     fn upload(&self, table: &Table, stream: &Stream) -> cuda::Result<()> {
         let (from, len) = table.job_list();
         // SAFETY: both ranges are the table's, as in `submit`.

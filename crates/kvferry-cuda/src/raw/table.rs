@@ -7,22 +7,22 @@ use crate::pinned::Pinned;
 use kvferry_sys::cuda::{CopyBatch, DeviceAllocation};
 use std::ops::Range;
 
-/// Copies of one call of the driver's batch, in the three ways that are tried: all, if the number is `usize::MAX`.
+/// Copies in each batch call of the driver, in the three ways that are tried. `usize::MAX` is one call for all copies.
 pub(super) const CALLS: [usize; 3] = [128, 512, usize::MAX];
 
 /// Bytes that are gathered before a copy of them begins.
 const WINDOW_BYTES: u64 = 16 << 20;
 
-/// Bytes of a kernel's job, for tables up to so many bytes, and beyond.
+/// Tables of at most this many bytes have jobs of the first length in [`JOB_BYTES`], larger ones of the second.
 const SMALL_TABLE: u64 = 16 << 20;
 const JOB_BYTES: [u64; 2] = [4 << 10, 32 << 10];
 
 /// A contiguous piece of a table.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece {
-    /// Its first byte in the device memory of the buffers.
+    /// Offset of the first byte in the device memory of the buffers.
     pub device_at: usize,
-    /// Its first byte in their host memory.
+    /// Offset of the first byte in the host memory of the buffers.
     pub host_at: usize,
     /// Bytes, at least one.
     pub len: usize,
@@ -35,14 +35,14 @@ pub struct Table {
     pub(super) bytes: u64,
     /// Single copies: to, from, bytes.
     pub(super) copies: CopyBatch,
-    /// The same in calls, for each of [`CALLS`].
+    /// The same copies, divided into calls, for each of [`CALLS`].
     pub(super) calls: Vec<Vec<CopyBatch>>,
     /// Jobs between mapped host memory and the device, then those between staging and the device.
     jobs: Pinned,
-    /// Where kernels find them.
+    /// The device's copy of `jobs`, which kernels read.
     pub(super) device_jobs: DeviceAllocation,
     pub(super) job_count: u32,
-    /// Bytes of staging that are gathered and copied together, and their jobs.
+    /// Parts of the staging that are gathered and copied together, with their jobs.
     pub(super) windows: Vec<Window>,
 }
 

@@ -13,7 +13,7 @@ use std::time::Duration;
 /// Batches of small pieces after which a GPU is measured.
 const BATCHES: usize = 16;
 
-/// A fake GPU interprets its kernels: each point is measured once, in any time.
+/// Settings for a fake GPU, which interprets its kernels: each point is measured once, and may take any time.
 const PATIENT: Settings = Settings {
     method: None,
     is_uncalibrated: false,

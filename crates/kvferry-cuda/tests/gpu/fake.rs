@@ -21,7 +21,7 @@ impl FakeMachine {
             // SAFETY: they are set once, and kvferry reads them after that.
             unsafe {
                 std::env::set_var("KVFERRY_LIBCUDA", &path);
-                // Tests of calibrations set it on.
+                // Tests of calibrations turn measurements on.
                 std::env::set_var("KVFERRY_GPU_CALIBRATE", "off");
             }
             Fake::load(&path).expect("the fake driver loads")

@@ -62,7 +62,7 @@ fn a_kernel_with_an_illegal_address_loses_the_gpu_and_host_transfers_go_on() {
         let illegal = Module::load_ptx(&context, ILLEGAL).expect("it compiles");
         let illegal = illegal.function("illegal").expect("it is there");
         let [held, faulty] = [(); 2].map(|()| Stream::new(&context).expect("a stream"));
-        // The fake driver holds all kernels, so that none could fail meanwhile.
+        // Left out on the fake driver: it holds all kernels, so that none could fail meanwhile.
         let waits = (!rig.is_fake()).then(|| {
             rig.hold();
             rig.launch(&held, &Kernel { name: "held", ..Kernel::default() });
@@ -156,7 +156,7 @@ fn a_peer_killed_while_it_is_written_or_read_ends_the_transfer_and_no_late_byte_
             let peer = near.peer(&address).expect("an address");
             let batch = blocks(&region, &remote.remote, 256 << 10);
             peer.write(&batch, &options()).expect("written");
-            // The same again and again, so that the peer dies in the middle of one.
+            // Many equal transfers, so that the peer dies in the middle of one.
             let began = Instant::now();
             let mut transfers: Vec<_> = (0..64)
                 .map(|_| match write {
@@ -174,7 +174,7 @@ fn a_peer_killed_while_it_is_written_or_read_ends_the_transfer_and_no_late_byte_
                 began.elapsed()
             );
             assert!(died > 0, "all had ended before the peer died");
-            // Of a write, the memory of the dead peer is not known to be left alone.
+            // After a write, nothing tells that the dead peer's memory is left alone.
             for error in outcomes.into_iter().filter_map(Result::err).filter(|_| !write) {
                 assert_eq!(error.quiesced(), Some(true), "{error}");
             }
@@ -268,7 +268,7 @@ fn connecting_and_closing_leaves_the_memory_of_the_gpu_as_it_was() {
         peer.write(&batch, &options()).expect("written");
         peer.read(&batch, &options()).expect("read");
     };
-    // The first ones load what stays.
+    // The first cycles load modules and memory that stay.
     (0..5).for_each(|_| cycle(TransportKind::TCP));
     eventually("no GPU is in use", || Gpu::all().is_empty());
     let before = context.memory_info().expect("it is known").free;
@@ -339,7 +339,7 @@ fn calls_that_transfers_make_do_not_wait_for_a_kernel_that_runs() {
     timed("unpinning 4 MiB", &mut || drop(pinned.take()));
     let (mut side, mut happened) = (Some(side), Some(happened));
     timed("destroying a stream", &mut || drop((side.take(), happened.take())));
-    // What the first small pieces of a process need. Freeing the memory waits for the kernel, so it comes last.
+    // The calls that the first small pieces of a process need. Freeing the memory waits for the kernel, so it comes last.
     let later = Stream::new(&context).expect("a stream");
     let (mut function, mut staging) = (None, None);
     timed("compiling the kernel", &mut || {

@@ -15,7 +15,7 @@ use std::time::Duration;
 const KINDS: [TransportKind; 2] = [TransportKind::TCP, TransportKind::LOCAL];
 const BY_KERNEL: [Method; 2] = [Method::Kernel, Method::Gather];
 
-/// One method for all that GPUs copy, until it is dropped.
+/// Makes GPUs copy everything by one method, until it is dropped.
 struct Only;
 
 impl Only {
@@ -114,7 +114,7 @@ fn mixed(pieces: &[(usize, usize)], inside: &[u8], outside: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Only the fake driver counts them.
+/// Waits until no module and no memory is left. Only the fake driver counts them.
 fn ends_without_modules(rig: &Rig) {
     let fake = rig.is_fake().then(|| FakeMachine::get().fake);
     for name in ["modules", "allocated_bytes", "host_registered_bytes"] {
@@ -158,7 +158,7 @@ fn a_thousand_scattered_blocks_take_at_most_eight_calls_of_the_driver() {
                 true => pair.peer.write(&batch, &options()).map(drop),
                 false => pair.peer.read(&batch, &options()).map(drop),
             };
-            // What is made once has been made after these: both streams, events, stages, tables.
+            // These transfers make all that is made once: both streams, events, stages, tables.
             (0..4).for_each(|_| transfer().expect("copied"));
             let (before, batches) = (calls(&rig), counters().batches);
             transfer().expect("copied");
@@ -174,7 +174,7 @@ fn a_thousand_scattered_blocks_take_at_most_eight_calls_of_the_driver() {
     }
 }
 
-/// Calls of the driver but those for the event of a batch.
+/// Calls of the driver, without those for the events of batches.
 fn calls(rig: &FakeRig) -> u64 {
     let calls = rig.calls();
     let others = calls.iter().filter(|(name, _)| !name.starts_with("call:cuEvent"));
@@ -313,7 +313,7 @@ fn an_error_that_a_launch_did_not_cause_fails_no_transfer_of_others() {
             };
             if let Err(error) = outcome {
                 assert_eq!(error.quiesced(), Some(true), "call {at}: {error}");
-                // Nothing copies, so that the memory may be used.
+                // Nothing copies any more, so that the test may use the memory.
                 rig.fake.write(gpu.address(), &[at as u8; 8192]).expect("mapped");
             }
         }

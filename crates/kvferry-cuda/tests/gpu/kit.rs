@@ -24,7 +24,7 @@ pub(crate) struct Rig {
 }
 
 impl Rig {
-    /// The fake driver has these settings; a real one has none.
+    /// Takes the machine. The fake driver gets these settings; a real one has none.
     pub(crate) fn new(settings: &[(&str, &str)]) -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -45,14 +45,14 @@ impl Rig {
         Mode::get() == Mode::Real
     }
 
-    /// Rounds of a test that repeats the same work: `KVFERRY_TEST_ROUNDS`, else many where a GPU does them.
+    /// Rounds of a test that repeats the same work: `KVFERRY_TEST_ROUNDS`, else 1000 on a GPU and 25 without one.
     pub(crate) fn rounds(&self) -> usize {
         let named = std::env::var("KVFERRY_TEST_ROUNDS").ok();
         let default = if self.is_real() { 1000 } else { 25 };
         named.map_or(default, |text| text.parse().expect("a number of rounds"))
     }
 
-    /// Whether there are so many GPUs. If not, says what is skipped.
+    /// Whether there are `count` GPUs. If not, prints that `what` is skipped.
     pub(crate) fn has_devices(&self, count: i32, what: &str) -> bool {
         let devices = self.machine.devices();
         if devices < count {
@@ -124,7 +124,7 @@ pub(crate) struct FakeRig {
 }
 
 impl FakeRig {
-    /// `None` with another driver: the test says that it is skipped.
+    /// `None` with another driver, after it has printed that the test is skipped.
     pub(crate) fn new(settings: &[(&str, &str)]) -> Option<Self> {
         if Mode::get() != Mode::Fake {
             let thread = std::thread::current();
@@ -179,7 +179,7 @@ pub(crate) fn ended(transfer: &Transfer) -> Result<(), Error> {
     transfer.wait(PATIENCE).expect("it ends").map(drop)
 }
 
-/// Two agents: memory of a GPU at the near one, as much host memory at the far one.
+/// Two agents: the near one has memory of a GPU, the far one as much host memory.
 pub(crate) struct Pair {
     pub(crate) region: Region,
     pub(crate) to: Region,

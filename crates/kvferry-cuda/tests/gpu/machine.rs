@@ -1,4 +1,4 @@
-//! What the tests need of a driver: the fake one, or a real one with a GPU.
+//! The interface of the tests to a driver: the fake one, or a real one with a GPU.
 //!
 //! | `KVFERRY_TEST_GPU` | driver | work that takes a while |
 //! |---|---|---|
@@ -29,13 +29,13 @@ pub(crate) trait Machine: Send + Sync {
     /// Runs a kernel after the stream's earlier work.
     fn launch(&self, stream: &Stream, kernel: &Kernel<'_>);
 
-    /// Keeps kernels from starting, those of [`Self::launch`].
+    /// Keeps the kernels of [`Self::launch`] from starting.
     fn hold(&self);
 
     /// Lets kernels start again.
     fn release(&self);
 
-    /// What kernels, and a checker of races if there is one, have found wrong.
+    /// The findings of kernels, and of a checker of races if there is one.
     fn findings(&self) -> Vec<String>;
 
     /// Forgets the findings.

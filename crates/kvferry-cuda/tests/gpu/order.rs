@@ -84,7 +84,7 @@ fn without_the_edge_the_race_is_found() {
     let kernel =
         Kernel { name: "attention", writes: all(&gpu), fill: 7, delay_ns, ..Kernel::default() };
     if !rig.is_fake() {
-        // Pins a stage, which takes time.
+        // The first write pins a stage, which takes time.
         peer.write(&whole(&region, &to, LEN), &options()).expect("written");
     }
     rig.launch(&compute, &kernel);

@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 /// Longest time that a kernel is held: less than what ends a test.
 const HELD_MAX: Duration = Duration::from_secs(20);
 
-/// Bytes of the page, and what is where in it.
+/// Bytes of the page, and the offsets of its words.
 const PAGE_BYTES: usize = 64 << 10;
 const GATE: usize = 0;
 const LATE: usize = 64;
@@ -40,14 +40,14 @@ const ALONE: Grid = Grid { blocks: 1, threads: 1, shared_bytes: 0 };
 
 pub(crate) struct RealMachine {
     driver: &'static Driver,
-    /// For symbols.
+    /// The driver's library, for its symbols.
     library: Fake,
     /// Contexts of all GPUs, kept until the process ends: they take long to make.
     contexts: Vec<Context>,
     page: HostRegistration,
-    /// The page as kernels see it.
+    /// The page's address for kernels.
     page_on_device: u64,
-    /// `None`: work waits in a host function.
+    /// The kernel that waits. `None`: work waits in a host function.
     spin: Option<Function>,
     work: Function,
     /// Names of kernels, by index.

@@ -11,7 +11,7 @@ fn scatters() -> Calibration {
     calibration
 }
 
-/// Jobs out of packed host memory that begins at this address, in random order on the device.
+/// Jobs that copy packed host memory from address `start` on to places in random order on the device.
 fn jobs(lens: impl IntoIterator<Item = u64>, start: u64) -> Vec<Job> {
     let mut jobs = turned(&packed(lens, 4096));
     let first = jobs[0].src;

@@ -250,8 +250,8 @@ impl Space {
         outcome.map(|()| put)
     }
 
-    /// Has blocks that were found, by their places in `keys`, be behind those before them, which may have been missing and
-    /// be there again. Without that the keeper, to which they had left with the missing one, would soon free them.
+    /// Puts blocks that were found, by their places in `keys`, behind the blocks before them, which may have been missing
+    /// and been put again. Without this, the keeper would soon free the found blocks, which had left with the missing one.
     fn join_found(&self, keys: &[Key], found: &[(usize, Entry)]) {
         for chain in found.chunk_by(|(one, _), (next, _)| one + 1 == *next) {
             let (first, _) = chain[0];
@@ -264,22 +264,22 @@ impl Space {
         }
     }
 
-    /// The slot of a block that others are behind. `None`: it waits in host memory, which tells of them once it is
-    /// written; or it is not there.
+    /// The slot of the block before `behind`. `None` if the block waits in host memory, which joins `behind` to it once
+    /// it is written, or if the store does not have it.
     fn slot_before(&self, key: &Key, behind: &[Key]) -> Option<SlotId> {
         let on_disk = || self.store.core.member.find(key).map(|it| it.slot);
         let waits = || self.store.host.as_ref().is_some_and(|host| host.note_behind(key, behind));
         on_disk().or_else(|| if waits() { None } else { on_disk() })
     }
 
-    /// A block that was written is before others that may be there.
+    /// Puts blocks behind one that was written, as far as they are still there.
     pub(crate) fn join_behind(&self, key: &Key, behind: &[Key]) {
         let member = &self.store.core.member;
         let chain: Vec<_> = behind.iter().map_while(|key| member.find(key)).collect();
         self.join_chain(member.find(key).map(|it| it.slot), &chain);
     }
 
-    /// Has blocks that were found one after the other be behind each other, and the first behind `before`.
+    /// Puts each block of a chain behind the one before it, and the first one behind `before`.
     fn join_chain(&self, before: Option<SlotId>, chain: &[Entry]) {
         let member = &self.store.core.member;
         let parents = std::iter::once(before).chain(chain.iter().map(|entry| Some(entry.slot)));

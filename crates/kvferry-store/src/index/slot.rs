@@ -309,7 +309,7 @@ impl Slot<'_> {
         self.advance(LIVE);
     }
 
-    /// Readers find one of the two.
+    /// Sets the block before this one. Readers find the earlier or the new one.
     pub(super) fn set_parent(&self, parent: Option<SlotId>) {
         self.words[PARENT].store(parent.map_or(0, |parent| parent + 1), Relaxed);
     }

@@ -18,7 +18,7 @@ pub struct MemoryInfo {
 }
 
 impl Context {
-    /// How much memory the context's device has. Contexts of all processes count as allocated.
+    /// Reports the memory of the context's device. The contexts of all processes count as allocated.
     ///
     /// # Errors
     /// If the driver refuses, or in a forked child.
@@ -76,13 +76,13 @@ impl DeviceAllocation {
     }
 }
 
-/// Copies that the caller waits for. They go through host memory of their own, which is leaked if the driver does not
-/// say that a copy has ended.
+/// Copies that the caller waits for. The copies go through host memory of their own, which is leaked if the driver does
+/// not report that a copy has ended.
 impl DeviceAllocation {
     /// Copies the bytes from `at` on to all of `into`, after the stream's earlier work.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if there are fewer; if the driver refuses, or in a forked child.
+    /// [`Error::OutOfRange`] if the allocation has fewer; if the driver refuses, or in a forked child.
     pub fn read(&self, stream: &Stream, at: usize, into: &mut [u8]) -> Result<()> {
         let mut bounce = ManuallyDrop::new(vec![0; into.len()]);
         let to = bounce.as_mut_ptr() as u64;
@@ -94,7 +94,7 @@ impl DeviceAllocation {
     /// Copies all of `bytes` to the memory from `at` on, after the stream's earlier work.
     ///
     /// # Errors
-    /// As [`DeviceAllocation::read`].
+    /// The same as for [`DeviceAllocation::read`].
     pub fn write(&self, stream: &Stream, at: usize, bytes: &[u8]) -> Result<()> {
         let bounce = ManuallyDrop::new(bytes.to_vec());
         let from = bounce.as_ptr() as u64;

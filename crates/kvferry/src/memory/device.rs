@@ -67,8 +67,8 @@ impl DeviceMemory {
         Self { device, stages, pieces_max, address, len, has_process_addresses: false }
     }
 
-    /// The memory's addresses are addresses of this process: no other memory has them. A region of it is named by
-    /// address as one of host memory is, and does not overlap another.
+    /// Declares that the memory's addresses are addresses of this process: no other memory has them. Callers name a
+    /// region of such memory by address, as a region of host memory. The region does not overlap another.
     #[must_use]
     pub fn with_process_addresses(self) -> Self {
         Self { has_process_addresses: true, ..self }

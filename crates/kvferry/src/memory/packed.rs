@@ -25,7 +25,7 @@ pub(crate) struct Packed {
 }
 
 impl Packed {
-    /// No pieces yet; they will be memory of the same device as `memory`, of at most `room` bytes.
+    /// An empty list, for pieces of the device that `memory` belongs to, of at most `room` bytes in all.
     pub(crate) fn new(memory: DeviceMemory, room: usize) -> Self {
         Self {
             memory,
@@ -63,7 +63,7 @@ impl Packed {
         }
         let address = memory.at(piece.offset + within);
         let count = self.pieces.len();
-        // Not across regions: those that are neighbours may be two allocations of the device.
+        // Pieces of two regions are not joined: neighbours may be two allocations of the device.
         let is_of_last = self.last_region.replace(piece.region) == Some(piece.region);
         match self.pieces.last_mut() {
             Some(last) if is_of_last && last.address + last.len as u64 == address => {
@@ -79,7 +79,7 @@ impl Packed {
         Some(len)
     }
 
-    /// Drops what is beyond the first `len` bytes. Their regions stay: they are seen alive, and held, too.
+    /// Drops the bytes beyond the first `len`. The regions of dropped bytes stay: they are still checked and held.
     pub(crate) fn truncate(&mut self, len: usize) {
         let mut left = len;
         self.pieces.retain_mut(|piece| {
@@ -119,19 +119,19 @@ impl Packed {
     }
 }
 
-/// A device failed to copy memory that the piece of this index and those after it name.
+/// The fault of a device that failed to copy memory of the piece at this index and of those after it.
 pub(crate) fn device_fault(piece: usize, error: io::Error) -> Fault {
     warn_limited!(piece, %error, "a copy between device and staging memory failed");
     let (code, index) = (WireCode::Internal, index_of(piece));
     Fault::Memory(MemoryFault { code, index, device: Some(error) })
 }
 
-/// The regions that a batch has, by their indexes: a bit for each.
+/// A set of regions, by their indexes in a batch: a bit for each.
 #[derive(Default)]
 struct Seen(SmallVec<[u64; 4]>);
 
 impl Seen {
-    /// Whether the region is new.
+    /// Adds a region. Returns whether it is new.
     fn insert(&mut self, region: u32) -> bool {
         let (word, bit) = (region as usize / 64, 1 << (region % 64));
         if self.0.len() <= word {

@@ -37,7 +37,7 @@ pub(crate) struct Pieces {
     pub(crate) after: After,
 }
 
-/// Length of [`Pieces`] at some time.
+/// The lengths of [`Pieces`] at an earlier time.
 #[derive(Debug)]
 pub(crate) struct Mark {
     pieces: usize,
@@ -52,14 +52,14 @@ impl Pieces {
         self.push_piece(Piece { region, offset, len });
     }
 
-    /// Makes a piece of unregistered memory one of a region.
+    /// Turns a piece of unregistered memory into a piece of a region.
     pub(crate) fn assign(&mut self, piece: usize, region: &Arc<RegionInner>, offset: u64) {
         let len = self.pieces[piece].len;
         let region = self.index_of(region);
         self.pieces[piece] = Piece { region, offset, len };
     }
 
-    /// The index of a region, which is added unless it is known.
+    /// Returns the index of a region, and adds the region unless it is known.
     fn index_of(&mut self, region: &Arc<RegionInner>) -> u32 {
         // Searching further back would cost more than a second entry does.
         let known = self.regions.iter().enumerate().rev().take(LOOK_BACK);

@@ -174,7 +174,7 @@ pub(crate) struct StageUsers {
 }
 
 impl StageUsers {
-    /// Users of no pool yet. Those that join call `wake`, as [`StagePool::join`] says.
+    /// Makes an empty set. Users that join a pool have `wake` called, as [`StagePool::join`] says.
     pub(crate) fn new(wake: Wake) -> Self {
         Self { wake, users: SmallVec::new() }
     }
@@ -183,7 +183,7 @@ impl StageUsers {
         &self.wake
     }
 
-    /// A stage of this pool for one that has so many in all; see [`StageUser::take`].
+    /// Takes a stage of this pool for a cursor or share that has `has` stages in all; see [`StageUser::take`].
     pub(crate) fn take(&mut self, pool: &Arc<StagePool>, has: usize) -> Option<Stage> {
         let known = self.users.iter().position(|user| Arc::ptr_eq(&user.pool, pool));
         let user = known.unwrap_or_else(|| {
@@ -198,7 +198,7 @@ impl StageUsers {
         self.users.iter().fold(false, |before, user| user.park() | before)
     }
 
-    /// Leaves all pools: what is not taken again takes no part of their stages.
+    /// Leaves all pools, so that their stages are divided among the users that still need some.
     pub(crate) fn leave(&mut self) {
         self.users.clear();
     }
@@ -273,7 +273,8 @@ impl Stage {
         self
     }
 
-    /// The same; where that leaves a choice, the first byte also has its place in a page that this offset of a file has.
+    /// The stage, whose first byte has the alignment of this address of the device. If the alignment allows it, the first
+    /// byte also has the place in a page that this offset of a file has.
     pub(crate) fn aligned_to_file(mut self, address: u64, offset: u64) -> Self {
         let in_page = usize::try_from(offset % PAGE as u64).expect("less than a page");
         self.lead = if in_page % LINE as usize == lead(address) { in_page } else { lead(address) };

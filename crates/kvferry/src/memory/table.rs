@@ -29,7 +29,7 @@ pub(crate) struct Tables {
     by_name: FxHashMap<String, RegionId>,
     /// Regions with addresses of this process: host memory, and a device's that shares the address space.
     by_addr: BTreeMap<usize, Arc<RegionInner>>,
-    /// Regions of `by_addr` that are a device's.
+    /// The number of regions in `by_addr` that are a device's.
     devices: usize,
     next_id: u32,
     /// The users of the memory, which transports add.
@@ -245,7 +245,7 @@ impl RegionTable {
             match tables.insert(incarnation, addr as usize, len, access, Backing::Borrowed) {
                 Ok(region) => done.push(region),
                 Err(e) => {
-                    // Nothing has found them: they are not published, and the table is locked.
+                    // Nothing has found the regions: they are not published, and the table is locked.
                     done.iter().for_each(|region| tables.forget(&region.0));
                     return Err(e.with("range", i));
                 }

@@ -77,7 +77,7 @@ impl Batch {
         Arc::make_mut(&mut self.local).after = after;
     }
 
-    /// What transfers of the batch come after: see [`Batch::set_after`].
+    /// The edges that transfers of the batch come after: see [`Batch::set_after`].
     pub fn after(&self) -> &After {
         &self.local.after
     }

@@ -16,14 +16,14 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-/// The interval at which a share is polled that was stopped and could not end at once: a part of the time
-/// since then, so that a device that hangs costs little.
+/// A share that was stopped and could not end at once is polled at this part of the time since then, so that a
+/// device that hangs costs little.
 const STOPPED_POLLS: u32 = 16;
 const STOPPED_POLL_MIN: Duration = Duration::from_millis(1);
 const STOPPED_POLL_MAX: Duration = Duration::from_millis(100);
 
-/// Time for which a caller's thread does not sleep while it waits for a device's copy: one of a whole stage takes less,
-/// and to sleep and to be woken takes as long.
+/// Time for which a caller's thread does not sleep while it waits for a device's copy. The copy of a whole stage takes
+/// less, and to sleep and to be woken takes as long.
 pub(super) const COPY_LINGER: Duration = Duration::from_micros(300);
 
 /// Drives the shares of a job until they have ended; true if the last of them yielded. Each one on a lane has that of
@@ -41,7 +41,7 @@ pub(crate) fn drive<S: Drive>(
         .enumerate()
         .map(|(index, share)| Share::new(share, job, lanes.get(index), may_be_woken))
         .collect();
-    // No event tells that the agent is shut down to what waits for its memory, or has no lane.
+    // A share that waits for its memory, or has no lane, gets no event when the agent is shut down.
     let asks = interrupt.is_some() || may_be_woken || lanes.is_empty();
     let mut at = now();
     let mut asked = at;
@@ -105,7 +105,7 @@ struct Share<'a, S> {
     lane: Option<&'a Arc<Lane>>,
     /// Signalled by the share's waker.
     wakeup: Option<Arc<EventFd>>,
-    /// An event that it waits for has come.
+    /// Whether an event that the share waits for has come.
     is_due: bool,
     device: DeviceWait,
 }

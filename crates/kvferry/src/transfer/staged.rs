@@ -1,7 +1,7 @@
 //! Copies of a batch's device memory through its device's stages, without a peer.
 //!
-//! For benches: what a transport does with a device's memory, without what it does with the bytes. Copies of one call are
-//! ahead of each other as those of one share of a transfer are.
+//! Benches measure by these what a transport does with a device's memory, without what it does with the bytes. The
+//! copies of one call run ahead of each other as the copies of one share of a transfer do.
 
 use crate::memory::cursor::{Cursor, Lent};
 use crate::memory::device::Direction;
@@ -45,7 +45,7 @@ impl Bell {
         self.changed.notify_one();
     }
 
-    /// Does not sleep at once, as the callers of transfers don't.
+    /// Waits for the bell. The thread stays awake for [`COPY_LINGER`] first, as the callers of transfers do.
     fn wait(&self) {
         let began = now();
         while now().saturating_since(began) < COPY_LINGER {
@@ -65,8 +65,8 @@ fn copy(
     use_stage: &mut dyn FnMut(HostSpan),
 ) -> io::Result<()> {
     let pieces = &batch.local;
-    // No revoker of host memory knows the gate below. Memory of a device is touched by its copies only, which hold the
-    // region.
+    // The gate below is unknown to revokers of host memory. Only copies, which hold the region, touch memory of a
+    // device.
     let is_of_devices = (0..pieces.pieces.len()).all(|piece| pieces.device(piece).is_some());
     if !is_of_devices || pieces.has_edges() {
         let what = "the batch has host memory, or edges";

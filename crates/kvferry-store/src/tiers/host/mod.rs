@@ -68,7 +68,7 @@ pub(crate) struct Waiting {
     pub(crate) record: log::Block,
     /// Reason why the last try to write the block failed.
     pub(crate) left: Option<NotStored>,
-    /// Keys of blocks on the disk that follow it in its prompt, where a put has found some.
+    /// Keys of the blocks on the disk that follow this one in its prompt, where a put has found some.
     behind: Vec<Key>,
     /// Time of the next try, and the pause before it. `None`: the block is tried when others are.
     again: Option<(Instant, Duration)>,
@@ -246,7 +246,7 @@ impl HostTier {
         state.numbers.get(key).map(|number| state.waiting[number].left)
     }
 
-    /// Notes blocks on the disk that are behind one that waits, for [`HostTier::written`]. False if it does not wait.
+    /// Notes blocks on the disk that are behind one that waits, for [`HostTier::written`]. False if `key` does not wait.
     pub(crate) fn note_behind(&self, key: &Key, behind: &[Key]) -> bool {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -288,7 +288,7 @@ impl HostTier {
         chain
     }
 
-    /// Blocks wait no more: they may leave. Returns those of them that were noted to have others behind them, with these.
+    /// Ends the wait of blocks, which may then leave. Returns those with noted blocks behind them, and these blocks.
     pub(crate) fn written(&self, numbers: impl Iterator<Item = u64>) -> Vec<(Key, Vec<Key>)> {
         let mut state = self.state.lock();
         let state = &mut *state;

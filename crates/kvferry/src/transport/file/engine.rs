@@ -85,11 +85,11 @@ pub(super) struct Operation {
     /// meanwhile. Through the page cache, bytes are copied.
     pub(super) is_direct: bool,
     pub(super) memory: Memory,
-    /// The pair of the batch; the first one of several that are neighbours in the file.
+    /// The pair of the batch, or the first of several pairs that are neighbours in the file.
     pub(super) pair: usize,
 }
 
-/// What keeps the memory of an operation in place.
+/// The owner that keeps the memory of an operation in place.
 pub(super) enum Memory {
     Region(Held),
     Stage(Arc<Filled>),

@@ -8,17 +8,17 @@ use crate::sync::Arc;
 use kvferry_sys::file::File;
 use kvferry_sys::span::HostSpan;
 
-/// Where the bytes of a stage are in files: contiguous ranges, in the order of the stage's bytes.
+/// The places of a stage's bytes in files: contiguous ranges, in the order of the stage's bytes.
 #[derive(Default)]
 pub(super) struct Ranges {
     ranges: Vec<Range>,
-    /// The place in the stage where each pair's bytes begin.
+    /// For each pair, the place in the stage where its bytes begin, and its index.
     pairs: Vec<(usize, usize)>,
 }
 
 /// A contiguous range of a file. Neighbours in a file that are neighbours in the stage are one range.
 struct Range {
-    /// The first pair, whose file is that of all.
+    /// The first pair of the range. All pairs of the range have its file.
     pair: usize,
     /// Offset in the file region.
     offset: u64,
@@ -75,7 +75,7 @@ impl Ranges {
 pub(super) struct Filled {
     pub(super) stage: Stage,
     pub(super) ranges: Ranges,
-    /// Into the device: the pieces that the bytes are copied to once all of them were read.
+    /// For copies into the device: the pieces that get the bytes once all of them were read.
     pub(super) into: Option<Packed>,
 }
 
@@ -91,12 +91,12 @@ impl Filled {
 /// The operations on files that a stage needs, one after the other.
 pub(super) struct Cutter {
     filled: Arc<Filled>,
-    /// The range, and the bytes of it that have an operation.
+    /// The index of the current range, and the bytes of it that already have an operation.
     range: usize,
     within: usize,
 }
 
-/// What one operation reads or writes.
+/// The file range and the bytes of the stage that one operation reads or writes.
 pub(super) struct Cut {
     pub(super) file: Arc<File>,
     /// Offset in the file.

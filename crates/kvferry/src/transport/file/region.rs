@@ -104,7 +104,7 @@ impl FileInner {
         self.direct.is_some()
     }
 
-    /// The offset in the file of one in the region, for access past the page cache.
+    /// The offset in the file for an offset in the region, for access past the page cache.
     pub(super) fn direct_offset(&self, offset: u64) -> Option<u64> {
         self.is_direct().then_some(self.offset + offset)
     }

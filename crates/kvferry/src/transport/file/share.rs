@@ -49,7 +49,7 @@ pub(super) struct FileShare {
     staged: Option<Staged>,
     /// The order of the pairs of host memory.
     order: Order,
-    /// The next byte of host memory without an operation: its pair, and the bytes of the pair before it.
+    /// The next byte of host memory without an operation: its pair, and the number of the pair's bytes before it.
     at: Option<Position>,
     /// Remainders of operations that moved only a part, to be queued again.
     rest: Vec<Operation>,
@@ -71,7 +71,7 @@ impl FileShare {
     ) -> Result<Self> {
         let is_host = job.batch.local.all_host();
         Ok(Self {
-            // The driver waits for the device, too.
+            // With device memory, the driver waits for the device, too.
             is_callers: is_callers && is_host,
             queue: Some(shared.engine.take()?),
             shared: Arc::clone(shared),
@@ -92,7 +92,7 @@ impl FileShare {
         })
     }
 
-    /// The share, of which device memory calls `wake` when it may be ready.
+    /// The share, with `wake` to be called when its device memory may be ready.
     pub(super) fn woken_by(mut self, wake: Wake) -> Self {
         let (job, gate) = (&self.job, &self.gate);
         self.staged = (!job.batch.local.all_host()).then(|| Staged::new(job.op, gate, wake));
@@ -136,17 +136,17 @@ impl FileShare {
         }
     }
 
-    /// Bytes of an operation that are where they belong: those that were read into a stage are not.
+    /// The bytes of an operation that have reached their destination. Bytes that were read into a stage have not.
     fn counted(&self, memory: &Memory, bytes: usize) -> u64 {
         let is_there = matches!(memory, Memory::Region(_)) || self.job.op == Op::Write;
         if is_there { bytes as u64 } else { 0 }
     }
 
-    /// An operation has moved its last `len` bytes.
+    /// Counts an operation that has moved its last `len` bytes, and goes on with its stage.
     fn ended(&mut self, memory: Memory, len: usize) {
         self.moved += self.counted(&memory, len);
         if let (Memory::Stage(filled), Some(staged)) = (memory, &mut self.staged)
-            // One that has failed before may have left the stage without its bytes.
+            // An earlier operation may have failed, and left the stage without its bytes.
             && !self.job.is_stopped()
             && let Err(fault) = staged.moved(filled, &self.job.batch.local)
         {

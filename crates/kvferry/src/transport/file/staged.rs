@@ -21,8 +21,8 @@ use crate::transfer::batch::Batch;
 use crate::transfer::job::Op;
 use std::collections::VecDeque;
 
-/// Stages that one transfer has at the same time, at most. Those of a GPU have 4 MiB: as many bytes as a transfer has in
-/// operations on files at once.
+/// The most stages that one transfer has at the same time. A GPU's stages have 4 MiB each: together as many bytes as a
+/// transfer has in operations on files at once.
 const STAGES_MAX: usize = 8;
 
 pub(super) struct Staged {
@@ -32,7 +32,7 @@ pub(super) struct Staged {
     has_begun: bool,
     /// The next byte without a stage; `None` after the last one.
     at: Option<Position>,
-    /// Of the devices' pools, while bytes without a stage are left.
+    /// Users of the devices' pools, while bytes without a stage are left.
     users: StageUsers,
     /// Stages in use.
     stages: usize,
@@ -44,9 +44,9 @@ pub(super) struct Staged {
 /// A copy of the device.
 struct Copying {
     copy: Arc<Copy>,
-    /// The first pair.
+    /// The first pair of the copied bytes.
     pair: usize,
-    /// Out: where the bytes go.
+    /// For copies out of the device: the places of the bytes in files.
     ranges: Ranges,
 }
 
@@ -71,7 +71,7 @@ impl Staged {
         }
     }
 
-    /// Begins with as many stages as there are: out, their copies; in, their operations on files.
+    /// Begins as many stages as the pool has. Out of the device, their copies begin; into it, their operations on files.
     pub(super) fn begin(&mut self, batch: &Batch, targets: &Targets) -> Result<(), Fault> {
         if !std::mem::replace(&mut self.has_begun, true) {
             let first = next_pair(&mut self.order, batch, self.op, targets);
@@ -131,13 +131,13 @@ impl Staged {
         self.cutters.front_mut()
     }
 
-    /// All bytes of the stage that was ready have operations.
+    /// Drops the stage that [`Staged::ready`] returned, once all its bytes have operations.
     pub(super) fn leave_ready(&mut self) {
         self.cutters.pop_front();
     }
 
-    /// An operation on a stage has moved all its bytes; the transfer has not failed. The last operation of a stage ends
-    /// it, or has the device copy it.
+    /// Goes on after an operation that has moved all its bytes, while the transfer has not failed. After the last
+    /// operation of a stage, the stage is free, or the device copies it.
     pub(super) fn moved(&mut self, filled: Arc<Filled>, pieces: &Pieces) -> Result<(), Fault> {
         let Some(Filled { stage, ranges, into }) = Arc::into_inner(filled) else { return Ok(()) };
         let Some(packed) = into else {
@@ -178,12 +178,12 @@ impl Staged {
         fault.map_or(Ok(moved), Err)
     }
 
-    /// Whether all bytes are where they belong, so that nothing will wake the transfer any more.
+    /// Whether all bytes have reached their destination, so that nothing will wake the transfer any more.
     pub(super) fn has_ended(&self) -> bool {
         self.has_begun && self.at.is_none() && self.stages == 0
     }
 
-    /// The transfer is stopped: stages that neither a copy nor an operation has go back to the pool.
+    /// Stops the transfer. Stages without a copy or an operation under way go back to the pool.
     pub(super) fn stop(&mut self) {
         self.cutters.clear();
         self.users.leave();

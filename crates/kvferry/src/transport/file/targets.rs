@@ -65,7 +65,7 @@ impl Targets {
     }
 }
 
-/// The pairs whose local memory is moved by other means than that of the rest.
+/// The pairs of a batch whose local memory is of one kind: host memory and device memory move by different means.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Side {
     /// All pairs: the batch has host memory only.

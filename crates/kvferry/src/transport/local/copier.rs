@@ -101,7 +101,7 @@ impl Copier {
     }
 }
 
-/// The spans of a stage, which has the bytes of many pairs one after another, divided where pairs end.
+/// Divides the spans of a stage, which has the bytes of many pairs one after another, where pairs end.
 fn split_at_pairs(pieces: &Pieces, at: Position, spans: &[HostSpan]) -> Vec<HostSpan> {
     let mut split = Vec::new();
     let mut left = pieces.pieces[at.piece..].iter().map(|piece| piece.len);
