@@ -174,11 +174,11 @@ test-yama: ## Test copying within a host under Yama, in a machine that KVFERRY_V
 	    for it in \$$(\$$name --list local:: | sed -n '/yama\|attach\|private_and_shared\|shared_memory/s/: test\$$//p'); do \
 	    su user -c \"\$$name \$$it --exact --nocapture\"; done"; fi
 
-# What `target/gpu/run` takes: TEST_GPU_ARGS="--only driver transfers".
+# Arguments of `target/gpu/run`, such as TEST_GPU_ARGS="--only driver transfers".
 TEST_GPU_ARGS ?=
 HAS_CUDA = $(PYTHON) -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null
 
-# Nothing is built where there is nothing to run it on. `make gpu-pack` builds for another machine.
+# A machine without a driver builds nothing. `make gpu-pack` builds for another machine.
 test-gpu: ## Run the tests of GPUs on this machine's GPU; NOT MEASURED without one
 	@if $(HAS_CUDA); then $(MAKE) --no-print-directory gpu-pack && PYTHON='$(PYTHON)' target/gpu/run --out target/gpu-results $(TEST_GPU_ARGS); \
 	else echo 'NOT MEASURED: there is no CUDA driver (libcuda.so.1) here; make gpu-pack builds target/gpu for a machine with one'; fi
@@ -226,7 +226,7 @@ bench-vllm: command-dist wheel-measured ## Measure KVFerryConnector beside Moonc
 bench-scheduler: wheel-measured ## Measure what an engine's scheduler waits for, such as the name of a prompt; fails if it is too long
 	PYTHON=$(BIN)/python bench/scheduler/run --check $(BENCH_ARGS)
 
-# Beside the kernels of bench/gpu/copy.cu where there is a compiler for them.
+# Where nvcc is installed, the kernels of bench/gpu/copy.cu are measured, too.
 bench-gpu: command-dist ## Measure copies of a GPU's memory beside the driver's own; says NOT MEASURED without a GPU
 	@if command -v nvcc >/dev/null; then nvcc -ptx -O3 -arch=native -o target/copy.ptx bench/gpu/copy.cu; else rm -f target/copy.ptx; fi
 	target/dist/kvferry bench gpu --check $$(test -e target/copy.ptx && echo --kernel target/copy.ptx) $(BENCH_GPU_ARGS)

@@ -1,13 +1,13 @@
 """Prefill and decode engines on one GPU that hand KV over by `KVFerryConnector`.
 
-They call it as vLLM's first model runner does. Scheduling is asynchronous: steps are launched before the earlier ones
-have run, and blocks are given to the next request once the last step of the one before is launched. Tokens and KV are
-compared with those of one engine alone.
+The engines call the connector as vLLM's first model runner does. Scheduling is asynchronous: steps are launched before
+the earlier ones have run, and the blocks of a request go to the next one once its last step is launched. Tokens and KV
+are compared with those of one engine alone.
 
     python e2e/gpu/paged_engine.py --device cuda:0 --out FOLDER
 
-It needs torch, pytest (for the stand-in of vLLM's classes) and kvferry; no vLLM. The last row leaves the edges between
-streams and transfers out, and must differ. Exit status 0: all rows are as they must be.
+The program needs torch, pytest (for the stand-in of vLLM's classes) and kvferry; no vLLM. The last row leaves the edges
+between streams and transfers out, and must differ. Exit status 0: all rows are as they must be.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ vllm: Any = importlib.import_module("vllm_stand_in")
 
 GENERATED = 16
 PREFILL_BLOCKS, DECODE_BLOCKS = 90, 200
-# Seconds of a handoff, and of an engine's start.
+# The longest time of a handoff, and of an engine's start, in seconds.
 TIMEOUT = 20.0
 
 
@@ -74,10 +74,10 @@ class Prompt:
 
 @dataclass
 class Result:
-    """Of one prompt."""
+    """The result of one prompt."""
 
     tokens: list[int]
-    # Of the prompt's KV, as decode has it.
+    # The checksum of the prompt's KV in decode's blocks.
     checksum: int
     failed: bool = False
 
@@ -115,7 +115,7 @@ class Running:
 
 
 class Engine:
-    """What both sides have of vLLM: a pool of blocks, and the calls of a step in their order."""
+    """The parts of vLLM on both sides: a pool of blocks, and the calls of a step in their order."""
 
     def __init__(self, args: argparse.Namespace, case: Case, blocks: int) -> None:
         self.args, self.case = args, case
@@ -140,7 +140,7 @@ class Engine:
             "timeout": TIMEOUT,
             "idle_share": 1.0,
         }
-        # What names a model of vLLM is not the matter here.
+        # Replaces checks and names of vLLM's models, which this engine does not have.
         module.check_connector = lambda: None
         module.of_vllm = lambda *_: SimpleNamespace(properties=lambda: {"model": "paged"})
         module._place = lambda _: (module.Place(), 0)
@@ -159,7 +159,7 @@ class Engine:
     def allocate(self, count: int) -> list[int] | None:
         if count > len(self.free):
             return None
-        # The blocks that were given back last are given away first.
+        # The blocks that were given back last are taken first.
         return [self.free.pop() for _ in range(count)]
 
     def step(self, new: list[Any], cached: list[Any], tokens: dict[str, int], launch: Any) -> Any:
@@ -338,7 +338,7 @@ def decode_rows(rows: list[Running | None]) -> list[tuple[int, int, list[int]]]:
 
 
 def generated(model: Model, batch: list[Running]) -> list[Running]:
-    """Keeps the tokens of a step, once it has run. Returns the requests that have all of theirs."""
+    """Keeps the tokens of a step, once it has run. Returns the requests that have all their tokens."""
     last = model.last.clone()
     for it in batch:
         it.generated.append(last[it.row])
@@ -347,7 +347,7 @@ def generated(model: Model, batch: list[Running]) -> list[Running]:
 
 
 def alone(args: argparse.Namespace, graphs: tuple[str, ...], asked: list[Prompt]) -> dict[str, Result]:
-    """What one engine computes without kvferry."""
+    """The results of one engine without kvferry."""
     model = Model(BATCH * TABLE + 1, args.device, getattr(torch, args.dtype))
     if model.is_cuda:
         model.capture(*graphs)
@@ -423,7 +423,7 @@ def serve_decode(engine: Any, pipe: Any) -> None:
 
 
 def hand_over(args: argparse.Namespace, case: Case, asked: list[Prompt]) -> dict[str, Result]:
-    """Prefill and decode in processes of their own. Of two requests, decode asks for one while prefill computes it."""
+    """Runs prefill and decode in processes of their own. Decode asks for half the requests while they are computed."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
     for side in ("prefill", "decode"):
@@ -470,7 +470,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--delay", type=int, default=2_000_000, help="cycles that the stream waits in each step")
-    parser.add_argument("--transports", nargs="+", default=["tcp", "local,tcp"], help="those of the agents of each row")
+    parser.add_argument("--transports", nargs="+", default=["tcp", "local,tcp"], help="transports of each row's agents")
     parser.add_argument("--without-edges", action="store_true", help="only the row without edges")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which no further row begins")
     parser.add_argument("--out", type=Path, help="a folder for paged_engine.json")

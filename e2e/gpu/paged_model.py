@@ -1,4 +1,4 @@
-"""A small decoder with a paged KV cache: what an engine has to compute, on a GPU or on a CPU.
+"""A small decoder with a paged KV cache: the computation of an engine, on a GPU or on a CPU.
 
 Every call has the same shapes, whatever the requests are: a row is one token, and rows do not depend on each other.
 So a request's KV and tokens are the same bits in any batch, and two runs can be compared.
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-# The same bits in each process, whatever its streams are.
+# With this setting, cuBLAS computes the same bits in each process, whatever its streams are.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 LAYERS, HEADS, KV_HEADS, HEAD, WIDTH, VOCABULARY = 4, 8, 2, 64, 512, 1024
 BLOCK = 16
-# Blocks of one request, at most, and rows of a step of prefill and of decode.
+# The most blocks of one request, and the rows of a step of prefill and of decode.
 TABLE = 36
 CHUNK, BATCH = 64, 8
 # Steps that may be launched before the oldest of them has run.
@@ -34,14 +34,14 @@ Hook = Callable[[int], None]
 class _Rows:
     """The arguments of a step: in memory of the GPU, and in pinned memory, once for each step under way."""
 
-    # Of each row: its token or -1 for the last one that was generated there, its position or -1, its blocks.
+    # Each row has its token (-1: the last one that was generated there), its position (-1: no request) and its blocks.
     device: Any
     host: list[Any]
     graph: Any = None
 
 
 class Model:
-    """A decoder with random weights, the same ones for one seed, and a cache of so many blocks. Block 0 is no one's."""
+    """A decoder with random weights, the same ones for one seed, and a cache of `blocks`. No request has block 0."""
 
     def __init__(self, blocks: int, device: str, dtype: torch.dtype, *, seed: int = 1) -> None:
         self.device = torch.device(device)
@@ -65,11 +65,11 @@ class Model:
             }
             for _ in range(LAYERS)
         ]
-        # As vLLM has it: one allocation, and of each layer blocks × heads × tokens × keys and values.
+        # The layout is vLLM's: one allocation, and for each layer blocks × heads × tokens × keys and values.
         self.cache = torch.zeros(LAYERS, blocks, KV_HEADS, BLOCK, 2 * HEAD, device=self.device, dtype=dtype)
         self.last = torch.zeros(BATCH, dtype=torch.int32, device=self.device)
         self._rows = {name: self._arguments(rows) for name, rows in (("prefill", CHUNK), ("decode", BATCH))}
-        # Of each step under way, its end.
+        # The event at the end of each step under way.
         self._ends: list[Any] = []
         self._steps = 0
 
@@ -99,7 +99,7 @@ class Model:
             before(at)
             cache = self.cache[at]
             cache[block, :, position % BLOCK] = torch.cat((key, value), dim=2)
-            # All that the row's request has, and what is not written yet, which the mask hides.
+            # All tokens of the row's request, and places that are not written yet: the mask hides those.
             read = cache[tables].transpose(1, 2).reshape(-1, KV_HEADS, TABLE * BLOCK, 2 * HEAD)
             keys, values = read.split(HEAD, dim=3)
             grouped = query.reshape(-1, KV_HEADS, HEADS // KV_HEADS, HEAD)
@@ -116,7 +116,7 @@ class Model:
         self.last.copy_(self._forward(rows, before, after))
 
     def capture(self, *steps: str) -> None:
-        """Has these steps, ``prefill`` and ``decode``, run as CUDA graphs, which call no hooks."""
+        """Makes these steps, ``prefill`` or ``decode``, run as CUDA graphs, which call no hooks."""
 
         def none(_: int) -> None: ...
 
@@ -134,7 +134,7 @@ class Model:
         self.synchronize()
 
     def launch(self, name: str, rows: list[tuple[int, int, list[int]]], before: Hook, after: Hook) -> None:
-        """Launches a step, without waiting for it: of each row its token, its position and its blocks."""
+        """Launches a step, without waiting for it. Each row has a token, a position and blocks."""
         arguments = self._rows[name]
         if self.is_cuda and len(self._ends) == AHEAD:
             self._ends.pop(0).synchronize()
@@ -159,13 +159,13 @@ class Model:
             self._ends.append(end)
 
     def delay(self, cycles: int) -> None:
-        """Has the stream wait, so that the host is ahead of it."""
+        """Makes the stream wait, so that the host is ahead of it."""
         if self.is_cuda and cycles:
             torch.cuda._sleep(cycles)
 
     def checksum(self, blocks: list[int], tokens: int) -> torch.Tensor:
-        """A number that the KV of the first tokens of these blocks determines, once the stream gets there."""
-        # From pinned memory, since the copy would wait for the stream otherwise.
+        """The checksum of the KV of the first tokens of these blocks, computed on the stream."""
+        # A copy from pageable memory would wait for the stream.
         host = torch.tensor(blocks, pin_memory=self.is_cuda)
         numbers = host.to(self.device, non_blocking=True)
         kv = self.cache[:, numbers].transpose(2, 3).reshape(LAYERS, -1, KV_HEADS * 2 * HEAD)[:, :tokens].contiguous()

@@ -1130,16 +1130,16 @@ class WorkerHalf:
     def apply(self, metadata: bytes, after: _After | None = None) -> None:
         """Takes a step, before anything is computed or overwritten. Raises ValueError for metadata of another version.
 
-        `after`, needed for KV in memory of a GPU: what used the blocks before, so that the step's loads write them after
-        that. Loads for which it can't be recorded fail.
+        `after`, needed for KV in memory of a GPU, names the work that used the blocks before: the step's loads write the
+        blocks after it. Loads fail if that work can't be recorded.
         """
 
     def fetch(self) -> None:
         """Begins the loads of the step."""
 
     def layer_computed(self, layer: int, after: _After | None = None) -> None:
-        """A layer of the step is computed, numbered as in the layout. In memory of a GPU it is computed once what
-        `after` names has run; it is announced then.
+        """A layer of the step is computed, numbered as in the layout. In memory of a GPU it is computed, and announced,
+        once the work that `after` names has run.
         """
 
     def step_computed(self, after: _After | None = None) -> None:

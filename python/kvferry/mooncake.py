@@ -15,8 +15,8 @@ engine, give its address.
 
 As in Mooncake, addresses are those of memory that the caller keeps valid: registered memory until it is unregistered,
 local memory of a transfer until its outcome. They may be addresses of memory of a GPU, which is registered before a
-transfer names it. The caller has waited for the work that uses it, or says by ``TransferEngine.set_after`` what
-transfers come after.
+transfer names it. The caller has waited for the work that uses the memory, or names by ``TransferEngine.set_after``
+the work that transfers come after.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class TransferEngine:
 
     Calls return 0 or a negative code, transfers that run in the background an id or 0. Lists of addresses and lengths
     may be lists, tuples, or arrays of 64-bit integers. ``transport_hint`` and ``device_name`` have no effect. The CUDA
-    driver tells whether memory is a GPU's; a ``location`` such as ``cuda:0`` loads it, unless the process has.
+    driver tells whether memory is a GPU's; a ``location`` such as ``cuda:0`` loads it if the process has not.
     """
 
     TransferOpcode = _Opcode
@@ -386,8 +386,8 @@ class TransferEngine:
 
     def set_after(self, after: Any) -> int:
         """Makes later transfers of memory of GPUs come after ``after``: "host" (the default: the caller has waited), a
-        stream, an event, or a list of these, as `kvferry.Peer.write` takes it. Of a stream it is what the stream has at
-        each transfer's call. 0; -1 before `initialize`. Mooncake does not have this call."""
+        stream, an event, or a list of these, as `kvferry.Peer.write` takes it. A stream stands for the work that it has
+        at each transfer's call. 0; -1 before `initialize`. Mooncake does not have this call."""
         return self._engine.set_after(after)
 
     def last_error(self) -> str:

@@ -81,8 +81,8 @@ class Stream:
         expect: int = -1,
         delay: float = 0.001,
     ) -> None:
-        """Runs a kernel that reads and fills ranges, each an address and its bytes, after a delay in seconds. What it
-        reads must be `expect`, unless that is negative.
+        """Runs a kernel that reads and fills ranges, each an address and its bytes, after a delay in seconds. All
+        bytes that it reads must be `expect`, unless `expect` is negative.
         """
         ranges = [(_Range * len(it))(*it) for it in (reads or [], writes or [])]
         counted = [part for it in ranges for part in (it, len(it))]

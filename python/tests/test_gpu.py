@@ -270,7 +270,7 @@ def test_a_capsule_is_kept_until_its_region_is_unregistered_and_freed_once(drive
 
 
 class Hostile:
-    """Its attributes run Python code."""
+    """An order whose attributes run Python code."""
 
     def __init__(self, name: str, run: Callable[[], object]) -> None:
         self._name, self._run = name, run
@@ -299,7 +299,7 @@ def test_errors_of_what_a_transfer_comes_after_reach_the_caller(
                 peer.write(batch, after=after)  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="mine"):
         peer.write(batch, after=Hostile("__cuda_stream__", lambda: fail))  # type: ignore[arg-type]
-    # It changes the batch, or the list.
+    # The code changes the batch, or the list.
     stream, orders = Stream(driver), ["host"]
     for run in (batch.clear, orders.clear):
         batch.push(region, 0, remote.remote(), 0, 64)
@@ -318,7 +318,7 @@ def test_errors_of_what_a_transfer_comes_after_reach_the_caller(
 
 
 class Shaped(Array):
-    """An array of which an interface says something else."""
+    """An array whose interface reports another shape or type."""
 
     def __init__(self, driver: Driver, says: dict[str, object]) -> None:
         super().__init__(driver, NBYTES)

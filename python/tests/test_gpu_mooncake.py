@@ -50,7 +50,7 @@ def test_layers_on_a_gpu_are_handed_over_as_sglang_does(
 ) -> None:
     ours = [Array(driver, NBYTES) for _ in range(LAYERS)]
     theirs = [Array(driver, NBYTES, device=1) for _ in range(LAYERS)]
-    # Metadata of a request is in host memory, and goes with the layers.
+    # Metadata of a request is in host memory, and is transferred with the layers.
     aux, their_aux = bytearray(b"first token" * 10), bytearray(110)
     places = [ctypes.addressof(ctypes.c_char.from_buffer(it)) for it in (aux, their_aux)]
     for number, array in enumerate(ours):

@@ -1,5 +1,5 @@
-"""`KVFerryConnector` with caches in memory of GPUs, on the fake driver, driven as vLLM's first model runner drives it:
-prefill computes on its stream, decode loads, and the race checker sees what no edge orders.
+"""`KVFerryConnector` with caches in memory of GPUs, on the fake driver, called as vLLM's first model runner calls it:
+prefill computes on its stream, decode loads, and the race checker finds accesses that no edge orders.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Engine:
         self.failed |= results.failed_recving
 
     def until(self, has_ended: Callable[[], bool], seconds: float = 20) -> bool:
-        """Steps without requests. False after so many seconds."""
+        """Runs steps without requests until the condition holds. False if it does not within `seconds`."""
         deadline = time.monotonic() + seconds
         while not has_ended():
             if time.monotonic() > deadline:
@@ -175,7 +175,7 @@ def compute(engine: Engine, request: str, byte: int, blocks: list[int], transfer
 
 
 def before_it_is_computed(prefill: Engine) -> dict[str, Any]:
-    """The parameters of a request that decode gets together with prefill."""
+    """The parameters of a request that decode gets while prefill computes it."""
     host, _, port = prefill.worker.get_handshake_metadata().address.rpartition(":")
     return {"do_remote_prefill": True, "transfer_id": "x", "remote_host": host, "remote_port": int(port)}
 
@@ -202,7 +202,7 @@ def decode(engine: Engine, blocks: list[int], byte: int, *, delay: float = 0.001
 
 
 def bytes_of(engine: Engine, blocks: list[int]) -> list[set[int]]:
-    """Of each layer, the bytes that the blocks' tokens of the prompt have."""
+    """For each layer, the bytes in the blocks' tokens of the prompt."""
     content, tokens = engine.array.content, len(PROMPT)
     found: list[set[int]] = [set() for _ in range(LAYERS)]
     for layer in range(LAYERS):
@@ -300,7 +300,7 @@ def test_a_step_whose_event_can_not_be_recorded_hands_nothing_over(
     driver: Driver, engines: tuple[Engine, Engine]
 ) -> None:
     prefill, decoder = engines
-    # As for a stream in a graph capture: the driver refuses.
+    # The driver refuses this stream, as it does one in a graph capture.
     prefill.worker._worker._stream = lambda: 12345
     made = load(decoder, "d", before_it_is_computed(prefill), [1, 2, 3])
     assert compute(prefill, "p", 7, [1, 2, 5]) is None

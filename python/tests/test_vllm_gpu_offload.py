@@ -40,7 +40,7 @@ class Pages:
 
 
 class Engine:
-    """A worker of an engine with a store, and the GPU that it has its pages on."""
+    """A worker of an engine with a store, and the memory of the GPU that has its pages."""
 
     def __init__(self, driver: Driver, modules: Any, stream: Stream, directory: Path) -> None:
         self.stream, self._modules = stream, modules
@@ -79,7 +79,7 @@ class Engine:
         assert self.worker.submit_load(job, self.stored(names), given)
 
     def until(self, job: int, seconds: float = 20) -> bool:
-        """False after so many seconds."""
+        """Waits for the end of a job. False if it does not end within `seconds`."""
         deadline = time.monotonic() + seconds
         while job not in self.ended:
             if time.monotonic() > deadline:

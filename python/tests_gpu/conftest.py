@@ -39,7 +39,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A line for each test in the file that KVFERRY_GPU_RESULTS names: it is there although a later test may hang."""
+    """Writes a line for each test to the file of KVFERRY_GPU_RESULTS at once, since a later test may hang."""
     file = os.environ.get("KVFERRY_GPU_RESULTS")
     if file is None or (report.when != "call" and report.outcome == "passed"):
         return

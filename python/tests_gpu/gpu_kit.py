@@ -1,4 +1,4 @@
-"""What the tests share: memory, kernels that take a while, and agents in other processes."""
+"""The tools of the tests: memory, kernels that take a while, and agents in other processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE = 60.0
 
 
 def figure(text: str) -> None:
-    """A line for the summary of all tests."""
+    """Prints a line for the summary of all tests."""
     print(f"FIGURE: {text}")
 
 
@@ -48,7 +48,7 @@ def whole(local: kvferry.Region, remote: kvferry.RemoteRegion, nbytes: int) -> k
 
 
 def scattered(local: kvferry.Region, remote: kvferry.RemoteRegion, count: int, nbytes: int) -> kvferry.Batch:
-    """Block `i` is at twice its index here, and in reverse order there."""
+    """A batch whose block `i` has place `2 * i` in the local region. The remote blocks are in reverse order."""
     batch = kvferry.Batch()
     here = [2 * i * nbytes for i in range(count)]
     there = [2 * i * nbytes for i in reversed(range(count))]
@@ -57,7 +57,7 @@ def scattered(local: kvferry.Region, remote: kvferry.RemoteRegion, count: int, n
 
 
 def moved(local: torch.Tensor, remote: torch.Tensor, count: int, nbytes: int) -> torch.Tensor:
-    """What `remote` holds after `scattered` was written from `local`."""
+    """The content of `remote` after `scattered` was written from `local`."""
     rows = remote.clone().view(-1, nbytes)
     rows[: 2 * count : 2] = local.view(-1, nbytes)[: 2 * count : 2].flip(0)
     return rows.view(-1)
@@ -112,7 +112,7 @@ def peer_process(transports: str, environment: dict[str, str] | None = None) -> 
 
 
 class _Served:
-    """What the other process can do, by name."""
+    """The calls that the other process serves, by name."""
 
     def __init__(self, transports: str) -> None:
         self.agent = kvferry.Agent("peer", listen="127.0.0.1:0", transports=transports)

@@ -23,7 +23,7 @@ def move(mine, theirs, transports):
 
 def test_expandable_segments(transports: str) -> None:
     program = f"""{MOVE}
-# They grow by pieces that are mapped one after the other.
+# Expandable segments grow by pieces that are mapped one after the other.
 parts = [filled(30 * MIB, i) for i in range(8)]
 mine, theirs = pattern(200 * MIB, 1), pattern(200 * MIB, 2)
 move(mine, theirs, {transports!r})

@@ -1,4 +1,6 @@
-"""Each transfer comes after what it names, in each library's words, and disturbs no stream and no capture."""
+"""Each transfer comes after the work that `after` names, for streams and events of each library, and disturbs no
+stream and no capture.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +192,7 @@ def test_an_event_of_a_capture_is_refused_and_ends_the_capture(near: kvferry.Age
     batch = whole(near.register(mine), far.register(to).remote(), NBYTES)
     peer, event = near.peer(far.address), torch.cuda.Event()
     torch.cuda.synchronize()
-    # The driver has no question about such an event that leaves the capture valid.
+    # The driver has no query of such an event that leaves the capture valid.
     with pytest.raises(RuntimeError, match="capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         mine.add_(1)
         event.record()

@@ -32,7 +32,7 @@ class Cache:
             self.save, self.load = peer.write, peer.read
 
     def batch(self, random_: random.Random, place: int) -> kvferry.Batch:
-        """One row of blocks, each in a place of its own at the other side."""
+        """A batch of one row of blocks, each in a place of its own at the other side."""
         batch = kvferry.Batch()
         order = random_.sample(range(BLOCKS), BLOCKS)
         here = [place * NBYTES + i * BLOCK for i in range(BLOCKS)]
@@ -84,7 +84,7 @@ def test_with_edges_no_round_has_a_wrong_byte(
 def test_without_edges_rounds_have_wrong_bytes(
     near: kvferry.Agent, far: kvferry.Agent, tmp_path: Path, request: pytest.FixtureRequest, to: str, transports: str
 ) -> None:
-    """The caller says "host" and has not waited: what the test above would miss if it could not fail."""
+    """The caller says "host" and has not waited. This shows that the test above can fail."""
     if to == "file" and transports != "tcp":
         pytest.skip("files do not depend on the transport")
     if to == "file":

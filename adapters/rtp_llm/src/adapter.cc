@@ -56,9 +56,9 @@ uint64_t leftMs(int64_t deadline_ms) {
     return deadline_ms > now ? static_cast<uint64_t>(deadline_ms - now) : 0;
 }
 
-const char* const kWrongMemory = "a block of device memory is not registered as such, or one of host memory is";
+const char* const kWrongMemory = "a block is in another kind of memory (host, device) than it was registered as";
 
-// RTP-LLM has waited for the events of what it sends, and gives a task pages that no kernel uses.
+// RTP-LLM has waited for the events of the blocks that it sends, and gives a task pages that no kernel uses.
 const kvferry_after kHasWaited = {KVFERRY_AFTER_HOST, 0, 0};
 
 std::vector<kvferry_task_part> parts(const KeyBlockInfoMap& blocks) {
@@ -178,7 +178,7 @@ bool Endpoint::areAsRegistered(const KeyBlockInfoMap& blocks) {
         for (const BlockInfo& part : block ? block->blocks : std::vector<BlockInfo>()) {
             if (part.addr == nullptr || part.size_bytes == 0) continue;
             const auto after = regions_.upper_bound(part.addr);
-            // What is in no region is refused with its address.
+            // A block that is in no region is refused elsewhere, with its address.
             if (after != regions_.begin() && std::prev(after)->second.is_cuda != part.is_cuda) return false;
         }
     return true;

@@ -13,7 +13,7 @@ namespace {
 
 // Transfers of one request at a time, if the configuration asks for several threads. One runs on the caller's.
 constexpr unsigned kPartsMax = 4;
-// Stages that a device which does not answer may keep: 256 MiB.
+// The most stages that devices which do not answer may keep: 256 MiB.
 constexpr std::size_t kLeftMax = 4;
 
 class LoopbackAgent final : public trt::BaseLoopbackAgent {
@@ -58,7 +58,7 @@ public:
     }
 
 private:
-    // Releases stages whose device has answered since. Does not wait.
+    // Releases the stages whose device has answered since. Does not wait.
     void release_left() {
         const auto is_released = [](kvferry_region *stage) {
             kvferry_region_info info{};
@@ -73,7 +73,7 @@ private:
     unsigned const parts_max_;
     std::mutex mutex_;
     Agent agent_;
-    // Of requests that have failed: files that do not answer still use them.
+    // Stages of failed requests, which files that do not answer still use.
     std::vector<kvferry_region *> left_;
 };
 

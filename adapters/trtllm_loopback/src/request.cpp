@@ -16,7 +16,7 @@ namespace {
 
 // A further transfer is worth its start from this many bytes on.
 constexpr std::uint64_t kPartBytesMin = 4u << 20;
-// Host memory that blocks of device memory go through.
+// Bytes of the host memory that blocks of device memory go through.
 constexpr std::uint64_t kStageBytes = 64u << 20;
 // Blocks are cut at pages of their files, so that both sides may go past the page cache.
 constexpr std::uint64_t kPageBytes = 4096;
@@ -233,7 +233,7 @@ void Request::open_stage() {
     self_.reset(self);
 }
 
-// Files and device memory have no way to each other but through host memory.
+// Moves blocks of device memory to or from files through host memory: there is no direct way.
 void Request::transfer_through_stage() {
     if (regions_.empty()) return;
     open_stage();
@@ -255,7 +255,8 @@ void Request::transfer_through_stage() {
     move_staged();
 }
 
-// Moves what was put into the stage's list. The caller has waited for what uses the device memory, as for NIXL's agent.
+// Moves the parts in the stage's list. The caller has waited for the work that uses the device memory, as for NIXL's
+// agent.
 void Request::move_staged() {
     Error error;
     kvferry_batch *made[2] = {};
@@ -298,7 +299,7 @@ std::string Request::release(std::vector<kvferry_region *> &left) {
         if (region.handle == nullptr || kvferry_region_unregister(region.handle, &error) == KVFERRY_OK) continue;
         problem = std::string("; the memory could not be released, do not reuse it: ") + error.text;
     }
-    // Its handle stays then, and keeps the memory.
+    // The handle of a quarantined region stays, and keeps the memory.
     if (stage_ != nullptr && kvferry_region_unregister(stage_, nullptr) == KVFERRY_QUARANTINED) left.push_back(stage_);
     stage_ = nullptr;
     regions_.clear();

@@ -21,7 +21,7 @@ public:
     void run();
 
     // Releases memory and files; waits for a device that still uses the memory. What went wrong, or nothing.
-    // `left` gets a stage that a device still uses after that: to be released later.
+    // `left` gets a stage that a device still uses at the end, to be released later.
     std::string release(std::vector<kvferry_region *> &left);
 
     // After a failed offload: empties the files, so that no later onboard reads a part of a block. What was

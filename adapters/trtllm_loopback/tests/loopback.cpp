@@ -141,7 +141,7 @@ private:
 };
 
 void on_device(std::string const &folder) {
-    // More than the stage holds, of lengths that are no pages.
+    // Blocks that together exceed the stage, with lengths that are not multiples of a page.
     const std::vector<std::size_t> lens = {10000, 40u << 20, 1, 30u << 20, 4096};
     const DeviceBlocks device(lens);
     const Blocks files(folder, lens);

@@ -213,7 +213,7 @@ typedef struct kvferry_error {
 // Facts of a region. Set `size` to `sizeof(kvferry_region_info)`.
 typedef struct kvferry_region_info {
   size_t size;
-  // In this process, or the GPU's for its memory.
+  // The address in this process, or the GPU's address of its memory.
   void *address;
   size_t len;
   // `KVFERRY_ACCESS_` bits.
@@ -547,8 +547,8 @@ int kvferry_batch_push(struct kvferry_batch *batch,
                        struct kvferry_error *error);
 
 // Adds `count` pairs by address: all, or none on an error. The peer checks that its addresses are
-// registered. Transfers move such batches with kvferry and stock Mooncake peers. Local memory of a GPU is
-// registered with the agent before a transfer has it, which names in `after` what it comes after.
+// registered. Transfers move such batches with kvferry and stock Mooncake peers. The caller registers local memory
+// of a GPU with the agent before a transfer, which names in `after` the work that it comes after.
 //
 // One thread at a time; a second one waits. After a fork: `KVFERRY_FORKED`.
 int kvferry_batch_push_addresses(struct kvferry_batch *batch,

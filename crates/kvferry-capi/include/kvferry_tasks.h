@@ -53,9 +53,9 @@ typedef struct kvferry_task_options {
   kvferry_task_done done;
   // Passed to `done`.
   void *user;
-  // What the task comes after, at least one, where memory of it is a GPU's: the work that computes what is sent, or
-  // that used the memory which is received into. The task waits; the call does not. Streams and events exist until the
-  // call returns.
+  // The work that the task comes after, at least one element if the task has memory of a GPU: the work that computes
+  // the sent bytes, or that used the memory of the receive task. The task waits for it; the call does not. Streams
+  // and events exist until the call returns.
   const kvferry_after *after;
   size_t after_count;
 } kvferry_task_options;

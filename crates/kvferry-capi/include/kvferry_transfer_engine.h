@@ -135,9 +135,10 @@ int removeLocalSegment(transfer_engine_t engine, const char *segment_name);
 
 // Registers memory of the host or of a GPU. -7: it overlaps registered memory, even if it is the same.
 //
-// A location that names a GPU, as "cuda:0", loads the CUDA driver. A process that has memory of a GPU has loaded it
-// before: then the driver tells whose memory it is, whatever the location. Callers wait for the work that uses memory
-// of GPUs before they start transfers of it, unless the environment has `KVFERRY_MOONCAKE_AFTER=default-stream`.
+// A location that names a GPU, as "cuda:0", loads the CUDA driver. A process that has memory of a GPU has loaded the
+// driver before: then the driver tells whose memory it is, whatever the location. Callers wait for the work that uses
+// memory of GPUs before they start transfers of it, unless the environment has
+// `KVFERRY_MOONCAKE_AFTER=default-stream`.
 int registerLocalMemory(transfer_engine_t engine,
                         void *addr,
                         size_t length,
@@ -147,7 +148,7 @@ int registerLocalMemory(transfer_engine_t engine,
 // Unregisters memory. When this returns 0, no copier touches it any more. -3: nothing is registered there.
 int unregisterLocalMemory(transfer_engine_t engine, void *addr);
 
-// Registers ranges that peers may read and write: all, or none on an error. Else as `registerLocalMemory`.
+// Registers ranges that peers may read and write: all, or none on an error. Otherwise the same as `registerLocalMemory`.
 int registerLocalMemoryBatch(transfer_engine_t engine,
                              buffer_entry_t *buffer_list,
                              size_t buffer_len,

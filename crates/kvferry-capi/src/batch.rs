@@ -89,8 +89,8 @@ pub unsafe extern "C" fn kvferry_batch_push(
 }
 
 /// Adds `count` pairs by address: all, or none on an error. The peer checks that its addresses are
-/// registered. Transfers move such batches with kvferry and stock Mooncake peers. Local memory of a GPU is
-/// registered with the agent before a transfer has it, which names in `after` what it comes after.
+/// registered. Transfers move such batches with kvferry and stock Mooncake peers. The caller registers local memory
+/// of a GPU with the agent before a transfer, which names in `after` the work that it comes after.
 ///
 /// One thread at a time; a second one waits. After a fork: `KVFERRY_FORKED`.
 ///

@@ -26,7 +26,7 @@ pub const KVFERRY_ACCESS_WRITE: u32 = 2;
 #[derive(Clone, Copy, Debug)]
 pub struct kvferry_region_info {
     pub size: usize,
-    /// In this process, or the GPU's for its memory.
+    /// The address in this process, or the GPU's address of its memory.
     pub address: *mut c_void,
     pub len: usize,
     /// `KVFERRY_ACCESS_` bits.

@@ -127,7 +127,7 @@ unsafe fn read(options: *const kvferry_transfer_options) -> Result<Wish, Failure
 pub(crate) fn order_of(after: &kvferry_after) -> Result<Order, Failure> {
     let has_handle = after.kind != KVFERRY_AFTER_HOST;
     if after.reserved != 0 || (after.handle != 0 && !has_handle) {
-        return Err(Failure::invalid("set what an element of after has no use for to zero"));
+        return Err(Failure::invalid("set the fields of after that its kind does not use to zero"));
     }
     match after.kind {
         KVFERRY_AFTER_HOST => Ok(Order::Host),
@@ -221,8 +221,8 @@ impl Route {
     }
 }
 
-/// The batch as it is now, in order behind `after`: the caller may change it while the transfer runs. What it names by
-/// address may be a GPU's.
+/// Copies the batch, ordered behind `after`: the caller may change the batch while the transfer runs. The memory that it
+/// names by address may be a GPU's.
 ///
 /// # Safety
 /// Streams and events in `after` exist.

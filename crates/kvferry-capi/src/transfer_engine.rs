@@ -237,9 +237,10 @@ fn access(remote_accessible: c_int) -> Access {
 
 /// Registers memory of the host or of a GPU. -7: it overlaps registered memory, even if it is the same.
 ///
-/// A location that names a GPU, as "cuda:0", loads the CUDA driver. A process that has memory of a GPU has loaded it
-/// before: then the driver tells whose memory it is, whatever the location. Callers wait for the work that uses memory
-/// of GPUs before they start transfers of it, unless the environment has `KVFERRY_MOONCAKE_AFTER=default-stream`.
+/// A location that names a GPU, as "cuda:0", loads the CUDA driver. A process that has memory of a GPU has loaded the
+/// driver before: then the driver tells whose memory it is, whatever the location. Callers wait for the work that uses
+/// memory of GPUs before they start transfers of it, unless the environment has
+/// `KVFERRY_MOONCAKE_AFTER=default-stream`.
 ///
 /// # Safety
 /// The memory stays mapped until it is unregistered or the engine ends. `location` is null or text.
@@ -266,7 +267,7 @@ pub extern "C" fn unregisterLocalMemory(engine: transfer_engine_t, addr: *mut c_
     code(engine, |engine| Ok(engine.unregister(&[addr.addr() as u64])))
 }
 
-/// Registers ranges that peers may read and write: all, or none on an error. Else as `registerLocalMemory`.
+/// Registers ranges that peers may read and write: all, or none on an error. Otherwise the same as `registerLocalMemory`.
 ///
 /// # Safety
 /// As `registerLocalMemory`; `buffer_list` has `buffer_len` elements.

@@ -133,8 +133,8 @@ impl MooncakeEngine {
     /// Registers ranges of host memory and of memory of GPUs, all or none. Ignores lengths beyond the number of
     /// addresses, as Mooncake does.
     ///
-    /// The CUDA driver tells whose memory an address is. It is loaded for that only if the location names a GPU, as in
-    /// `cuda:0`; a process that has memory of a GPU has loaded it before.
+    /// The CUDA driver tells whose memory an address is. This call loads the driver only if the location names a GPU, as
+    /// in `cuda:0`; a process that has memory of a GPU has loaded it before.
     pub fn register(&self, addrs: &[u64], lengths: &[u64], location: &str) -> i32 {
         self.register_with(addrs, lengths, location, Access::READ_WRITE)
     }
@@ -165,12 +165,13 @@ impl MooncakeEngine {
         }))
     }
 
-    /// Makes later transfers of memory of GPUs come after these orders: what a stream has at the time of the transfer's
-    /// call, or an event. Without any, the caller has waited for what uses the memory, as in Mooncake.
+    /// Makes later transfers of memory of GPUs come after these orders: the work that a stream has at the time of the
+    /// transfer's call, or an event. Without orders, the caller has waited for the work that uses the memory, as in
+    /// Mooncake.
     ///
     /// # Safety
-    /// The streams and events exist until `owner` is dropped. Without an owner: until another call of this method has
-    /// returned, and calls of transfers that began before it; or until the engine has ended.
+    /// The streams and events exist until `owner` is dropped. Without an owner, they exist until another call of this
+    /// method has returned, with the calls of transfers that began before it, or until the engine has ended.
     pub unsafe fn set_after(&self, after: &[Order], owner: Option<Owner>) -> i32 {
         let orders = Orders::new(after, owner);
         self.code(self.running().map(|running| *running.after.lock() = orders))

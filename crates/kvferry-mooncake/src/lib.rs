@@ -15,7 +15,7 @@
 //! | `running` | the agent between `initialize` and the end, and its settings |
 //! | `metadata` | from a peer's name to its address |
 //! | `managed` | buffers that the engine allocates |
-//! | `memory` | whether an address is host memory or a GPU's, and what transfers of the latter come after |
+//! | `memory` | whether an address is host memory or a GPU's, and the order of transfers of the latter |
 //! | `codes` | the codes that calls return |
 //! | `interrupt` | calls that have a time limit but cannot be interrupted |
 

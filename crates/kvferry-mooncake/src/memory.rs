@@ -10,7 +10,7 @@ use std::any::Any;
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-/// Names what transfers of memory of GPUs come after, unless the caller does.
+/// Names the order of transfers of memory of GPUs, unless the caller has set one.
 const AFTER: &str = "KVFERRY_MOONCAKE_AFTER";
 
 /// Whether a location of Mooncake, such as `cuda:0`, names a GPU.
@@ -18,9 +18,9 @@ fn names_gpu(location: &str) -> bool {
     location.split(':').next() == Some("cuda")
 }
 
-/// The memory of a GPU at an address, or what the address is instead: host memory, as far as the CUDA driver knows.
+/// Returns the memory of a GPU at an address, or [`NoGpu`] for host memory, as far as the CUDA driver knows.
 ///
-/// The driver is asked if it is in use already, as it is where the process has memory of a GPU, or if the location
+/// The driver is asked if the process already uses it, as a process with memory of a GPU does, or if the location
 /// names a GPU. A location is a hint only: callers of Mooncake give one for host memory, too.
 fn gpu_memory(addr: u64, len: u64, location: &str) -> Answer<Result<DeviceMemory, NoGpu>> {
     let is_gpus = size(addr)
@@ -35,13 +35,13 @@ fn gpu_memory(addr: u64, len: u64, location: &str) -> Answer<Result<DeviceMemory
     }
 }
 
-/// No memory of a GPU. If the location names one: the reason.
+/// The address is not memory of a GPU. Has the reason if the location names a GPU.
 struct NoGpu(Option<kvferry_cuda::Error>);
 
 /// Registers ranges of host memory and of memory of GPUs, all or none.
 ///
 /// # Safety
-/// As [`kvferry::Agent::register`], for each range.
+/// The same as for [`kvferry::Agent::register`], for each range.
 pub(crate) unsafe fn register(
     running: &Running,
     ranges: impl Iterator<Item = (u64, u64)>,
@@ -85,12 +85,12 @@ pub(crate) unsafe fn register(
 /// A value that keeps streams and events until it is dropped, on any thread.
 pub type Owner = Arc<dyn Any + Send + Sync>;
 
-/// What transfers of memory of GPUs come after. Empty: the caller has waited for what uses the memory, which is
-/// Mooncake's contract.
+/// The work that transfers of memory of GPUs come after. If there is none, the caller has waited for the work that uses
+/// the memory, which is Mooncake's contract.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Orders {
     all: Arc<[Order]>,
-    /// What keeps the streams and events, also for calls that have taken a clone before another order was set.
+    /// The owner of the streams and events. Calls that took a clone before another order was set keep it, too.
     _owner: Option<Owner>,
 }
 

@@ -49,8 +49,8 @@ impl Orders {
         py: Python<'_>,
         devices: &[i32],
     ) -> Result<Vec<Edge>, kvferry_cuda::Error> {
-        // Detached, and owned, as in `apply`.
-        // SAFETY: as there.
+        // Detached, as in `apply`.
+        // SAFETY: as in `apply`: the value owns the objects of the streams and events.
         py.detach(|| unsafe { kvferry_cuda::edges(devices, &self.orders) })
     }
 
@@ -99,7 +99,7 @@ fn one(value: &Bound<'_, PyAny>) -> PyResult<Order> {
         return Err(unknown(value));
     }
     if value.is_instance_of::<PyBool>() {
-        // Else they would be the handles of default streams.
+        // Without this check, `False` and `True` would be the handles of default streams.
         return Err(unknown(value));
     }
     value.extract().map(|stream| Order::Stream(RawStream(stream))).map_err(|_| unknown(value))

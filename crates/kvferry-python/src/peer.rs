@@ -163,8 +163,8 @@ impl Peer {
         let mut work = work?;
         let mut settings = settings.unwrap_or_default();
         work.order(py, &self.peer, &std::mem::take(&mut settings.after))?;
-        // The batch is dropped while detached, with its edges: the driver destroys their events. The caller's own may change
-        // meanwhile.
+        // The batch is dropped while detached, because the driver destroys the events of its edges. The caller may change
+        // its own batch meanwhile.
         let (peer, batch) = (&self.peer, work.into_batch());
         blocking::run(py, move |interrupt| {
             call(peer, &batch, &settings.into_options(Some(interrupt)))

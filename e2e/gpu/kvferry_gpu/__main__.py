@@ -1,6 +1,6 @@
 """`run [--out FOLDER] [--limit SECONDS] [--only PART...]`: all tests of GPUs, on this machine's GPU.
 
-A machine without a GPU measures nothing, which is said and no failure.
+Without a GPU nothing is measured; the program reports that, and it is no failure.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
     found = probe(options.packed, out)
     print(f"probe ({time.monotonic() - began:.0f} s): {in_short(found)}")
     if "failed" in found:
-        # A driver that ends or hangs the probe is no machine without a GPU.
+        # A driver that ends or hangs the probe is a failure: the machine may have a GPU.
         print(f"FAILED: {found['failed']}")
         report.write(out, found, [])
         return 1
@@ -96,7 +96,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--packed", type=Path, required=True, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), metavar="FOLDER", help="where results go")
     parser.add_argument(
-        "--limit", type=float, default=590, metavar="SECONDS", help="what starts later does not run (590)"
+        "--limit", type=float, default=590, metavar="SECONDS", help="tests that would start later do not run (590)"
     )
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts; `probe` always runs")
     parser.add_argument("--jobs", type=int, default=8, help="tests at once (8)")

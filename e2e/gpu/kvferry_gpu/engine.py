@@ -11,7 +11,7 @@ from pathlib import Path
 from . import process, wheel
 from .report import Part
 
-#: Longest time of all rows.
+#: The longest time of all rows together, in seconds.
 ENGINE_SECONDS = 240
 
 

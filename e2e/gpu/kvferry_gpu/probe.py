@@ -1,4 +1,4 @@
-"""What this machine, its driver and its GPUs can do."""
+"""The abilities of this machine, its driver and its GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from . import process
 
-#: `nvidia-smi -q` says much more, which is kept as text.
+#: The fields for results. The whole output of `nvidia-smi -q` is kept as text.
 SMI_FIELDS = (
     "name,driver_version,vbios_version,pci.bus_id,pcie.link.gen.current,pcie.link.gen.max,"
     "pcie.link.width.current,memory.total,memory.used,compute_mode,persistence_mode,mig.mode.current,ecc.mode.current,"
@@ -23,8 +23,8 @@ SMI_FIELDS = (
 
 
 def probe(packed: Path, out: Path) -> dict[str, Any]:
-    """The probe, which is also written to probe.json. With the key `unavailable` if there is no GPU, and `failed` if the
-    probe itself could not tell.
+    """Probes the machine, and writes the result to probe.json. The result has the key `unavailable` if there is no GPU,
+    and `failed` if the probe itself failed.
     """
     found: dict[str, Any] = {"machine": _machine(), "nvidia_smi": _smi(out)}
     ended = process.run([str(packed / "bin" / "gpu_probe")], out / "probe.log", 120)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Ended:
-    """What a process has written, and how it ended."""
+    """The output of a process, and how the process ended."""
 
     output: str
     status: int

@@ -12,7 +12,7 @@ from pathlib import Path
 from . import process
 from .report import Part
 
-#: Longest time of a test.
+#: The longest time of a test, in seconds.
 TEST_SECONDS = 150
 #: Lines of a test that failed that are shown at once. Its log has all.
 SHOWN_LINES = 25

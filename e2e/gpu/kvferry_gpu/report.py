@@ -10,18 +10,18 @@ from typing import Any
 
 @dataclass
 class Part:
-    """What a part has found."""
+    """The results of a part."""
 
     name: str
     passed: int = 0
-    #: Names of tests that failed, each with how.
+    #: Names of tests that failed, each with the failure.
     failed: dict[str, str] = field(default_factory=dict)
-    #: Reasons, each with the number of tests that gave it.
+    #: Reasons why tests were skipped, each with the number of tests.
     skipped: dict[str, int] = field(default_factory=dict)
     #: Lines with figures that tests have printed.
     said: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    #: Why the part did not run, or not whole.
+    #: Why the part did not run, or not all its tests did; empty if they did.
     not_run: str = ""
 
     @property

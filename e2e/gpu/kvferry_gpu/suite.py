@@ -14,7 +14,7 @@ from .report import Part
 
 #: Files of tests at once: they wait more than they compute.
 FILES_AT_ONCE = 3
-#: Longest time of a file.
+#: The longest time of a file, in seconds.
 FILE_SECONDS = 400
 #: Lines of a failure that are shown at once. The log has all.
 SHOWN_LINES = 20
@@ -66,7 +66,7 @@ def _judge(part: Part, file: Path, out: Path, ended: process.Ended) -> None:
     if ended.timed_out:
         part.failed[file.name] = f"{ended.how}, after {len(tests)} tests"
     elif ended.status not in (0, 1) or (ended.status == 1 and not any(test["outcome"] == "failed" for test in tests)):
-        # 1: tests have failed, which are listed.
+        # With status 1, tests have failed, and those are listed already.
         part.failed[file.name] = f"{ended.how}: {' '.join(lines[-3:])[:300]}"
     elif not tests:
         reason = next((line.split("SKIPPED: ", 1)[1] for line in lines if "SKIPPED: " in line), "no test ran")

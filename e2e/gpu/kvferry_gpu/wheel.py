@@ -15,7 +15,9 @@ _INSTALLED: set[Path] = set()
 
 
 def installed(part: Part, options: argparse.Namespace, out: Path) -> Path | None:
-    """The folder with kvferry for PYTHONPATH. None, said in `part`, if something is missing or can't be installed."""
+    """The folder with kvferry for PYTHONPATH. None, with the reason in `part`, if something is missing or can't be
+    installed.
+    """
     missing = [name for name in ("pytest", "torch") if importlib.util.find_spec(name) is None]
     if missing:
         part.skip(f"{sys.executable} has no {' and no '.join(missing)}")
@@ -26,7 +28,7 @@ def installed(part: Part, options: argparse.Namespace, out: Path) -> Path | None
         return None
     site = out / "site"
     if site not in _INSTALLED:
-        # An earlier run may have left another wheel's files, which are replaced.
+        # Replaces the files of another wheel that an earlier run may have left.
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--upgrade"]
         ended = process.run([*install, "--target", str(site), str(wheels[-1])], out / "install.log", 120)
         if ended.status != 0:

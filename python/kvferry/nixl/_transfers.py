@@ -149,7 +149,7 @@ class Plan:
         self, local: Ranges, other: Ranges, here: Array, there: Array, lengths: Array, which: Array, whose: Array
     ) -> None:
         pair = which.astype(np.int64) * len(other.areas) + whose
-        # A model has a pair of regions for each layer: the rows of each are found by one sort.
+        # A model has a pair of regions for each layer: one sort finds the rows of each pair.
         order = np.argsort(pair, kind="stable")
         pair, here, there, lengths = pair[order], here[order], there[order], lengths[order]
         begins = [0, *(np.flatnonzero(pair[1:] != pair[:-1]) + 1).tolist(), len(pair)]

@@ -16,9 +16,9 @@ _PATIENCE_S = 600.0
 
 
 class GpuCopies:
-    """The cache is in memory of GPUs. A copy is a transfer of an agent to itself."""
+    """Copies of a cache in memory of GPUs. A copy is a transfer of an agent to itself."""
 
-    # Of memory of the host that is copied to and from.
+    # The access with which the memory of the host is registered.
     access: Literal["none", "rw"] = "rw"
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
@@ -53,7 +53,7 @@ class GpuCopies:
         self._lent.clear()
 
     def begin(self, moves: Sequence[Move], memory: Memory, *, to_pages: bool, stream: Any) -> Any:
-        """Begins copies that come after what the stream has now. What `wait` returns on has ended."""
+        """Begins copies that come after the work that the stream has now. They have ended when `wait` returns."""
         if not moves:
             return _Ended()
         peer, remote = self._peer_of(memory)

@@ -44,13 +44,13 @@ class Memory:
 
     def __init__(self, buffer: Any, addr: int, region: Any = None) -> None:
         self.buffer, self.addr = buffer, addr
-        # Of the store's agent, if it has registered the memory.
+        # The region of the store's agent, if the agent has registered the memory.
         self.region = region
 
 
 @dataclass(frozen=True)
 class Move:
-    """Copies of a piece: of each page, to or from an offset in memory."""
+    """Copies of one piece of each page, to or from an offset in memory."""
 
     piece: Piece
     pages: list[int]
@@ -58,7 +58,7 @@ class Move:
 
 
 class HostCopies:
-    """The cache is in host memory."""
+    """Copies of a cache in host memory."""
 
     access: Literal["none", "rw"] = "none"
 
@@ -155,7 +155,7 @@ class Pages:
     def to_pages(
         self, group: Group, pages: Sequence[int], memory: Memory, offset: int, stream: Any = None
     ) -> tuple[int, Any]:
-        """Begins to copy blocks that lie one after another; -1 is no page. Returns how many there are, and the copy."""
+        """Begins to copy blocks that lie one after another; -1 is no page. Returns the number of pages and the copy."""
         there = [(at, page) for at, page in enumerate(pages) if page >= 0]
         moves = self._moves(group, there, offset)
         return len(there), self.copies.begin(moves, memory, to_pages=True, stream=stream)

@@ -105,14 +105,14 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         self._end_load(load, begun, is_async=True)
 
     def _begin_load(self, load: Load, stream: Any) -> tuple[int, ExitStack]:
-        """Copies to pages come after what the stream has now: their last readers. Returns the number of blocks, and the
-        waits for the copies.
+        """Begins copies to pages, after the work that the stream has now: the last readers of the pages. Returns the
+        number of blocks, and the waits for the copies.
         """
         local = self._local
         assert local.pages is not None
         assert local.arena is not None
         blocks = 0
-        # If a part can't begin, those before it are waited for: the pages may get another use then.
+        # If a part can't begin, the copies of earlier parts are waited for: the pages may get another use then.
         with ExitStack() as copies:
             for part in load.parts:
                 offset = part.offsets[local.facts.rank]
@@ -161,7 +161,7 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         assert local.arena is not None
         rank, is_made = local.facts.rank, False
         try:
-            # Also after a failure, all are waited for: the memory may get another use once this is reported.
+            # All copies are waited for, also after a failure: the memory may get another use once it is reported.
             with ExitStack() as waits:
                 for part in copies.parts:
                     group = pages.group(part.group)

@@ -614,7 +614,7 @@ class _Worker:
         # What was applied may have loads, which have not begun.
         self._has_loads = False
         self._notes: bytes | None = None
-        # What the compute stream has, on a GPU; None for memory of the host.
+        # Returns the compute stream of the GPU. None for memory of the host.
         self._stream: Callable[[], Any] | None = None
         # A prefill's death fails all loads from it.
         self._say = Seldom(logger, "KVFerryConnector: ").say
@@ -688,7 +688,7 @@ class _Worker:
         if metadata.data:
             self._has_loads = True
             try:
-                # Loads write their blocks after what the stream has now, the steps that used the blocks before.
+                # Loads write their blocks after the work that the stream has now: the last steps that used them.
                 self._half.apply(metadata.data, self._launched())
             except ValueError as error:
                 # An exception here would end the engine. Loads that need what was refused fail by themselves.
@@ -727,14 +727,14 @@ class _Worker:
             self._half.step_failed(f"the forward pass raised {type(raised).__name__}")
 
     def _launched(self) -> Any:
-        """What the engine's stream has: the layers and steps so far. None if the memory is the host's: there they are
-        computed when their calls return.
+        """The engine's stream, with the work of the layers and steps so far. None for memory of the host: there, layers
+        and steps are computed when their calls return.
         """
         return None if self._stream is None else self._stream()
 
     def _give_up(self, why: str) -> None:
         assert self._half is not None
-        logger.error("KVFerryConnector: what the step computes is not handed over: %s", why)
+        logger.error("KVFerryConnector: the KV of the step is not handed over: %s", why)
         self._half.step_failed(why)
 
     def results(self) -> KVConnectorTransferResults:

@@ -8,7 +8,9 @@ from typing import Any
 
 
 def compute_stream(device: int) -> Callable[[], Any]:
-    """What gives the stream that the calling thread launches work on, on this GPU: vLLM may change it."""
+    """Returns a function that gives the stream on which the calling thread launches work on this GPU. vLLM may change
+    the stream between calls.
+    """
     torch = importlib.import_module("torch")
 
     def current() -> Any:

@@ -216,7 +216,7 @@ def _shape(layer: str, tensor: Any, spec: Any, blocks: int, place: Place, facts:
             encoding = f"cpu {processor(facts.kernel)}:{rows}:{encoding}"
             content_bytes, rows = content_bytes * rows, 1
         elif tensor.device.type != "cpu" and facts.backend is not None and "MLAAttentionSpec" not in _class_names(spec):
-            # A backend decides what a token's row has: keys and values, or also scales.
+            # The backend decides whether a token's row has keys and values only, or scales, too.
             encoding = f"{facts.backend}:{encoding}"
     block_stride, head_stride, row_stride = (tensor.stride(axis) * element for axis in range(3))
     total, start, count = held

@@ -234,7 +234,7 @@ def _fingerprint(
     }
     backends = [fact.backend for fact in facts]
     if device != "cpu" and any(backends):
-        # A backend decides what a token's row has, as in handoffs.
+        # The backend decides what a token's row has, as in handoffs.
         parts["backends"] = backends
     return fingerprint(parts)
 

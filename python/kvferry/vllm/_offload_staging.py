@@ -1,7 +1,7 @@
-"""Host memory between the engine's pages on a GPU and the store, which reads and writes host memory only.
+"""Stages: host memory between the engine's pages on a GPU and the store, which reads and writes host memory only.
 
-kvferry copies between pages and stages, behind the engine's stream. A put begins once the pages are copied: they are
-the engine's again then. A load is copied to the pages once the store has read all of it.
+kvferry copies between pages and stages, behind the engine's stream. A put begins once the pages are copied: then the
+engine may use them again. A load is copied to the pages once the store has read all of it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import kvferry
 
-# Stages are as long as a power of two, so that those of jobs of other lengths are used again.
+# The length of a stage is a power of two, so that jobs of other lengths can use the stage again.
 _LEAST_BYTES = 1 << 20
 _FREE_BYTES_MAX = 256 << 20
-# A copy waits for the engine's stream, which may be as late as its steps are long.
+# A copy waits for the steps that the engine's stream has, which may take long.
 _COPY_S = 120.0
 
 
@@ -50,14 +50,14 @@ class Stage:
 
 
 class Stages:
-    """Stages that are used again, and an agent that copies between them and pages. `stream`: what gives the engine's
-    stream.
+    """Stages that are used again, and an agent that copies between them and pages. `stream` returns the stream of the
+    engine.
     """
 
     def __init__(self, store: kvferry.Agent, stream: Callable[[], Any]) -> None:
         self._store = store
         self._stream = stream
-        # It copies from and to itself: no other process has its secret.
+        # The agent copies from and to itself: no other process has its secret.
         self.agent = kvferry.Agent(listen="127.0.0.1:0", transports="local", secret=secrets.token_hex(32))
         self._self = self.agent.peer(self.agent.address)
         self._free: list[Stage] = []
@@ -70,26 +70,26 @@ class Stages:
         return Stage(self._store, self.agent, wanted)
 
     def give(self, stage: Stage) -> None:
-        """Nothing may copy from or to it any more."""
+        """Gives a stage back. Nothing may copy from or to it any more."""
         self._free.append(stage)
         while sum(it.nbytes for it in self._free) > _FREE_BYTES_MAX:
             self._free.pop(0).close(self._store, self.agent)
 
     def out(self, batch: kvferry.Batch) -> kvferry.Transfer:
-        """Copies pages to a stage, after what the engine's stream has now."""
+        """Copies pages to a stage, after the work that the engine's stream has now."""
         return self._self.write_async(batch, timeout=_COPY_S, after=self._stream())
 
     def back(self, batch: kvferry.Batch) -> kvferry.Transfer:
-        """Copies a stage to pages, after what the engine's stream has now: their last readers."""
+        """Copies a stage to pages, after the work that the engine's stream has now: the last readers of the pages."""
         return self._self.read_async(batch, timeout=_COPY_S, after=self._stream())
 
     def close(self) -> None:
-        """Waits for copies of the pages, which may go then."""
+        """Waits for copies of the pages. The engine may free the pages then."""
         self.agent.shutdown()
 
 
 class _Staged:
-    """An operation in two parts. Its stage is given back when both have ended. The thread of the engine calls it."""
+    """An operation in two parts, used by the engine's thread. Its stage is given back when both parts have ended."""
 
     def __init__(self, stages: Stages, stage: Stage) -> None:
         self._stages, self._stage = stages, stage
@@ -116,7 +116,7 @@ class _Staged:
         return self._has_ended or self._go_on(0)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """The outcome of the store's part; None if that is not known in time. Raises what ended either part."""
+        """The outcome of the store's part; None if it is not known in time. Raises the error of a part that failed."""
         if not self._has_ended and not self._go_on(timeout):
             return None
         if self._error is not None:
@@ -125,7 +125,7 @@ class _Staged:
 
 
 class StagedPut(_Staged):
-    """Pages that are copied to a stage, and put from there by `put`."""
+    """Copies pages to a stage, from where `put` puts them into the store."""
 
     def __init__(self, stages: Stages, stage: Stage, batch: kvferry.Batch, put: Callable[[], Any]) -> None:
         super().__init__(stages, stage)
@@ -157,7 +157,7 @@ class StagedPut(_Staged):
 
 
 class StagedGet(_Staged):
-    """Blocks that the store reads into a stage, as many as `blocks`, and that are copied to pages from there."""
+    """Reads `blocks` blocks of the store into a stage, from where they are copied to pages."""
 
     def __init__(self, stages: Stages, stage: Stage, batch: kvferry.Batch, get: Callable[[], Any], blocks: int) -> None:
         super().__init__(stages, stage)

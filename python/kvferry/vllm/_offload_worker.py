@@ -48,7 +48,7 @@ class _Job:
 class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     """See `KVFerryOffloadingSpec`. Each job ends once; `get_finished` and `wait` carry on what has ended."""
 
-    # Where the pages are on a GPU.
+    # None if the pages are not on a GPU.
     _stages: Stages | None = None
 
     def __init__(
@@ -186,14 +186,14 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         return StagedPut(self._stages, stage, batch, partial(put, memory=memory)), memory.nbytes
 
     def _staged(self, shard: Shard, rows: list[list[int | None]]) -> tuple[Any, kvferry.Batch, kvferry.Blocks]:
-        """Memory of the host for blocks, each with the numbers of its pages, and the copies between both. What is not
-        wanted has no page.
+        """Takes a stage for blocks, and makes the copies between it and pages. A row has the numbers of a block's
+        pages; None stands for a page that is not wanted.
         """
         assert self._stages is not None
         nbytes = self._blocks_per_chunk * sum(piece.nbytes for piece in shard.pieces)
         stage = self._stages.take(nbytes * len(rows))
         batch = kvferry.Batch()
-        # Of each region: offsets there, offsets in the stage, lengths.
+        # By region: offsets in it, offsets in the stage, lengths.
         copies: dict[int, tuple[Any, list[int], list[int], list[int]]] = {}
         for row, numbers in enumerate(rows):
             at = row * nbytes
@@ -332,7 +332,7 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         if self._stages is None:
             hurried(pending)
         else:
-            # They are copied, or are written by a load. The disk is not waited for.
+            # Waits for the copies from or to the pages. Puts do not wait for the disk.
             for it in pending:
                 it.leave_pages()
 

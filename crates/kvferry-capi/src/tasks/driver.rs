@@ -231,7 +231,7 @@ impl Endpoint {
         Some(ended)
     }
 
-    /// Time until something is due that no event announces.
+    /// Time until the next work that is due without an event.
     fn time_left(&self) -> Option<Duration> {
         let state = self.state.lock();
         let due = [state.tasks.next_timeout(), state.next_computed()].into_iter().flatten().min();
@@ -310,7 +310,7 @@ impl Endpoint {
         end.set(outcome);
     }
 
-    /// Connects to the receiver of a send, unless a GPU still computes what is sent.
+    /// Connects to the receiver of a send, unless a GPU still computes the bytes to send.
     fn connect(&self, state: &mut State, send: SendId) {
         if state.computed.contains_key(&send) {
             return;

@@ -50,9 +50,9 @@ pub struct kvferry_task_options {
     pub done: kvferry_task_done,
     /// Passed to `done`.
     pub user: *mut c_void,
-    /// What the task comes after, at least one, where memory of it is a GPU's: the work that computes what is sent, or
-    /// that used the memory which is received into. The task waits; the call does not. Streams and events exist until the
-    /// call returns.
+    /// The work that the task comes after, at least one element if the task has memory of a GPU: the work that computes
+    /// the sent bytes, or that used the memory of the receive task. The task waits for it; the call does not. Streams
+    /// and events exist until the call returns.
     pub after: *const kvferry_after,
     pub after_count: usize,
 }
@@ -157,7 +157,7 @@ pub(crate) fn failure(outcome: &tasks::Outcome) -> Option<Failure> {
         Code::Busy => failure::code(ErrorKind::Busy),
         Code::Invalid => failure::code(ErrorKind::InvalidArgument),
         Code::TooLarge => failure::code(ErrorKind::TooLarge),
-        // As for transfers that come after work which fails.
+        // The same code as for transfers that come after work which fails.
         Code::NotComputed => failure::code(ErrorKind::Internal),
         // A code of a later version.
         _ => failure::code(ErrorKind::Protocol),

@@ -11,8 +11,8 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-/// Time between two looks whether GPUs have computed what is to be sent, and that time as a multiple of what a look takes,
-/// at least: many sends must not take the thread from its other work.
+/// The least time between two checks whether GPUs have computed the bytes to send, and the same as a multiple of the time
+/// that a check takes: many sends must not take the thread from its other work.
 const COMPUTED_CHECK: Duration = Duration::from_micros(200);
 const COMPUTED_REST: u32 = 8;
 
@@ -52,7 +52,7 @@ pub(super) struct State {
     pub(super) dialing: HashMap<SendId, Peer>,
     /// Sends whose memory a GPU still computes.
     pub(super) computed: HashMap<SendId, After>,
-    /// Time of the next look at them.
+    /// Time of the next check of `computed`.
     computed_due: Option<Timestamp>,
     /// Senders, by the address that they advertise.
     peers: HashMap<String, Peer>,
@@ -168,12 +168,12 @@ impl State {
         Ok(batch)
     }
 
-    /// Time of the next look at sends whose memory a GPU still computes.
+    /// Time of the next check of sends whose memory a GPU still computes.
     pub(super) fn next_computed(&self) -> Option<Timestamp> {
         (!self.computed.is_empty()).then(|| self.computed_due.unwrap_or(Timestamp::from_nanos(0)))
     }
 
-    /// Sends whose memory is computed now, or never will be. Looks at them only when it is time to.
+    /// Takes the sends whose memory is computed now, or never will be. Checks them only when the next check is due.
     pub(super) fn take_computed(&mut self) -> Vec<(SendId, Result<(), String>)> {
         let began = now();
         if self.next_computed().is_none_or(|due| began < due) {

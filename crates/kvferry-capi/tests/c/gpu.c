@@ -57,7 +57,7 @@ int main(int argc, char **argv) {
     CHECK(memcmp(source, target, SIZE) == 0);
     after[0].kind = 7;
     CHECK(kvferry_read(peer, batch, &options, NULL, &error) == KVFERRY_INVALID_ARGUMENT);
-    /* What an element has no use for may mean something later. */
+    /* Fields that an element does not use must be zero: they may get a meaning later. */
     after[0].kind = KVFERRY_AFTER_STREAM;
     after[0].reserved = 1;
     CHECK(kvferry_read(peer, batch, &options, NULL, &error) == KVFERRY_INVALID_ARGUMENT);
@@ -76,7 +76,7 @@ int main(int argc, char **argv) {
     CALL("fakecuda_read", (uint64_t, unsigned char *, size_t), memory, source, SIZE);
     CHECK(memcmp(source, target, SIZE) == 0);
 
-    /* By address: the processor can't touch it. */
+    /* Memory of the GPU, named by address: the processor can't touch it. */
     kvferry_region_info info;
     memset(&info, 0, sizeof info);
     info.size = sizeof info;

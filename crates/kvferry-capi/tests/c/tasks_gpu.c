@@ -13,7 +13,7 @@ struct range {
     uint64_t start, len;
 };
 
-/* As the fake driver's control functions have it. */
+/* The kernel of the fake driver's control functions, in the same layout. */
 struct kernel {
     const char *name;
     const struct range *reads;
@@ -68,7 +68,7 @@ int main(int argc, char **argv) {
     CHECK(strstr(error.text, "say what the transfer comes after") != NULL);
     CHECK(kvferry_recv_task_start(receives, "k", target, 2, NULL, &recv, &error) == KVFERRY_INVALID_ARGUMENT);
 
-    /* What is sent is computed, and what is received into is used, when the tasks start. */
+    /* When the tasks start, a kernel still computes the sent bytes, and another one uses the receiver's memory. */
     kvferry_after after = {KVFERRY_AFTER_STREAM, 0, (uint64_t)(uintptr_t)stream};
     kvferry_task_options options;
     memset(&options, 0, sizeof options);
@@ -102,7 +102,7 @@ int main(int argc, char **argv) {
     CALL("fakecuda_hold", (unsigned), 0);
     CHECK(kvferry_send_task_free(send, &error) == 0);
 
-    /* The host's memory at the other end, in the caller's order. */
+    /* The receiver has host memory, and its blocks in the caller's order. */
     static unsigned char host[SIZE];
     kvferry_region *of_host;
     CHECK(kvferry_region_register(b, host, SIZE, KVFERRY_ACCESS_NONE, NULL, &of_host, &error) == 0);

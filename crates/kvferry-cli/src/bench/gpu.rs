@@ -45,7 +45,7 @@ pub(super) fn run(args: &GpuArgs) -> Result<(), Failure> {
     }
     args.figures.of(&[gpu::SCHEMA], args.check, Report::drawings, |bar| {
         gpu::measure(&args.options, bar, |so_far| {
-            // The report at the end is written again, and its error counts.
+            // An error here is ignored: the report is written again at the end, and that error counts.
             if let (Some(file), Ok(text)) = (&args.figures.output, crate::output::json(so_far)) {
                 let _ = written::write(file, text);
             }
@@ -53,7 +53,7 @@ pub(super) fn run(args: &GpuArgs) -> Result<(), Failure> {
     })
 }
 
-/// Says why there are no figures, in the forms that figures would have had.
+/// Reports why there are no figures, in the output forms that figures would have had.
 fn not_measured(figures: &Figures, why: &str) -> Result<(), Failure> {
     let value = json!({ "schema": gpu::SCHEMA, "not_measured": why });
     let text = format!("{value:#}\n");

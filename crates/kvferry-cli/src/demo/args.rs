@@ -138,7 +138,7 @@ fn device(text: &str) -> Result<Device, String> {
         None if text == "cpu" => return Ok(Device(None)),
         None if text == "cuda" => Ok(0),
         Some(("cuda", number)) => number.parse::<u16>(),
-        _ => return Err("it is cpu, cuda or cuda:NUMBER".to_owned()),
+        _ => return Err("expected cpu, cuda or cuda:NUMBER".to_owned()),
     };
     number.map(|number| Device(Some(number.into()))).map_err(|error| error.to_string())
 }

@@ -15,7 +15,7 @@ pub(super) fn check(host: &Host, tries: &Tries) -> Group {
     Group { name: "devices", title: "RDMA, CUDA, storage".into(), findings }
 }
 
-/// Host memory that the copies of a GPU go through, at most.
+/// The most host memory that the copies of a GPU go through.
 const STAGES_BYTES: u64 = (kvferry_cuda::gpu::STAGES * kvferry_cuda::gpu::STAGE_BYTES) as u64;
 
 const RDMA: &str = "sys/class/infiniband";
@@ -188,7 +188,7 @@ fn copies(found: &CudaFound) -> Finding {
     finding.of("cuda copies").fact("batch_call", batch_call)
 }
 
-/// The finding that tells if the host memory of the stages can be pinned.
+/// The finding whether the host memory of the stages can be pinned.
 fn stages(host: &Host, tries: &Tries, devices: u64) -> Finding {
     let needed = devices * STAGES_BYTES;
     let is_free = same_host::has_ipc_lock(host);

@@ -59,7 +59,7 @@ pub(super) struct CudaFound {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct CudaCopies {
-    /// The driver makes many copies in one call.
+    /// Whether the driver makes many copies in one call.
     pub(super) batch_call: bool,
 }
 
@@ -68,7 +68,7 @@ pub(super) struct CudaDevice {
     pub(super) name: String,
     pub(super) memory_bytes: u64,
     pub(super) bus: String,
-    /// Unknown where kvferry can't use the driver.
+    /// `None` if kvferry can't use the driver.
     pub(super) more: Option<CudaMore>,
 }
 
@@ -78,8 +78,9 @@ pub(super) struct CudaMore {
     pub(super) compute_capability: (u32, u32),
     pub(super) multiprocessors: u32,
     pub(super) copy_engines: u32,
-    /// The device's memory can be exported to network cards: by a dma-buf, or by NVIDIA's own module.
+    /// Whether a dma-buf can export the device's memory to network cards.
     pub(super) dma_buf: bool,
+    /// Whether NVIDIA's own module can export the device's memory to network cards.
     pub(super) gpu_direct_rdma: bool,
 }
 
@@ -106,7 +107,7 @@ pub(crate) fn run(probe: Probe) -> Result<(), Failure> {
 }
 
 fn cuda() -> Result<CudaFound, Unavailable> {
-    // First, because it finds the library that kvferry uses.
+    // This call comes first, because it finds the library that kvferry uses.
     let driver = Driver::get();
     let cuda = vendor::cuda()?;
     let copies = match driver {

@@ -354,7 +354,7 @@ impl Inner {
         }
     }
 
-    /// Begins an action of a step whose order is not known. A fetch fails, and its producer gives the blocks back.
+    /// Begins an action of a step for which `after` failed. A fetch fails, and its producer gives the blocks back.
     pub(super) fn begin_unordered(
         &self,
         state: &mut State,

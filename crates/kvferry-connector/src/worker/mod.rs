@@ -132,9 +132,9 @@ impl Worker {
         self.apply_after(metadata, || Ok(After::default()))
     }
 
-    /// Does what [`Worker::apply`] does. `after` is called, without a lock, if the step has fetches: they write their
-    /// blocks after what it returns, the work of a device that used the blocks before. If it is not known, they fail, and
-    /// write nothing.
+    /// Applies a step as [`Worker::apply`] does. If the step has fetches, `after` is called without a lock. It returns the
+    /// work of a device that used the blocks before, and the fetches write their blocks after that work. If it returns an
+    /// error, the fetches fail, and write nothing.
     ///
     /// # Errors
     /// Those of [`Worker::apply`].

@@ -196,7 +196,7 @@ pub(super) struct FetchMapper {
     pub(super) tokens: Range<u64>,
     /// The request's blocks here, one table per group.
     pub(super) blocks: Vec<BlockTable>,
-    /// What used the blocks before.
+    /// The work of a device that used the blocks before.
     pub(super) after: After,
 }
 

@@ -59,8 +59,8 @@ pub(super) struct State {
     pub(super) answered: FxHashMap<HandoffId, String>,
     pub(super) produced: FxHashMap<String, (HandoffId, Arc<ProducedRequest>)>,
     pub(super) produced_as: FxHashMap<HandoffId, String>,
-    /// Actions that [`super::Worker::apply`] received for the next [`super::Worker::fetch`], with what their reads
-    /// come after, or why that is not known.
+    /// Actions that [`super::Worker::apply`] received for the next [`super::Worker::fetch`], with the work
+    /// that their reads come after, or the error of `after`.
     pub(super) requested: Vec<(Action, Result<After, String>)>,
     pub(super) cancels: Vec<Cancel>,
     /// Actions that are done when the rank calls its observer next, in this order.
@@ -112,7 +112,7 @@ pub(super) struct PendingAction {
     pub(super) bootstrap: Option<(ProducerAddress, Option<EngineId>)>,
     /// How often the engine that was known at the address turned out to be restarted since.
     pub(super) restarts: u32,
-    /// What the reads of a fetch come after.
+    /// The work that the reads of a fetch come after.
     pub(super) after: After,
 }
 

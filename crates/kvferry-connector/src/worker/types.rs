@@ -54,12 +54,12 @@ pub trait ComputeEvent: Send {
     /// Whether it is done. Must not block.
     fn is_ready(&self) -> bool;
 
-    /// Returns when it is done, or soon after `is_over` has become true: nobody waits for it any more then. Called on a
-    /// thread of the worker half.
+    /// Returns when the computation is done, or soon after `is_over` has become true: then no caller waits for it any
+    /// more. Called on a thread of the worker half.
     fn wait(&self, is_over: &dyn Fn() -> bool);
 
-    /// After [`ComputeEvent::wait`]: the reason why the computation will never be done, if so. The requests whose KV it
-    /// computes are withdrawn.
+    /// The reason why the computation will never be done, if so. Called after [`ComputeEvent::wait`]. The requests
+    /// whose KV it computes are withdrawn.
     fn failure(&self) -> Option<String> {
         None
     }

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A device that is lost.
+/// An event of a lost device.
 struct Lost;
 
 impl ComputeEvent for Lost {

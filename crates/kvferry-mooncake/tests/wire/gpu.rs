@@ -91,7 +91,7 @@ fn memory_of_gpus_and_of_the_host_is_moved_by_address_between_engines() {
     let target = address(&far);
     transfer(&near, moves(true, &target, ours.address(), theirs.address()));
     assert!(bytes(fake, &theirs) == woven(&pattern(1, LEN), &pattern(2, LEN)));
-    // Memory of the host there and back.
+    // Writes memory of the host to the GPU, and reads it back.
     transfer(&near, moves(true, &target, host_at, theirs.address()));
     assert!(bytes(fake, &theirs) == woven(&pattern(3, LEN), &pattern(2, LEN)));
     let id = near.submit(moves(false, &target, ours.address(), theirs.address()), &|| false);
@@ -186,7 +186,7 @@ fn is_loaded() -> bool {
 #[test]
 fn a_process_without_a_driver_loads_one_for_a_location_that_names_a_gpu_only() {
     use_fake_driver();
-    // Other tests of the process have loaded it, where they share one.
+    // Tests that share the process may have loaded the driver before.
     let is_alone = !is_loaded();
     let engine = engine();
     let mut host = vec![0; LEN];

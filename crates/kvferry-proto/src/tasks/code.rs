@@ -26,7 +26,7 @@ pub enum Code {
     Invalid,
     /// The list of blocks is longer than a message.
     TooLarge,
-    /// The work that computes what is sent has failed.
+    /// The work that computes the bytes to send has failed.
     NotComputed,
     /// A code of a later version.
     Other(u16),

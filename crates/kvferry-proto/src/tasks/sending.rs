@@ -76,7 +76,7 @@ impl Tasks {
         self.actions.push_back(Action::Offer { to: peer, send: id, bytes });
     }
 
-    /// What a send offers is never computed, for the reason in `text`.
+    /// Ends a send whose offered bytes are never computed, for the reason in `text`.
     pub fn not_computed(&mut self, id: SendId, text: &str) {
         let text = format!("the work that computes what is sent has failed: {text}");
         self.end_send(id, Outcome::new(Code::NotComputed, text));

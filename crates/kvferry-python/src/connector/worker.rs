@@ -30,7 +30,7 @@ struct Half {
     worker: Mutex<Option<Arc<Worker>>>,
     card: Vec<u8>,
     loads: Arc<Loads>,
-    /// Numbers of the GPUs that the KV is in; none for host memory.
+    /// Numbers of the GPUs whose memory has the KV; empty for host memory.
     devices: Vec<i32>,
 }
 
@@ -61,7 +61,7 @@ impl WorkerHalf {
         self.0.worker.lock().clone().ok_or_else(|| refused("the worker half is closed"))
     }
 
-    /// What KV in memory of GPUs comes after; nothing for host memory.
+    /// The orders in `after` for KV in memory of GPUs; none for host memory.
     fn orders(&self, after: Option<&Bound<'_, PyAny>>) -> PyResult<Orders> {
         match after {
             Some(after) if !self.0.devices.is_empty() => Orders::read(after),
@@ -72,7 +72,7 @@ impl WorkerHalf {
         }
     }
 
-    /// The end of what was launched before `after`; `None` if it has ended.
+    /// The event of the work that `after` names; `None` if the KV needs none.
     fn computed(
         &self,
         py: Python<'_>,
@@ -87,11 +87,11 @@ impl WorkerHalf {
 /// Work of a GPU that computes KV.
 struct Computed {
     edges: Vec<Edge>,
-    /// The reason why it will never end.
+    /// The reason why the work will never end.
     failure: OnceLock<String>,
 }
 
-/// Time between two looks at an event: a fraction of what it has taken so far, within these bounds.
+/// Time between two checks of an event: a fraction of the time that it has taken so far, within these bounds.
 const PAUSE: (Duration, Duration) = (Duration::from_micros(20), Duration::from_micros(500));
 const PAUSE_FRACTION: u32 = 16;
 
@@ -207,11 +207,11 @@ impl WorkerHalf {
         after: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let worker = self.worker()?;
-        // No event is recorded in vain.
+        // An event is recorded only if a request needs it.
         if self.0.devices.is_empty() || worker.wants_layer(layer) {
             match self.computed(py, after)? {
                 None => worker.layer_computed(layer, None),
-                // Detached: it asks the driver for the event, or destroys it.
+                // Detached: the call asks the driver for the event, or destroys it.
                 computed => py.detach(|| worker.layer_computed(layer, computed)),
             }
         }

@@ -5,14 +5,14 @@ use kvferry::{Access, Agent, Region};
 use kvferry_cuda::Error;
 use kvferry_sys::cuda::{Context, DeviceAllocation, Driver, Stream};
 
-/// Bytes that are cleared by one copy.
+/// Bytes that one copy clears.
 const CLEARED: usize = 1 << 20;
 
 /// Memory of a GPU as memory of a KV cache. Each read and write is a copy by the driver that the engine waits for: what
 /// the engine has computed is in the GPU's memory when the layer's event happens.
 #[derive(Debug)]
 pub struct GpuMemory {
-    /// Freed once nothing copies from or to it.
+    /// The memory, which is freed once nothing copies from or to it.
     allocation: Option<DeviceAllocation>,
     stream: Stream,
     agent: Agent,
@@ -20,7 +20,7 @@ pub struct GpuMemory {
 }
 
 impl GpuMemory {
-    /// `len` zeroed bytes of the GPU with this number, registered with `agent`.
+    /// Allocates `len` zeroed bytes of the GPU with this number, and registers them with `agent`.
     ///
     /// # Errors
     /// If the GPU can't be used, or has too little memory.
@@ -66,10 +66,10 @@ impl KvMemory for GpuMemory {
 
 impl Drop for GpuMemory {
     fn drop(&mut self) {
-        // Without an agent, its shutdown has waited for the copies.
+        // If the agent was shut down, its shutdown has waited for the copies.
         let _ = self.agent.unregister(&self.region);
         if self.region.is_quarantined() {
-            // Something may still copy from or to it.
+            // A copy from or to the memory may still run.
             std::mem::forget(self.allocation.take());
         }
     }
