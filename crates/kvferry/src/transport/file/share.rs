@@ -445,11 +445,14 @@ mod tests {
 
         /// Ends the operation that was pushed first; false if there is none.
         fn end_one(&self, result: impl FnOnce(&Operation) -> io::Result<usize>) -> bool {
-            let Some(operation) = self.0.pushed.lock().pop_front() else {
+            // With the lock, so that the operation is counted at each moment.
+            let mut pushed = self.0.pushed.lock();
+            let Some(operation) = pushed.pop_front() else {
                 return false;
             };
             let result = result(&operation);
             self.0.ended.lock().push_back((operation, result));
+            drop(pushed);
             self.0.event.signal();
             true
         }
@@ -457,8 +460,8 @@ mod tests {
 
     impl Queue for Scripted {
         fn in_flight(&self) -> usize {
-            let pushed = self.0.pushed.lock().len();
-            pushed + self.0.ended.lock().len()
+            let pushed = self.0.pushed.lock();
+            pushed.len() + self.0.ended.lock().len()
         }
 
         fn push(&mut self, operation: Operation) {
