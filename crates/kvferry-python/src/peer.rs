@@ -95,77 +95,55 @@ impl Settings {
     }
 }
 
-/// The two forms of what a transfer moves: the caller's batch, or one of three lists or with edges.
-enum Work<'py> {
-    Batch(PyRef<'py, Batch>),
-    Lists(kvferry::Batch),
+/// Reads the batch of a transfer: a copy of the caller's, or one of three lists.
+fn read_batch(
+    first: &Bound<'_, PyAny>,
+    remote: Option<&Bound<'_, PyAny>>,
+    lengths: Option<&Bound<'_, PyAny>>,
+) -> PyResult<kvferry::Batch> {
+    match (first.cast::<Batch>(), remote, lengths) {
+        (Ok(batch), None, None) => Ok(batch.try_borrow()?.0.clone()),
+        (Err(_), Some(remote), Some(lengths)) => {
+            Table::read(first, remote, lengths)?.into_batch(first.py())
+        }
+        _ => Err(PyTypeError::new_err(
+            "a transfer takes a kvferry.Batch, or three lists: local addresses, remote addresses, lengths",
+        )),
+    }
 }
 
-impl<'py> Work<'py> {
-    fn read(
-        first: &Bound<'py, PyAny>,
-        remote: Option<&Bound<'py, PyAny>>,
-        lengths: Option<&Bound<'py, PyAny>>,
-    ) -> PyResult<Self> {
-        match (first.cast::<Batch>(), remote, lengths) {
-            (Ok(batch), None, None) => Ok(Self::Batch(batch.try_borrow()?)),
-            (Err(_), Some(remote), Some(lengths)) => {
-                Table::read(first, remote, lengths)?.into_batch(first.py()).map(Self::Lists)
-            }
-            _ => Err(PyTypeError::new_err(
-                "a transfer takes a kvferry.Batch, or three lists: local addresses, remote addresses, lengths",
-            )),
-        }
+/// Has the transfer come after this work, if the batch has memory of a GPU.
+fn order(
+    py: Python<'_>,
+    peer: &kvferry::Peer,
+    batch: &mut kvferry::Batch,
+    after: &Orders,
+) -> PyResult<()> {
+    if LoadedDriver::find().is_some() {
+        // Detached: a call of the driver may wait for one that itself waits for the interpreter.
+        py.detach(|| peer.find_device_memory(batch)).map_err(|e| {
+            let text = format!("{e}: a kvferry.Batch names memory of a GPU by its region");
+            error::new(py, e.kind(), &text)
+        })?;
     }
-
-    /// Has the transfer come after this work, if it has memory of a GPU. The caller's batch stays as it is.
-    fn order(&mut self, py: Python<'_>, peer: &kvferry::Peer, after: &Orders) -> PyResult<()> {
-        let mut batch = self.batch().clone();
-        if LoadedDriver::find().is_some() {
-            // Detached: a call of the driver may wait for one that itself waits for the interpreter.
-            py.detach(|| peer.find_device_memory(&mut batch)).map_err(|e| {
-                let text = format!("{e}: a kvferry.Batch names memory of a GPU by its region");
-                error::new(py, e.kind(), &text)
-            })?;
-        }
-        if batch.devices().is_empty() {
-            return Ok(());
-        }
-        after.apply(py, &mut batch)?;
-        *self = Self::Lists(batch);
-        Ok(())
-    }
-
-    fn batch(&self) -> &kvferry::Batch {
-        match self {
-            Self::Batch(batch) => &batch.0,
-            Self::Lists(batch) => batch,
-        }
-    }
-
-    fn into_batch(self) -> kvferry::Batch {
-        match self {
-            Self::Batch(batch) => batch.0.clone(),
-            Self::Lists(batch) => batch,
-        }
-    }
+    after.apply(py, batch)
 }
 
 impl Peer {
     fn run(
         &self,
         py: Python<'_>,
-        work: PyResult<Work<'_>>,
+        batch: PyResult<kvferry::Batch>,
         settings: Option<Settings>,
         call: fn(&kvferry::Peer, &kvferry::Batch, &Options<'_>) -> Outcome,
     ) -> PyResult<TransferStats> {
         self.shared.agent(py)?;
-        let mut work = work?;
+        let mut batch = batch?;
         let mut settings = settings.unwrap_or_default();
-        work.order(py, &self.peer, &std::mem::take(&mut settings.after))?;
+        order(py, &self.peer, &mut batch, &std::mem::take(&mut settings.after))?;
         // The batch is dropped while detached, because the driver destroys the events of its edges. The caller may change
         // its own batch meanwhile.
-        let (peer, batch) = (&self.peer, work.into_batch());
+        let peer = &self.peer;
         blocking::run(py, move |interrupt| {
             call(peer, &batch, &settings.into_options(Some(interrupt)))
         })
@@ -175,15 +153,14 @@ impl Peer {
     fn submit(
         &self,
         py: Python<'_>,
-        work: PyResult<Work<'_>>,
+        batch: PyResult<kvferry::Batch>,
         settings: Option<Settings>,
         call: fn(&kvferry::Peer, &kvferry::Batch, &Options<'_>) -> kvferry::Transfer,
     ) -> PyResult<Transfer> {
         self.shared.agent(py)?;
-        let mut work = work?;
+        let mut batch = batch?;
         let mut settings = settings.unwrap_or_default();
-        work.order(py, &self.peer, &std::mem::take(&mut settings.after))?;
-        let batch = work.into_batch();
+        order(py, &self.peer, &mut batch, &std::mem::take(&mut settings.after))?;
         let options = settings.into_options(None);
         let peer = &self.peer;
         let transfer = py.detach(move || call(peer, &batch, &options));
@@ -261,7 +238,7 @@ impl Peer {
         nbytes: Option<&Bound<'_, PyAny>>,
         settings: Option<Settings>,
     ) -> PyResult<TransferStats> {
-        self.run(py, Work::read(what, remote_addrs, nbytes), settings, kvferry::Peer::write)
+        self.run(py, read_batch(what, remote_addrs, nbytes), settings, kvferry::Peer::write)
     }
 
     /// Reads the peer's memory into local memory and returns when it is there. Takes what `write`
@@ -278,7 +255,7 @@ impl Peer {
         nbytes: Option<&Bound<'_, PyAny>>,
         settings: Option<Settings>,
     ) -> PyResult<TransferStats> {
-        self.run(py, Work::read(what, remote_addrs, nbytes), settings, kvferry::Peer::read)
+        self.run(py, read_batch(what, remote_addrs, nbytes), settings, kvferry::Peer::read)
     }
 
     /// Starts a write in the background. Never blocks; errors of the transfer are its outcome. Bare
@@ -297,7 +274,7 @@ impl Peer {
     ) -> PyResult<Transfer> {
         self.submit(
             py,
-            Work::read(what, remote_addrs, nbytes),
+            read_batch(what, remote_addrs, nbytes),
             settings,
             kvferry::Peer::write_async,
         )
@@ -316,7 +293,7 @@ impl Peer {
         nbytes: Option<&Bound<'_, PyAny>>,
         settings: Option<Settings>,
     ) -> PyResult<Transfer> {
-        self.submit(py, Work::read(what, remote_addrs, nbytes), settings, kvferry::Peer::read_async)
+        self.submit(py, read_batch(what, remote_addrs, nbytes), settings, kvferry::Peer::read_async)
     }
 
     /// Sends a notification without data. `timeout` is in seconds.
