@@ -29,7 +29,7 @@ pub(super) fn choose(
     engine: &Engine,
 ) -> Option<(f64, Rest)> {
     let count = jobs.len() as u64;
-    let bytes = jobs.iter().map(|job| job.len).sum::<u64>();
+    let bytes = count * jobs[0].len;
     let slices = count * item.slices;
     let mut best = (model.engine_ns(engine), Rest::None);
     let mut offer = |ns: f64, rest| {
