@@ -59,7 +59,7 @@ pub(super) struct CudaFound {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct CudaCopies {
-    /// Whether the driver makes many copies in one call.
+    /// The driver makes many copies in one call.
     pub(super) batch_call: bool,
 }
 
@@ -78,7 +78,7 @@ pub(super) struct CudaMore {
     pub(super) compute_capability: (u32, u32),
     pub(super) multiprocessors: u32,
     pub(super) copy_engines: u32,
-    /// Whether a dma-buf can export the device's memory to network cards.
+    /// A dma-buf can export the device's memory to network cards.
     pub(super) dma_buf: bool,
     /// Whether NVIDIA's own module can export the device's memory to network cards.
     pub(super) gpu_direct_rdma: bool,

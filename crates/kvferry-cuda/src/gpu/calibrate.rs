@@ -97,7 +97,7 @@ struct Memory {
     /// First the scattered bytes, then the memory in which the kernel gathers them.
     device: DeviceAllocation,
     packed: Pinned,
-    /// Whether kernels find `packed` at the same address as the process.
+    /// Kernels find `packed` at the same address as the process.
     is_mapped: bool,
 }
 

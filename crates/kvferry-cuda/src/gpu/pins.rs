@@ -23,7 +23,7 @@ enum Pin {
     Refused,
 }
 
-/// Whether the driver has pinned a stage.
+/// The way in which the driver has pinned a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pinned {
     No,

@@ -11,7 +11,7 @@ use crate::job::Job;
 /// The most copies among which the best selection is sought: the time grows with the square of their number.
 pub(super) const EXACT_MAX: usize = 16;
 
-/// In a table of selections: the copy engine makes the last copy.
+/// The mark of a table of selections that the copy engine makes the last copy.
 const BY_ENGINE: usize = usize::MAX;
 
 /// Copies among which the few for single calls are sought. For more, those would save little.

@@ -77,7 +77,7 @@ impl Tables {
         Ok((region, offset))
     }
 
-    /// Whether device memory is named by address.
+    /// True if device memory is named by address.
     pub(crate) fn has_device_addresses(&self) -> bool {
         self.devices > 0
     }
@@ -412,7 +412,7 @@ impl RegionTable {
         }
     }
 
-    /// Whether the quarantine of an unregistered region has ended.
+    /// True if the quarantine of an unregistered region has ended.
     pub(crate) fn was_lifted(region: &Region) -> bool {
         matches!(*region.0.quarantine(), Quarantine::Lifted)
     }

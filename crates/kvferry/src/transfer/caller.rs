@@ -105,7 +105,7 @@ struct Share<'a, S> {
     lane: Option<&'a Arc<Lane>>,
     /// Signalled by the share's waker.
     wakeup: Option<Arc<EventFd>>,
-    /// Whether an event that the share waits for has come.
+    /// An event that the share waits for has come.
     is_due: bool,
     device: DeviceWait,
 }

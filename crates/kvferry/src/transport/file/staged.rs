@@ -46,7 +46,7 @@ struct Copying {
     copy: Arc<Copy>,
     /// The first pair of the copied bytes.
     pair: usize,
-    /// For copies out of the device: the places of the bytes in files.
+    /// Places of the bytes in files, for copies out of the device.
     ranges: Ranges,
 }
 
