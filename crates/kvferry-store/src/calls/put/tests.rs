@@ -86,6 +86,14 @@ impl Bench {
     }
 }
 
+/// Pins blocks that are on the disk: else the keeper frees those behind one that is removed, if it looks before they are
+/// behind another block.
+fn pin_all(kv: &Space, prompt: &[[u8; 32]]) -> crate::Pin {
+    let pin = kv.pin(prompt, HOUR).expect("a pin");
+    assert_eq!(pin.blocks(), prompt.len());
+    pin
+}
+
 /// Counts the blocks of `prompt` that are on the disk.
 fn on_disk(kv: &Space, prompt: &[[u8; 32]]) -> usize {
     let keys = kv.keys(prompt).expect("hashes");
@@ -500,6 +508,7 @@ fn a_block_that_is_put_behind_one_that_was_present_is_behind_that_one_in_the_ind
     let (store, kv) = bench.open(&bench.options());
     let whole = prompt(0, 6);
     assert_eq!(bench.put(&kv, 0, &whole).stored, 6);
+    let _pin = pin_all(&kv, &whole);
     let keys = kv.keys(&whole).expect("hashes");
     let member = &store.inner().core.member;
     let entry = |block: usize| member.find(&keys[block]).expect("it was put");
@@ -520,6 +529,7 @@ fn a_block_that_is_found_behind_one_that_is_there_again_is_behind_that_one_in_th
         let whole = prompt(0, 6);
         assert_eq!(bench.put(&kv, 0, &whole).stored, 6);
         store.sync().expect("written");
+        let _pin = pin_all(&kv, &whole);
         let keys = kv.keys(&whole).expect("hashes");
         let member = &store.inner().core.member;
         let entry = |block: usize| member.find(&keys[block]).expect("it was put");
