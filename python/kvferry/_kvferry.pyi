@@ -605,11 +605,11 @@ class Store:
     memory; they are written in the background. Other processes find them a little later, and a process that is killed
     loses those that were not written; `sync` waits for them.
 
-    `put_wait`: seconds for which a put waits for space, all its blocks together and from the call on, where no segment is
-    free; with 0 such blocks are refused at once. Of a `put_async` with a `wait` they count from its turn on. Where others
-    have waited for as long in vain, it does not wait again; closing the store ends all waits. With `host_bytes`, blocks in
-    that memory are written once there is space, and a put of more than it has room for waits for 10 s, or for `put_wait` if
-    that is longer.
+    `put_wait`: seconds for which a put waits, all its blocks together and from the call on, for space where no segment is
+    free, and for a lock of the index that a stopped process holds; with 0 such blocks are refused at once. Of a `put_async`
+    with a `wait` they count from its turn on. Where others have waited for space for as long in vain, it does not wait for
+    it again; closing the store ends all waits. With `host_bytes`, blocks in that memory are written once there is space, and
+    a put of more than it has room for waits for 10 s, or for `put_wait` if that is longer.
 
     `hang_after`: seconds that an operation on a directory may take until the directory hangs; six times as many for syncing,
     making and removing a file. Its blocks are missed then, and nothing is put there, until the device has answered; other

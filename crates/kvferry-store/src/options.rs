@@ -110,8 +110,9 @@ impl StoreOptions {
         Self { host_bytes: bytes, ..self }
     }
 
-    /// How long one [`Space::put`](crate::Space::put) waits for space, all its blocks together and from the call on,
-    /// where no segment is free: 0, the default, refuses such blocks at once. Of a
+    /// How long one [`Space::put`](crate::Space::put) waits, all its blocks together and from the call on, for space where
+    /// no segment is free, and for a lock of the index that a stopped process holds: 0, the default, refuses such blocks
+    /// at once. Of a
     /// [`Space::put_async`](crate::Space::put_async) with a `wait` it counts from its turn on. Where others have waited for
     /// as long and nothing was freed since, a put does not wait again. Closing the store ends all waits.
     ///

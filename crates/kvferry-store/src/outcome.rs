@@ -13,7 +13,7 @@ pub struct Put {
     pub failed: usize,
     /// Refused because no segment was free.
     pub refused_no_space: usize,
-    /// Refused because a stopped process holds a lock of the index.
+    /// Refused because a stopped process holds a lock of the index, for longer than the put may wait.
     pub refused_contended: usize,
     /// Refused because the index had no room.
     pub refused_index_full: usize,

@@ -1,4 +1,4 @@
-//! Waits for a free segment.
+//! Waits for a free segment, and for a lock of the index.
 
 use crate::index::Member;
 use crate::threads::task_pool::after;
@@ -6,7 +6,7 @@ use kvferry_sys::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Longest time that blocks in host memory wait while no segment is freed.
+/// Longest time that blocks in host memory wait while no segment is freed, or, in a pass for all, for the lock of one.
 pub(crate) const NO_SPACE_MAX: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 /// Interval between tries of blocks that are left, while no segment is freed.
 pub(crate) const RETRY_EVERY: Duration = Duration::from_secs(1);
@@ -15,7 +15,7 @@ const ANSWER_MAX: Duration = Duration::from_secs(if cfg!(test) { 60 } else { 10 
 /// Time for which it is remembered that no segment was freed, if nothing asks for space.
 const DRY_FOR: Duration = Duration::from_secs(10);
 
-/// Limits of the wait for space.
+/// Limits of the waits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Patience {
     /// End of the wait. `None`: it lasts as long as segments are freed, also while the store is being closed.
@@ -24,6 +24,8 @@ pub(crate) struct Patience {
     dry: Duration,
     /// Shortest wait, even if `dry` has passed.
     last: Option<LastTry>,
+    /// End of the wait for a lock of the index that another thread or process holds. `None`: it is tried once.
+    lock_until: Option<Instant>,
 }
 
 /// Last chance of blocks while the store is being closed: the keeper looks once more for a segment that it can free.
@@ -44,24 +46,27 @@ impl LastTry {
 }
 
 impl Patience {
-    /// Patience of blocks that wait in host memory.
-    pub(crate) fn behind() -> Self {
-        Self { until: None, dry: NO_SPACE_MAX, last: None }
+    /// Patience of a pass over the blocks that wait in host memory. One that is not `is_for_all` leaves blocks whose lock is
+    /// held to a later one.
+    pub(crate) fn behind(is_for_all: bool) -> Self {
+        let lock_until = is_for_all.then(|| after(Instant::now(), NO_SPACE_MAX));
+        Self { until: None, dry: NO_SPACE_MAX, last: None, lock_until }
     }
 
     /// Patience of blocks that wait there when the store is closed.
     pub(crate) fn last(member: &Member) -> Self {
         let last = LastTry { since: Instant::now(), vain_looks: member.vain_looks() };
-        Self { last: Some(last), ..Self::behind() }
+        Self { last: Some(last), ..Self::behind(true) }
     }
 
     /// Patience of a put that waits for `dry` at most, from `since` on.
     pub(crate) fn of_put(dry: Duration, since: Instant) -> Self {
-        Self { until: Some(after(since, dry)), dry, last: None }
+        let until = Some(after(since, dry));
+        Self { until, dry, last: None, lock_until: until }
     }
 }
 
-/// State that the threads of this process share while they wait for space.
+/// State that the threads of this process share while they wait.
 #[derive(Debug, Default)]
 pub(crate) struct SpaceWaits {
     dry: Mutex<Option<DrySpell>>,
@@ -69,6 +74,9 @@ pub(crate) struct SpaceWaits {
     is_closing: AtomicBool,
     #[cfg(test)]
     count: std::sync::atomic::AtomicUsize,
+    /// Number of times that a block whose lock was held was tried again.
+    #[cfg(test)]
+    pub(crate) lock_tries: std::sync::atomic::AtomicUsize,
 }
 
 /// No segment was free, and none was freed.
@@ -108,7 +116,13 @@ impl SpaceWaits {
         since
     }
 
-    /// Remaining time to wait.
+    /// Whether a block whose lock is held is tried again.
+    pub(crate) fn may_wait_for_lock(&self, patience: Patience) -> bool {
+        let is_ended = patience.until.is_some() && self.is_closing.load(Relaxed);
+        !is_ended && patience.lock_until.is_some_and(|until| Instant::now() < until)
+    }
+
+    /// Remaining time to wait for space.
     pub(crate) fn left(&self, member: &Member, freed: u32, patience: Patience) -> Duration {
         let waited = self.dry_since(freed).elapsed();
         let left = patience.dry.saturating_sub(waited);

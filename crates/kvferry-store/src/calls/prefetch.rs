@@ -91,7 +91,7 @@ impl PrefetchTarget for Space {
                 })
             };
             let publish = |segment: u32, records: &[log::Record]| {
-                self.publish(segment, records, &mut put);
+                self.publish(segment, records, None, &mut put);
             };
             let (count, written) = worker.writer.write_with(core, &blocks[done..], write, publish);
             let left = if count == 0 { blocks.len() - done } else { count };

@@ -1,6 +1,6 @@
 //! Writes blocks to the disk, and waits for space where there is none.
 
-use crate::index::{Entry, Inserted, New, SlotId};
+use crate::index::{self, Entry, Inserted, New, SlotId};
 use crate::key::Key;
 use crate::log;
 use crate::outcome::{Put, Refusal};
@@ -28,8 +28,14 @@ impl Space {
         writing.end(put)
     }
 
-    /// Puts written blocks into the index.
-    pub(crate) fn publish(&self, segment: u32, records: &[log::Record], put: &mut Put) {
+    /// Puts written blocks into the index. Without a `patience`, no lock is waited for.
+    pub(crate) fn publish(
+        &self,
+        segment: u32,
+        records: &[log::Record],
+        patience: Option<Patience>,
+        put: &mut Put,
+    ) {
         let core = &self.store.core;
         // The last block of the index, with its key. Blocks between two of these may have been there before.
         let mut last: Option<(Key, SlotId)> = None;
@@ -56,7 +62,7 @@ impl Space {
                 retention: block.retention,
                 now: block.time,
             };
-            match core.member.insert(Key(block.key), new) {
+            match self.insert(Key(block.key), new, patience) {
                 Inserted::New(slot) => {
                     put.stored += 1;
                     core.counters.bytes_written.fetch_add(block.len.into(), Relaxed);
@@ -78,6 +84,22 @@ impl Space {
             }
         }
         self.note_added(parent, &slots);
+    }
+
+    /// Puts a block into the index. Its lock may be held by a thread that waits for a processor: it is tried again for as
+    /// long as `patience` lasts.
+    fn insert(&self, key: Key, new: New, patience: Option<Patience>) -> Inserted {
+        loop {
+            let inserted = self.store.core.member.insert(key, new);
+            let waits = || patience.is_some_and(|it| self.store.waits.may_wait_for_lock(it));
+            if inserted != Inserted::Contended || !waits() {
+                return inserted;
+            }
+            #[cfg(test)]
+            self.store.waits.lock_tries.fetch_add(1, Relaxed);
+            // As long as the try before: a lock that is held for longer takes half of a processor.
+            std::thread::sleep(index::PATIENCE);
+        }
     }
 
     /// Has the index name the copy of a block that was just written, if the one before may be torn.
@@ -164,9 +186,9 @@ impl<'a> Writing<'a> {
 
     fn end_first(&mut self, put: &mut Put) {
         let Some(first) = self.under_way.pop_front() else { return };
-        let (space, count) = (self.space, first.count());
+        let (space, count, patience) = (self.space, first.count(), Some(self.patience));
         let ended = first.end(&space.store.core, |segment, records| {
-            space.publish(segment, records, put);
+            space.publish(segment, records, patience, put);
             if let Some(objects) = &space.store.objects {
                 objects.stored(segment, records);
             }

@@ -56,7 +56,7 @@ impl Index {
 impl Member {
     /// The lock of a block, which a process holds that is stopped.
     #[cfg(test)]
-    pub(crate) fn hold_stripe(&self, key: &Key) -> impl Drop + '_ {
+    pub(crate) fn hold_stripe<'a>(&'a self, key: &Key) -> impl Drop + use<'a> {
         self.lock(self.bucket_of(key)).expect("free")
     }
 

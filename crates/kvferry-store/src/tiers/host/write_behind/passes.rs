@@ -35,7 +35,7 @@ impl WriteBehind {
         let mut thread = self.thread.lock();
         if !self.start(&mut thread, space) {
             // By this thread, then, while the lock keeps others from doing the same.
-            self.pass_for(asked, space, Patience::behind(), all);
+            self.pass_for(asked, space, Patience::behind(all), all);
         }
         asked
     }
@@ -124,7 +124,10 @@ impl WriteBehind {
             let is_for_all = std::mem::take(&mut work.is_for_all) || is_closing;
             drop(work);
             let freed = member.freed();
-            let patience = if is_closing { Patience::last(member) } else { Patience::behind() };
+            let patience = match is_closing {
+                true => Patience::last(member),
+                false => Patience::behind(is_for_all),
+            };
             self.pass_for(asked, space, patience, is_for_all);
             last = Some((Instant::now(), freed));
             if is_closing {
