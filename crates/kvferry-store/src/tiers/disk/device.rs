@@ -45,7 +45,7 @@ const OPEN_MIN: usize = 4;
 /// Time for which it stays known whether a directory can be written to.
 const KNOWN_FOR: Duration = Duration::from_secs(1);
 /// Interval at which a thread that waits for an operation looks at the time.
-const LOOK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 1 } else { 500 });
+pub(super) const LOOK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 1 } else { 500 });
 
 /// A directory. No lock of it is held during an operation on a file.
 #[derive(Debug)]

@@ -14,7 +14,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::mpsc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 /// Factor on the time limit for an operation that works on a whole file, such as to sync it.
@@ -56,6 +56,50 @@ pub(crate) fn is_hang(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|it| it.is::<Hangs>())
 }
 
+/// Interval at which a thread that waits for a device looks whether this process has slept.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// Whether a thread that is awake so `late` must have slept with its process, such as while that was stopped: no device
+/// was asked meanwhile. `limit` is the time limit of an operation.
+fn must_have_slept(late: Duration, limit: Duration) -> bool {
+    late >= (limit / 2).max(SLEPT_MIN)
+}
+
+/// Time for which a thread has waited for a device, without that in which its process slept.
+#[derive(Debug)]
+struct AwakeTime {
+    /// Time limit of an operation.
+    limit: Duration,
+    spent: Duration,
+}
+
+impl AwakeTime {
+    fn new(limit: Duration) -> Self {
+        Self { limit, spent: Duration::ZERO }
+    }
+
+    /// Adds a wait that was to take `most`, and took `took`.
+    fn add(&mut self, most: Duration, took: Duration) {
+        let slept = must_have_slept(took.saturating_sub(most), self.limit);
+        self.spent += if slept { most } else { took };
+    }
+
+    /// Receives an answer, within `limit` of this time.
+    fn receive<T>(&mut self, told: &Receiver<T>, limit: Duration) -> Result<T, RecvTimeoutError> {
+        let end = self.spent.saturating_add(limit);
+        loop {
+            let left = end.saturating_sub(self.spent);
+            let (began, most) = (Instant::now(), left.min(LOOK_EVERY));
+            match told.recv_timeout(most) {
+                Err(RecvTimeoutError::Timeout) if !left.is_zero() => {
+                    self.add(most, began.elapsed());
+                }
+                received => return received,
+            }
+        }
+    }
+}
+
 /// Calls `ask` for each directory, on a thread of its own where there are several. A directory that has not answered
 /// within `limit` hangs; its thread ends once `ask` returns, and the late answer is dropped.
 pub(crate) fn ask_all<T: Send + 'static>(
@@ -75,9 +119,9 @@ pub(crate) fn ask_all<T: Send + 'static>(
             answers[at] = Some(ask(path));
         }
     }
-    let began = Instant::now();
+    let mut awake = AwakeTime::new(limit);
     while answers.iter().any(Option::is_none)
-        && let Ok((at, answer)) = told.recv_timeout(limit.saturating_sub(began.elapsed()))
+        && let Ok((at, answer)) = awake.receive(&told, limit.saturating_sub(awake.spent))
     {
         answers[at] = Some(answer);
     }
@@ -136,25 +180,25 @@ impl Bounds {
             let _ = tell.send(catch_unwind(AssertUnwindSafe(|| write(&of_thread))));
         };
         kvferry_sys::thread::spawn("kvferry-store-io".into(), run)?;
-        let began = Instant::now();
+        let mut awake = AwakeTime::new(self.limit);
         loop {
-            match told.recv_timeout(self.limit) {
+            match awake.receive(&told, self.limit) {
                 Ok(Ok(outcome)) => return outcome,
                 Ok(Err(panic)) => resume_unwind(panic),
                 Err(_) => {}
             }
-            let is_late = began.elapsed() >= self.limit.saturating_mul(SLOW);
-            if is_late || !answers(path, self.limit)? {
+            let is_late = awake.spent >= self.limit.saturating_mul(SLOW);
+            if is_late || !answers(path, &mut awake)? {
                 given_up.0.store(true, Relaxed);
-                let hangs = Hangs { path: path.to_path_buf(), since: began.elapsed() };
+                let hangs = Hangs { path: path.to_path_buf(), since: awake.spent };
                 return Err(io::Error::new(io::ErrorKind::TimedOut, hangs));
             }
         }
     }
 }
 
-/// True if a directory answers a read within `limit`.
-fn answers(path: &Path, limit: Duration) -> io::Result<bool> {
+/// True if a directory answers a read within the limit of `awake`, to which the wait is added.
+fn answers(path: &Path, awake: &mut AwakeTime) -> io::Result<bool> {
     let (tell, told) = mpsc::channel();
     let file = path.join(FILE);
     let read = move || {
@@ -163,7 +207,8 @@ fn answers(path: &Path, limit: Duration) -> io::Result<bool> {
         let _ = tell.send(());
     };
     kvferry_sys::thread::spawn("kvferry-store-io".into(), read)?;
-    Ok(told.recv_timeout(limit).is_ok())
+    let limit = awake.limit;
+    Ok(awake.receive(&told, limit).is_ok())
 }
 
 /// [`Gate::hangs_at`] while no operation is in progress.
@@ -299,7 +344,7 @@ impl Gate {
     /// that is so long that this process must have slept, such as while it was stopped, no device was asked meanwhile:
     /// operations in progress get the time once more.
     pub(crate) fn looked_late(&self, asked: Instant, late: Duration) {
-        if late < (self.limit / 2).max(SLEPT_MIN) {
+        if !must_have_slept(late, self.limit) {
             return;
         }
         let mut doing = self.doing.lock();
@@ -427,7 +472,9 @@ mod tests {
             }
             Ok(path.to_path_buf())
         };
-        let [a, b, c] = ask_all(&paths, Duration::from_secs(2), ask).try_into().expect("three");
+        // Longer than any thread of this test is kept waiting for a processor.
+        let limit = Duration::from_secs(10);
+        let [a, b, c] = ask_all(&paths, limit, ask).try_into().expect("three");
         assert_eq!(
             (a.expect("it answers"), c.expect("it answers")),
             (paths[0].clone(), paths[2].clone())
@@ -455,6 +502,22 @@ mod tests {
         assert!(gate.hangs().is_some(), "others had the processor");
         drop(entered);
         gate.wait_quiet();
+    }
+
+    #[test]
+    fn time_in_which_a_process_was_stopped_is_not_waited_for_a_device() {
+        let mut awake = AwakeTime::new(LIMIT);
+        awake.add(LIMIT / 8, LIMIT / 4);
+        assert_eq!(awake.spent, LIMIT / 4, "others had the processor");
+        // It was stopped for a day.
+        awake.add(LIMIT / 8, LIMIT * 24);
+        assert_eq!(awake.spent, LIMIT * 3 / 8);
+        // A message counts that is there at the end.
+        let (tell, told) = mpsc::channel();
+        awake.spent = LIMIT * 2;
+        tell.send(7).expect("it is open");
+        assert_eq!(awake.receive(&told, Duration::ZERO), Ok(7));
+        assert_eq!(awake.receive(&told, Duration::ZERO), Err(RecvTimeoutError::Timeout));
     }
 
     #[test]

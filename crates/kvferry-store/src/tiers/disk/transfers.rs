@@ -1,6 +1,6 @@
 //! Blocks that are being read or written, and what stays in use until that has ended.
 
-use super::device::{Device, Segment};
+use super::device::{Device, LOOK_EVERY, Segment};
 use super::errors::may_move;
 use super::gate::{Entered, Waiter};
 use crate::error::Result;
@@ -10,7 +10,7 @@ use kvferry::{Access, Agent, Batch, Options, Region, Transfer, TransferStats};
 use kvferry_sys::sync::Mutex;
 use std::io;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Headers of extents that are written at once, beside their blocks.
 const HEADERS: usize = 64;
@@ -97,11 +97,14 @@ impl KeptWrite {
         waiter: &Waiter,
     ) -> io::Result<kvferry::Result<TransferStats>> {
         loop {
-            let left = self.device.gate.left().max(Duration::from_millis(1));
-            if let Some(outcome) = transfer.wait(left) {
+            let gate = &self.device.gate;
+            let most = gate.left().clamp(Duration::from_millis(1), LOOK_EVERY);
+            let asked = Instant::now();
+            if let Some(outcome) = transfer.wait(most) {
                 return Ok(outcome);
             }
-            if let Some(hangs) = self.device.gate.hangs()
+            gate.looked_late(asked, asked.elapsed().saturating_sub(most));
+            if let Some(hangs) = gate.hangs()
                 && waiter.give_up(self.segment)
             {
                 return Err(hangs);
