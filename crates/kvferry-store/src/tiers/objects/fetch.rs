@@ -41,8 +41,7 @@ const ACTIVE_MAX: usize = 16;
 const WAITING_MAX: usize = 1024;
 /// Absent keys that are remembered at most.
 const ABSENT_MAX: usize = 1 << 16;
-/// Longest wait of arrived blocks for space on the disk, since one of them got some, and the pause between tries.
-const NO_ROOM_MS: u64 = 1000;
+/// Pause between tries of arrived blocks that found no space on the disk.
 const NO_ROOM_AGAIN: Duration = Duration::from_millis(2);
 /// Milliseconds between two log lines about damaged objects.
 const DAMAGED_EVERY_MS: u64 = 10_000;
@@ -355,7 +354,8 @@ impl Fetcher {
                 if let Ok(WriteProgress::NoRoom { did_grow, refused }) = taken {
                     let now_ms = self.shared.now_ms();
                     let since_ms = if did_grow { now_ms } else { since_ms };
-                    if now_ms.saturating_sub(since_ms) < NO_ROOM_MS {
+                    let waited = Duration::from_millis(now_ms.saturating_sub(since_ms));
+                    if waited < self.shared.settings.no_room_for {
                         return self.stalled.push(Stalled { number, prefetch, since_ms });
                     }
                     let counters = &self.shared.core.counters;

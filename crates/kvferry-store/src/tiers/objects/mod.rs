@@ -137,6 +137,7 @@ struct Settings {
     waiting_bytes: u64,
     absent_for: Duration,
     close_timeout: Duration,
+    no_room_for: Duration,
     patience: Patience,
 }
 
@@ -149,6 +150,7 @@ impl Default for Settings {
             waiting_bytes: 4 << 30,
             absent_for: Duration::from_secs(5),
             close_timeout: Duration::from_secs(5),
+            no_room_for: Duration::from_secs(1),
             patience: Patience {
                 failures_max: 3,
                 away_min: Duration::from_secs(1),
@@ -199,6 +201,13 @@ impl ObjectTier {
     #[must_use]
     pub fn close_timeout(self, time: Duration) -> Self {
         self.with(|it| it.close_timeout = time)
+    }
+
+    /// Sets how long blocks that have arrived wait for space on the disk, since one of them got some. 1 s by default.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn no_room_for(self, time: Duration) -> Self {
+        self.with(|it| it.no_room_for = time)
     }
 
     /// Sets the number of failures in a row after which the object store is away, and for how long: first, and at
