@@ -334,7 +334,7 @@ def test_a_stopped_peer_is_an_error_within_the_silence_limit(targets: Targets) -
 def test_a_deadline_is_a_timeout_error(targets: Targets) -> None:
     target = targets(64 << 20)
     mine = Memory(64 << 20)
-    with kvferry.Agent(listen=LOOPBACK, silence=2.0) as agent:
+    with kvferry.Agent(listen=LOOPBACK, silence=6.0) as agent:
         peer = agent.peer(target.address)
         peer.connect()
         target.child.send(signal.SIGSTOP)

@@ -15,6 +15,8 @@ from conftest import LOOPBACK, Target
 from kit import Memory, eventually
 
 BIG = 64 << 20
+# How long agents may be silent, in seconds, that are to be waited for while one is stopped: no test lives to see it.
+NEVER = 600.0
 Targets = Callable[..., Target]
 
 
@@ -50,16 +52,16 @@ def test_an_error_is_the_outcome_of_the_transfer_and_not_of_the_call(agent: kvfe
         transfer = peer.write_async(mine.addr, remote, 10)
         for _ in range(2):
             with pytest.raises(error):
-                transfer.wait(10)
+                transfer.wait(60)
         with pytest.raises(error):
             transfer.poll()
         assert transfer.done()
 
 
 def test_wait_returns_none_after_its_timeout_and_the_transfer_continues(targets: Targets) -> None:
-    target = targets(BIG)
+    target = targets(BIG, silence=NEVER)
     mine = Memory(BIG)
-    with kvferry.Agent(listen=LOOPBACK, silence=30.0) as agent:
+    with kvferry.Agent(listen=LOOPBACK, silence=NEVER) as agent:
         peer = agent.peer(target.address)
         peer.connect()
         target.child.send(signal.SIGSTOP)
@@ -76,9 +78,9 @@ def test_wait_returns_none_after_its_timeout_and_the_transfer_continues(targets:
 
 
 def test_the_event_descriptor_is_readable_only_after_the_transfer_ended(targets: Targets) -> None:
-    target = targets(BIG)
+    target = targets(BIG, silence=NEVER)
     mine = Memory(BIG)
-    with kvferry.Agent(listen=LOOPBACK, silence=30.0) as agent:
+    with kvferry.Agent(listen=LOOPBACK, silence=NEVER) as agent:
         peer = agent.peer(target.address)
         peer.connect()
         target.child.send(signal.SIGSTOP)
@@ -92,9 +94,9 @@ def test_the_event_descriptor_is_readable_only_after_the_transfer_ended(targets:
 
 
 def test_a_cancelled_transfer_no_longer_accesses_its_memory(targets: Targets) -> None:
-    target = targets(BIG)
+    target = targets(BIG, silence=NEVER)
     mine = Memory(BIG)
-    with kvferry.Agent(listen=LOOPBACK) as agent:
+    with kvferry.Agent(listen=LOOPBACK, silence=NEVER) as agent:
         peer = agent.peer(target.address)
         peer.write(mine.addr, target.base, 4096)
         target.child.send(signal.SIGSTOP)
@@ -103,7 +105,7 @@ def test_a_cancelled_transfer_no_longer_accesses_its_memory(targets: Targets) ->
         transfer.cancel()
         target.child.send(signal.SIGCONT)
         with pytest.raises(kvferry.CancelledError) as caught:
-            transfer.wait(10)
+            transfer.wait(60)
         assert caught.value.quiesced is True
         mine[0:BIG] = b"\xee" * BIG
         time.sleep(0.3)
@@ -164,7 +166,7 @@ def test_awaiting_many_transfers_at_once_leaks_no_descriptor(agent: kvferry.Agen
 
 
 def test_a_cancelled_task_cancels_its_transfer_and_does_not_block_the_loop(targets: Targets) -> None:
-    target = targets(BIG)
+    target = targets(BIG, silence=NEVER)
     mine = Memory(BIG)
 
     async def impatient(peer: kvferry.Peer) -> kvferry.Transfer:
@@ -173,14 +175,14 @@ def test_a_cancelled_task_cancels_its_transfer_and_does_not_block_the_loop(targe
             await asyncio.wait_for(asyncio.ensure_future(transfer), 0.2)
         return transfer
 
-    with kvferry.Agent(listen=LOOPBACK) as agent:
+    with kvferry.Agent(listen=LOOPBACK, silence=NEVER) as agent:
         peer = agent.peer(target.address)
         peer.connect()
         target.child.send(signal.SIGSTOP)
         transfer = asyncio.run(impatient(peer))
         target.child.send(signal.SIGCONT)
         with pytest.raises(kvferry.CancelledError):
-            transfer.wait(10)
+            transfer.wait(60)
 
 
 def test_notifications_reach_an_event_loop(agent: kvferry.Agent, target: Target) -> None:

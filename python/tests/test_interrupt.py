@@ -92,7 +92,7 @@ def test_ctrl_c_ends(name: str, targets: Callable[..., Target], children: Callab
 def test_another_signal_whose_handler_returns_does_not_end_a_call(
     targets: Callable[..., Target], children: Callable[..., Child]
 ) -> None:
-    target = targets(BIG)
+    target = targets(BIG, silence=NEVER)
     # The stopped peer is waited for, however long the machine takes.
     caller = children(SETUP % target.address, env={"KVFERRY_SILENCE_MS": str(int(NEVER * 1000))})
     caller.run("import signal; seen = []; signal.signal(signal.SIGUSR1, lambda *_: seen.append(1)); peer.connect()")
@@ -110,7 +110,7 @@ def test_another_signal_whose_handler_returns_does_not_end_a_call(
 def test_a_signal_handler_runs_while_the_call_goes_on(
     targets: Callable[..., Target], children: Callable[..., Child]
 ) -> None:
-    target = targets(BIG)
+    target = targets(BIG, silence=NEVER)
     caller = children(SETUP % target.address, env={"KVFERRY_SILENCE_MS": str(int(NEVER * 1000))})
     # The peer is stopped until the handler has run, and nothing else ends the call before.
     caller.run(
@@ -131,7 +131,7 @@ def test_a_signal_handler_runs_while_the_call_goes_on(
 def test_ctrl_c_does_not_interrupt_calls_of_other_threads(
     targets: Callable[..., Target], children: Callable[..., Child]
 ) -> None:
-    target = targets(BIG)
+    target = targets(BIG, silence=NEVER)
     caller = children(SETUP % target.address, env={"KVFERRY_SILENCE_MS": str(int(NEVER * 1000))})
     caller.run("peer.connect()")
     target.child.send(signal.SIGSTOP)

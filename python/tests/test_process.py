@@ -73,7 +73,7 @@ def test_the_interpreter_exits_cleanly_while_a_peer_is_silent(target: Target) ->
     ended = run_python(
         f"""
         import kvferry, mmap, threading, time
-        agent = kvferry.Agent(listen="127.0.0.1:0")
+        agent = kvferry.Agent(listen="127.0.0.1:0", silence=600)
         peer = agent.peer({target.address!r})
         transfer = peer.write_async(4096, {target.base}, 10)
         threading.Thread(target=peer.probe, daemon=True).start()
@@ -91,7 +91,7 @@ def test_ctrl_c_ends_a_program_as_usual(target: Target) -> None:
             sys.executable,
             "-c",
             f"import kvferry; print('ready', flush=True);"
-            f"kvferry.Agent(listen='127.0.0.1:0', timeout=60).peer({target.address!r}).connect()",
+            f"kvferry.Agent(listen='127.0.0.1:0', timeout=600, silence=600).peer({target.address!r}).connect()",
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -102,7 +102,7 @@ def test_ctrl_c_ends_a_program_as_usual(target: Target) -> None:
     assert program.stdout.readline() == "ready\n"
     time.sleep(0.3)
     program.send_signal(signal.SIGINT)
-    _, stderr = program.communicate(timeout=10)
+    _, stderr = program.communicate(timeout=60)
     assert program.returncode == -signal.SIGINT
     assert stderr.rstrip().endswith("KeyboardInterrupt")
     assert "panicked" not in stderr
