@@ -324,20 +324,21 @@ def test_metadata_with_a_name_that_is_not_utf_8_is_refused_and_nothing_is_known_
 def test_a_message_that_comes_byte_by_byte_holds_the_listener_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_listener, "EXCHANGE_TIMEOUT_S", 0.5)
     listener = _listener.Listener("127.0.0.1", 0, lambda _operation, body: body)
     began = time.monotonic()
-    with socket.create_connection(("127.0.0.1", listener.port), timeout=0.01) as connection:
-        connection.sendall(_listener._HEAD.pack(_listener.SEND, 1 << 20))
-        is_open = True
-        while is_open and time.monotonic() - began < 20:
-            try:
-                connection.sendall(b"x")
-                is_open = connection.recv(1) != b""
-            except TimeoutError:
-                pass
-            except ConnectionError:
-                is_open = False
+    with monkeypatch.context() as patch:
+        patch.setattr(_listener, "EXCHANGE_TIMEOUT_S", 0.5)
+        with socket.create_connection(("127.0.0.1", listener.port), timeout=0.01) as connection:
+            connection.sendall(_listener._HEAD.pack(_listener.SEND, 1 << 20))
+            is_open = True
+            while is_open and time.monotonic() - began < 20:
+                try:
+                    connection.sendall(b"x")
+                    is_open = connection.recv(1) != b""
+                except TimeoutError:
+                    pass
+                except ConnectionError:
+                    is_open = False
     assert not is_open
     assert _listener.request("127.0.0.1", listener.port, _listener.FETCH, b"kv") == b"kv"
     listener.close()
