@@ -19,6 +19,8 @@ const EROFS: i32 = 30;
 const EDQUOT: i32 = 122;
 /// Cases at the same time: they mostly wait until the store tries again.
 const THREADS: usize = 12;
+/// Cases that are run at least, spread over all operations.
+const AT_LEAST: usize = 48;
 const QUICK: Duration = Duration::from_secs(10);
 /// The slow test, at most.
 const SLOW: Duration = Duration::from_secs(100);
@@ -194,27 +196,52 @@ fn run(engine: &Engine, template: &Path, folder: &Path, case: Case) -> Result<Ou
     Ok(outcome)
 }
 
-/// Runs cases on threads, until the time is over. Returns what they have shown.
+/// What a thread needs to run cases.
+struct Runner {
+    engine: Engine,
+    /// It has a full store, `full`.
+    folder: Folder,
+}
+
+impl Runner {
+    fn new(number: usize) -> Self {
+        let (engine, folder) = (Engine::start(), Folder::new(&format!("errors-{number}")));
+        let template = folder.0.join("full");
+        fs::create_dir_all(&template).expect("a folder");
+        fill(&engine, &template);
+        Self { engine, folder }
+    }
+
+    fn run(&self, case: Case) -> Result<Outcome, String> {
+        run(&self.engine, &self.folder.0.join("full"), &self.folder.0.join("work"), case)
+    }
+}
+
+/// Runs cases on threads: the first [`AT_LEAST`], and the others until the time is over. Returns what they have shown.
 fn run_all(cases: Vec<Case>, time: Duration) -> Vec<(Case, Outcome)> {
     lines();
     let (count, cases) = (cases.len(), Arc::new(cases));
+    let runners: Vec<_> = thread::scope(|scope| {
+        let new = |number| scope.spawn(move || Runner::new(number));
+        let new: Vec<_> = (0..THREADS.min(count)).map(new).collect();
+        new.into_iter().map(|it| it.join().expect("a full store")).collect()
+    });
+    // To fill the stores takes none of the time.
     let (next, began) = (Arc::new(AtomicUsize::new(0)), Instant::now());
     let (done, ended) = mpsc::channel();
     let under_way: Arc<Mutex<BTreeMap<usize, Instant>>> = Arc::default();
-    for number in 0..THREADS.min(count) {
+    for runner in runners {
         let (cases, next, done) = (Arc::clone(&cases), Arc::clone(&next), done.clone());
         let under_way = Arc::clone(&under_way);
         thread::spawn(move || {
-            let folder = Folder::new(&format!("errors-{number}"));
-            let (template, work) = (folder.0.join("full"), folder.0.join("work"));
-            let engine = Engine::start();
-            fs::create_dir_all(&template).expect("a folder");
-            fill(&engine, &template);
-            while let Some(case) = cases.get(next.fetch_add(1, SeqCst))
-                && began.elapsed() < time
-            {
+            loop {
+                let number = next.fetch_add(1, SeqCst);
+                let Some(case) = cases.get(number) else { return };
+                if number >= AT_LEAST && began.elapsed() >= time {
+                    return;
+                }
                 under_way.lock().insert(case.number, Instant::now());
-                let outcome = run(&engine, &template, &work, *case);
+                let outcome = runner.run(*case);
                 under_way.lock().remove(&case.number);
                 if done.send((*case, outcome)).is_err() {
                     return;
@@ -256,6 +283,17 @@ fn cases() -> Vec<Case> {
     cases
 }
 
+/// Shuffles all cases behind [`AT_LEAST`] that are spread over them: of each error, once or from then on.
+fn shuffled() -> Vec<Case> {
+    let mut cases = cases();
+    // Four cases in a row are of one operation.
+    let step = cases.len() / AT_LEAST / 4 * 4 + 1;
+    let spread: Vec<_> = cases.iter().copied().step_by(step).take(AT_LEAST).collect();
+    cases.retain(|case| !spread.iter().any(|it| it.number == case.number));
+    fastrand::shuffle(&mut cases);
+    spread.into_iter().chain(cases).collect()
+}
+
 fn judge(cases: usize, outcomes: &[(Case, Outcome)]) {
     let hit = outcomes.iter().filter(|(_, it)| !it.injected.is_empty()).count();
     let errors: usize = outcomes.iter().map(|(_, it)| it.errors).sum();
@@ -281,8 +319,7 @@ fn judge(cases: usize, outcomes: &[(Case, Outcome)]) {
 
 #[test]
 fn an_error_of_a_device_costs_blocks_and_nothing_else() {
-    let mut cases = cases();
-    fastrand::shuffle(&mut cases);
+    let cases = shuffled();
     judge(cases.len(), &run_all(cases.clone(), QUICK));
 }
 
@@ -314,7 +351,6 @@ fn a_sync_says_that_a_full_segment_could_not_be_synced() {
 #[test]
 #[ignore = "slow: make test-slow"]
 fn an_error_of_a_device_at_each_operation_costs_blocks_and_nothing_else() {
-    let mut cases = cases();
-    fastrand::shuffle(&mut cases);
+    let cases = shuffled();
     judge(cases.len(), &run_all(cases.clone(), SLOW));
 }
