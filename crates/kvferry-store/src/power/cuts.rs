@@ -3,7 +3,7 @@
 use super::oracle::Oracle;
 use super::recorder::{Event, Note, Recording};
 use super::world::World;
-use super::{CAPACITY, Engine, Folder, Process, bytes_of_segments, options};
+use super::{CAPACITY, Engine, Folder, PATIENCE, Process, bytes_of_segments, options};
 use crate::fault_points::Op;
 use crate::log::superblock::{FILE, downgrade_bytes};
 use fastrand::Rng;
@@ -57,6 +57,19 @@ pub(super) struct Seen {
     /// Blocks that had to be there, and left when the store was opened.
     left: usize,
     corrupt: u64,
+}
+
+impl Seen {
+    /// Whether the cuts show that blocks stay, those that must and others.
+    fn is_worth_it(&self) -> bool {
+        self.kept > self.cuts && self.lucky > 0
+    }
+
+    /// Whether no more cuts are tried: the time is over, and they show something.
+    fn is_enough(&self, began: Instant, time: Duration) -> bool {
+        let elapsed = began.elapsed();
+        elapsed > time && (self.is_worth_it() || elapsed > PATIENCE)
+    }
 }
 
 /// Two threads, two processes, blocks that leave and are put again, a second opening.
@@ -197,7 +210,7 @@ fn causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// Cuts the record at each event, or at as many as there is time for.
+/// Cuts the record at each event, or at as many as there is time for and as show something.
 fn cut_everywhere(record: &Record, time: Duration) -> Seen {
     let alone = std::env::var(ALONE).ok().and_then(|it| {
         let (cut, seed) = it.split_once(':')?;
@@ -225,7 +238,7 @@ fn cut_everywhere(record: &Record, time: Duration) -> Seen {
             if !is_chosen || !changes {
                 continue;
             }
-            if began.elapsed() > time {
+            if seen.is_enough(began, time) {
                 return seen;
             }
             for cut in [Cut::Power, Cut::Kill] {
@@ -290,7 +303,7 @@ fn go_on_and_cut(record: &Record, first: Cut, time: Duration) -> Seen {
     // Before, there is no store.
     let is_note = |event: &Event| matches!(event, Event::Note(_));
     let from = record.events.iter().position(is_note).expect("something was put");
-    while began.elapsed() < time {
+    while !seen.is_enough(began, time) {
         let mut world = record.before.clone();
         let ended_at = rng.usize(from..record.events.len());
         record.events[..ended_at].iter().for_each(|event| world.advance(event));
@@ -362,7 +375,7 @@ fn fail(record: &Record, cut: Cut, at: usize, seed: u64, what: &str) -> ! {
 
 fn is_worth_it(seen: &Seen) {
     println!("{seen:?}");
-    assert!(seen.kept > seen.cuts && seen.lucky > 0, "the cuts show nothing: {seen:?}");
+    assert!(seen.is_worth_it(), "the cuts show nothing: {seen:?}");
 }
 
 #[test]
