@@ -169,7 +169,7 @@ fn the_statistics_do_not_wait_for_a_device_that_hangs() {
 }
 
 /// How long an operation may take: long enough for a machine that is busy with other tests.
-const HANG_AFTER: Duration = Duration::from_secs(2);
+const HANG_AFTER: Duration = Duration::from_secs(5);
 const SHORT: u64 = 64 << 10;
 /// Blocks of a prompt that has some in each of four directories.
 const LONG: usize = 75;
@@ -346,6 +346,7 @@ impl Four {
             let _ =
                 filled.seeds.clone().try_for_each(|it| self.get_to(&filled.kv, 3, it).map(drop));
         });
+        eventually("the device is asked", || self.disk.is_asked());
         eventually("the directory hangs", || filled.store.stats().hanging_directories == 1);
         assert!(!waits.is_finished(), "it waits for the device, which may write to its memory");
         waits
@@ -534,6 +535,7 @@ fn blocks_in_host_memory_are_written_and_synced_while_a_directory_hangs_that_has
     thread::scope(|scope| {
         let _release = Release(&four.disk);
         scope.spawn(|| seeds.clone().for_each(|it| _ = four.get(&kv, it)));
+        eventually("the device is asked", || four.disk.is_asked());
         eventually("the directory hangs", || store.stats().hanging_directories == 1);
         for seed in 1000..1040 {
             assert_eq!(four.put(&kv, seed).stored, 1);

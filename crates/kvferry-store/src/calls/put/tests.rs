@@ -203,7 +203,7 @@ fn a_sync_covers_a_block_that_another_process_has_written_while_it_waited_here()
 }
 
 /// Time limit of an operation, in a store of two directories.
-const HANG_AFTER: Duration = Duration::from_secs(2);
+const HANG_AFTER: Duration = Duration::from_secs(5);
 
 impl Bench {
     /// Two directories in memory, which answer also while the machine's disk is busy. `None` where they can't be mounted.
