@@ -7,7 +7,7 @@ use kvferry_testkit::eventually;
 use rustix::process::{Pid, Signal, kill_process};
 use std::os::fd::{AsFd, AsRawFd};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::thread;
 use std::time::Duration;
 
@@ -137,7 +137,7 @@ fn members_are_killed_at_random_moments_while_others_read_and_write() {
         let mut child = spawn(&index, "churn", None);
         let dead = joined(&index, &keeper);
         thread::scope(|scope| {
-            scope.spawn(|| look(&index, 1, running));
+            scope.spawn(|| look(&index, 1, &AtomicU64::new(0), running));
             scope.spawn(|| churn(&keeper, 2, running));
             thread::sleep(Duration::from_micros(rng.u64(0..30_000)));
             signal(&child, Signal::KILL);

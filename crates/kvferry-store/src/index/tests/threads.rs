@@ -1,5 +1,6 @@
 use super::*;
 use fastrand::Rng;
+use kvferry_testkit::eventually;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::thread;
 use std::time::Duration;
@@ -22,23 +23,22 @@ pub(super) fn churn(member: &Member, seed: u64, goes_on: impl Fn() -> bool) {
     }
 }
 
-/// Looks for the blocks of [`churn`]; fails if one is not whole. Returns how many it found.
-pub(super) fn look(index: &Index, seed: u64, goes_on: impl Fn() -> bool) -> u64 {
+/// Looks for the blocks of [`churn`]; fails if one is not whole. Adds those that it finds to `found`.
+pub(super) fn look(index: &Index, seed: u64, found: &AtomicU64, goes_on: impl Fn() -> bool) {
     let mut rng = Rng::with_seed(seed);
-    let (mut found, mut out) = (0, Vec::new());
+    let mut out = Vec::new();
     while goes_on() {
         let n = rng.u64(0..KEYS);
         if let Some(entry) = index.find(&key(n)) {
             assert_is_whole(&entry, n);
             index.touch(&entry, 1);
-            found += 1;
+            found.fetch_add(1, SeqCst);
         }
         let keys: Vec<Key> = (n..KEYS).map(key).collect();
         out.clear();
         index.find_prefix(&keys, &mut out);
         (n..).zip(&out).for_each(|(n, entry)| assert_is_whole(entry, n));
     }
-    found
 }
 
 #[test]
@@ -55,12 +55,12 @@ fn readers_never_see_parts_of_two_blocks_while_slots_are_reused() {
         }
         for seed in 0..4 {
             let (index, found) = (&index, &found);
-            scope.spawn(move || found.fetch_add(look(index, seed, running), SeqCst));
+            scope.spawn(move || look(index, seed, found, running));
         }
         thread::sleep(Duration::from_millis(1500));
+        eventually("readers find blocks", || found.load(SeqCst) > 1000);
         runs.store(false, SeqCst);
     });
-    assert!(found.load(SeqCst) > 1000);
     verify(&index);
 }
 
@@ -139,11 +139,13 @@ fn huge_pages_hold_what_small_pages_held_while_the_index_is_read_and_changed() {
     let before = taken();
     let runs = AtomicBool::new(true);
     let running = || runs.load(SeqCst);
+    let found = AtomicU64::new(0);
     thread::scope(|scope| {
         let changes = index.join().expect("a member");
         scope.spawn(move || churn(&changes, 1, running));
         let reads = &index;
-        scope.spawn(move || look(reads, 2, running));
+        let found = &found;
+        scope.spawn(move || look(reads, 2, found, running));
         let mut calls = 1;
         while index.collapse(2) {
             calls += 1;
