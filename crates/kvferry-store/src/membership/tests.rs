@@ -51,7 +51,8 @@ fn a_directory_that_hangs_before_it_is_locked_is_not_waited_for() {
     let Some(disk) = HangingDisk::mount(&directories[1]) else { return };
     // In memory, too: it answers also while the machine's disk is busy.
     let other = HangingDisk::mount(&directories[0]).expect("as the second");
-    let limit = Duration::from_secs(2);
+    // Longer than any thread of this test is kept waiting for a processor.
+    let limit = Duration::from_secs(10);
     assert_eq!(lock_files(&directories, JOIN, limit).expect("they answer").len(), 2);
     disk.hold();
     let refused = lock_files(&directories, JOIN, limit).expect_err("it does not answer");
