@@ -130,12 +130,15 @@ fn events_lead_to_what_is_in_the_store_after_the_keeper_was_killed() {
     let folder = Folder::new("events-keeper");
     let mut rng = fastrand::Rng::with_seed(6);
     for round in 0..6 {
-        // The first process is the keeper.
-        let mut keeper = Other::start(folder.path(), SMALL, 1 + round * 100_000, u64::MAX / 2);
-        keeper.next();
+        // The first process is the keeper. It puts nothing more: the shadow begins with one snapshot.
+        let first = 1 + round * 100_000;
+        let mut keeper = Other::start(folder.path(), SMALL, first, 5);
+        while keeper.next() != Some(0) {}
         let engine = Engine::open(&options(folder.path(), SMALL), LEN);
         let mut shadow = Shadow::new(&engine);
-        // It frees space for both.
+        let mut other = Other::start(folder.path(), SMALL, first + 25_000, u64::MAX / 2);
+        other.next();
+        // The keeper frees space for both.
         let began = Instant::now();
         let run = Duration::from_millis(rng.u64(20..300));
         while began.elapsed() < run {
@@ -143,6 +146,8 @@ fn events_lead_to_what_is_in_the_store_after_the_keeper_was_killed() {
             shadow.follow();
         }
         keeper.signal("-KILL");
+        // Else it may become the keeper.
+        drop(other);
         fill(&engine, &mut shadow, SMALL, round * 100_000 + 75_000);
         drop(keeper);
         shadow.settle("the keeper was killed");
