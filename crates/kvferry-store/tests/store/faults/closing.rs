@@ -37,6 +37,7 @@ fn puts_gets_and_a_close_on_many_threads_at_once_end_as_they_should() {
     let hits = AtomicUsize::new(0);
     for round in 0..10 {
         let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+        let before = hits.load(SeqCst);
         std::thread::scope(|scope| {
             for thread in 0..8 {
                 let (engine, hits) = (&engine, &hits);
@@ -61,6 +62,7 @@ fn puts_gets_and_a_close_on_many_threads_at_once_end_as_they_should() {
                     }
                 });
             }
+            eventually("a get finds a block", || hits.load(SeqCst) > before);
             std::thread::sleep(Duration::from_millis(30 + round * 3));
             engine.store.close();
         });
