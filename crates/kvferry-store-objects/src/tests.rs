@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 const LEN: usize = 16 << 10;
-const SOON: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_secs(150);
 
 /// A folder of its own, removed at the end.
 struct Folder(PathBuf);

@@ -598,7 +598,7 @@ fn nothing_but_a_prefetch_waits_for_the_object_store() {
 #[test]
 fn closing_uploads_what_waits() {
     let (memory, folder) = (Memory::new(), Folder::new("close"));
-    let engine = engine(&folder, &memory);
+    let engine = Engine::open(&with_objects(&folder, tier(&memory).close_timeout(SOON)), LEN);
     memory.set(|state| state.is_held = true);
     engine.put(&prompt(1, 40), 0);
     memory.wait_held(16);
