@@ -105,6 +105,12 @@ impl Gpu {
         let device = context.device().ordinal();
         let stages = StagePool::new(STAGE_BYTES, STAGES)
             .map_err(|error| Error::Host { device, why: error.to_string() })?;
+        if let Some(node) = context.device().numa_node()
+            && let Err(error) = stages.prefer_node(node)
+        {
+            // It matters only where the host has several nodes.
+            tracing::debug!(device, node, %error, "host memory for copies may be far from the GPU");
+        }
         let shared = Arc::new(Shared {
             context,
             device,

@@ -200,6 +200,11 @@ impl Device {
         Ok(active != 0)
     }
 
+    /// The host's NUMA node next to the device, where the kernel knows it.
+    pub fn numa_node(&self) -> Option<u32> {
+        numa_node_of(&self.pci_bus_id().ok()?)
+    }
+
     /// What the driver reports of the device.
     ///
     /// # Errors
@@ -215,7 +220,7 @@ impl Device {
             ordinal: self.handle,
             uuid: self.uuid()?,
             name: self.name()?,
-            numa_node: numa_node(&pci_bus_id),
+            numa_node: numa_node_of(&pci_bus_id),
             pci_bus_id,
             compute_capability: (
                 number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
@@ -284,7 +289,7 @@ fn to_string(buffer: &[c_char; TEXT_MAX]) -> String {
 }
 
 /// The NUMA node that the kernel reports for a PCI device.
-fn numa_node(pci_bus_id: &str) -> Option<u32> {
+fn numa_node_of(pci_bus_id: &str) -> Option<u32> {
     let file = format!("/sys/bus/pci/devices/{pci_bus_id}/numa_node");
     // -1 if the kernel does not know it.
     std::fs::read_to_string(file).ok()?.trim().parse().ok()

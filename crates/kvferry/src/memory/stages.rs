@@ -102,6 +102,14 @@ impl StagePool {
         Ok(Arc::new(Self { memory, stage_bytes, stages, state: Mutex::new(state) }))
     }
 
+    /// Has the memory of stages that were not used yet come from a NUMA node, as long as the node has some.
+    ///
+    /// # Errors
+    /// `PermissionDenied` in a container that may not choose; `InvalidInput` if the process may not use the node.
+    pub fn prefer_node(&self, node: u32) -> io::Result<()> {
+        self.memory.prefer_node(node)
+    }
+
     /// Bytes of one stage.
     pub fn stage_bytes(&self) -> usize {
         self.stage_bytes
