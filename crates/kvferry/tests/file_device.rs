@@ -435,8 +435,13 @@ fn a_lost_copy_ends_its_transfer_and_leaves_the_memory_in_quarantine(rig: &Rig) 
         device.slow.lose_next(1);
         let short = Options { timeout: Some(Duration::from_millis(300)), ..Options::default() };
         let files = rig.agent.files();
-        let lost = if write { files.write(&batch, &short) } else { files.read(&batch, &short) };
-        let e = lost.expect_err("the device has lost a copy");
+        // The time of a transfer may be over before it copies.
+        let e = loop {
+            let lost = if write { files.write(&batch, &short) } else { files.read(&batch, &short) };
+            if device.slow.losing() == 0 {
+                break lost.expect_err("the device has lost a copy");
+            }
+        };
         assert_eq!((e.kind(), e.quiesced()), (ErrorKind::Deadline, Some(false)), "{e}");
         let e = rig.agent.unregister(&memory).expect_err("the copy may go on");
         assert_eq!(e.kind(), ErrorKind::Quarantined, "{e}");
@@ -457,6 +462,10 @@ fn a_shutdown_ends_transfers_that_wait_for_a_stage(rig: &Rig) {
     eventually("the device has a copy", || device.slow.pending() > 0);
     thread::scope(|scope| {
         let shutdown = scope.spawn(|| rig.agent.shutdown());
+        eventually("the shutdown has begun", || {
+            let refused = rig.agent.allocate_private(4096, Access::NONE);
+            refused.is_err_and(|e| e.kind() == ErrorKind::Shutdown)
+        });
         thread::sleep(Duration::from_millis(20));
         device.slow.release();
         shutdown.join().expect("no panic");
@@ -485,9 +494,14 @@ fn a_file_whose_device_hangs_keeps_its_stages_until_the_device_answers() {
         rig.write(&batch).expect("the device answers");
         disk.hold();
         let short = Options { timeout: Some(Duration::from_millis(300)), ..Options::default() };
-        let transfer = rig.agent.files().write_async(&batch, &short);
-        eventually("the device is asked", || disk.is_asked());
-        let e = transfer.wait(PATIENCE).expect("it ends").expect_err("no answer");
+        // The time of a transfer may be over before it has asked the file's device.
+        let e = loop {
+            let transfer = rig.agent.files().write_async(&batch, &short);
+            let e = transfer.wait(PATIENCE).expect("it ends").expect_err("no answer");
+            if disk.is_asked() {
+                break e;
+            }
+        };
         assert_eq!((e.kind(), e.quiesced()), (ErrorKind::Deadline, Some(false)), "{e}");
         let stages = device.slow.stages();
         assert!(stages.free() < stages.stages(), "{engine}");

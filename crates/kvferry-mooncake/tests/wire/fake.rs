@@ -6,7 +6,7 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 /// The address of the fake's memory on the wire.
@@ -70,6 +70,8 @@ struct Shared {
 pub(crate) struct Fake {
     shared: Arc<Shared>,
     address: SocketAddr,
+    /// The threads that accept handshakes and data connections.
+    acceptors: Vec<JoinHandle<()>>,
 }
 
 impl Fake {
@@ -92,8 +94,9 @@ impl Fake {
             streams: Mutex::default(),
             data_port: data.local_addr().expect("bound").port(),
         });
-        serve(handshake, Arc::clone(&shared), |shared, stream| shared.handshake(stream));
-        serve(data, Arc::clone(&shared), |shared, stream| {
+        let handshakes =
+            serve(handshake, Arc::clone(&shared), |shared, stream| shared.handshake(stream));
+        let connections = serve(data, Arc::clone(&shared), |shared, stream| {
             shared.connections.fetch_add(1, Ordering::SeqCst);
             let (clone, id) =
                 (stream.try_clone().expect("descriptors are there"), stream.peer_addr());
@@ -103,7 +106,7 @@ impl Fake {
             let _ = shared.serve(stream);
             streams().retain(|s| s.peer_addr().ok() != id.as_ref().ok().copied());
         });
-        Self { shared, address }
+        Self { shared, address, acceptors: vec![handshakes, connections] }
     }
 
     pub(crate) fn address(&self) -> String {
@@ -153,14 +156,20 @@ impl Drop for Fake {
         self.end_notes(false);
         self.cut();
         // Wake the acceptors, which block in `accept`, so that they end.
-        for port in [self.address.port(), self.shared.data_port] {
-            let _ = TcpStream::connect(("127.0.0.1", port));
+        let data = SocketAddr::from(([127, 0, 0, 1], self.shared.data_port));
+        for address in [self.address, data] {
+            let _ = TcpStream::connect(address);
         }
-        thread::sleep(Duration::from_millis(20));
+        // The ports are free then. A panic of theirs has failed the test.
+        self.acceptors.drain(..).for_each(|it| drop(it.join()));
     }
 }
 
-fn serve(listener: TcpListener, shared: Arc<Shared>, each: fn(&Shared, TcpStream)) {
+fn serve(
+    listener: TcpListener,
+    shared: Arc<Shared>,
+    each: fn(&Shared, TcpStream),
+) -> JoinHandle<()> {
     thread::spawn(move || {
         for stream in listener.incoming() {
             if shared.gone.load(Ordering::SeqCst) {
@@ -170,7 +179,7 @@ fn serve(listener: TcpListener, shared: Arc<Shared>, each: fn(&Shared, TcpStream
             let stream = stream.expect("a connection");
             thread::spawn(move || each(&shared, stream));
         }
-    });
+    })
 }
 
 fn word(bytes: &[u8]) -> u64 {

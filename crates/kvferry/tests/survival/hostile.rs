@@ -1,8 +1,9 @@
 //! Connections to the listening port that are not from peers.
 
+use super::unauthenticated::answered;
 use super::*;
 use kvferry_proto::MAGIC;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -16,12 +17,12 @@ fn recorded_hello() -> Vec<u8> {
     let agent = agent();
     let calling = thread::spawn(move || {
         let peer = agent.peer(&address).expect("an address");
-        drop(peer.connect(Duration::from_millis(300)));
+        drop(peer.connect(PATIENCE));
     });
     let (mut socket, _) = listener.accept().expect("the agent calls");
-    socket.set_read_timeout(Some(Duration::from_millis(150))).expect("a socket");
-    let mut hello = Vec::new();
-    drop(socket.read_to_end(&mut hello));
+    let hello = answered(&mut socket);
+    // Nobody answers the call, which ends.
+    drop((socket, listener));
     drop(calling.join());
     assert!(hello.starts_with(&MAGIC), "{hello:x?}");
     hello

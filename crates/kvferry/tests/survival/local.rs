@@ -367,14 +367,11 @@ fn ended_local_sessions_leak_no_descriptor() {
     }
     let mine = std::process::id();
     let fds = |pid| Resources::of(pid).descriptors;
-    let settle = || thread::sleep(Duration::from_millis(50));
-    settle();
-    let before = (fds(mine), fds(child.pid()));
+    let before = comes_to_rest(|| (fds(mine), fds(child.pid())));
     for _ in 0..50 {
         peer.connect(PATIENCE).expect("there");
         peer.disconnect();
     }
-    settle();
     eventually("descriptors are closed", || (fds(mine), fds(child.pid())) == before);
 }
 

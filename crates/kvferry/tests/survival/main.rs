@@ -58,6 +58,19 @@ fn bounded() -> Watchdog {
     Watchdog::new(PATIENCE)
 }
 
+/// Looks until three looks in a row, 50 ms apart, have seen the same.
+fn comes_to_rest<T: PartialEq>(mut look: impl FnMut() -> T) -> T {
+    let (mut seen, mut times) = (look(), 1);
+    eventually("it comes to rest", || {
+        thread::sleep(Duration::from_millis(50));
+        let now = look();
+        times = if now == seen { times + 1 } else { 1 };
+        seen = now;
+        times == 3
+    });
+    seen
+}
+
 /// An agent that uses tcp only: `local` has no connection to cut.
 fn agent() -> Agent {
     agent_over("tcp")

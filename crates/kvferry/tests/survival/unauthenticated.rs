@@ -148,7 +148,7 @@ fn call(address: &str, bytes: &[u8]) -> TcpStream {
 }
 
 /// The answer that has to come. It is empty if the stream ends.
-fn answered(stream: &mut TcpStream) -> Vec<u8> {
+pub(crate) fn answered(stream: &mut TcpStream) -> Vec<u8> {
     answer_within(PATIENCE / 2, stream)
 }
 
@@ -450,7 +450,7 @@ fn six_hundred_handshakes_do_not_push_each_other_out() {
     let _bound = bounded();
     let tcp = Transports::parse("tcp").expect("a name");
     // A long limit, so that a slow machine can serve all of them. There are 256 places.
-    let builder = Agent::builder().silence(Duration::from_secs(10)).transports(tcp);
+    let builder = Agent::builder().silence(NEVER).transports(tcp);
     let agent = builder.start().expect("an agent");
     let mut peers: Vec<_> = (0..600)
         .map(|number| {
@@ -620,7 +620,7 @@ fn malformed_frames_write_nothing_and_delay_no_other_peer() {
     {
         let mut stream = raw_peer.stream();
         stream.write_all(&write_frame(&region.remote, 0, &wanted[..256])).expect("connected");
-        assert!(!answer(&mut stream).is_empty(), "a proper frame of the raw_peer is answered");
+        assert!(!answered(&mut stream).is_empty(), "a proper frame of the raw_peer is answered");
     }
     for (what, frame) in malformed(&region.remote) {
         let mut stream = raw_peer.stream();
