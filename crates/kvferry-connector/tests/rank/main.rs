@@ -21,7 +21,6 @@ const BLOCKS: u32 = 512;
 /// Bytes of one layer of one block. A block is one token here.
 const BYTES: usize = 4096;
 const BUDGET: Duration = Duration::from_secs(30);
-const SILENCE: Duration = Duration::from_secs(2);
 
 fn bounded() -> Watchdog {
     Watchdog::new(PATIENCE)
@@ -59,18 +58,9 @@ impl Node {
     }
 
     fn with(transports: &str, limits: &Limits) -> Self {
-        Self::with_silence(transports, limits, SILENCE)
-    }
-
-    /// Its fetches and its peers may take as long as a test.
-    fn patient(transports: &str, limits: &Limits) -> Self {
-        Self { budget: PATIENCE, ..Self::with_silence(transports, limits, PATIENCE) }
-    }
-
-    fn with_silence(transports: &str, limits: &Limits, silence: Duration) -> Self {
         let address = SocketAddr::from(([127, 0, 0, 1], 0));
         let transports = Transports::parse(transports).expect("names");
-        let builder = Agent::builder().transports(transports).silence(silence).listen(address);
+        let builder = Agent::builder().transports(transports).silence(PATIENCE).listen(address);
         let agent = builder.start().expect("it starts");
         let len = (LAYERS * BLOCKS) as usize * BYTES;
         let pool = agent.allocate(len, Access::READ).expect("memory");
@@ -78,6 +68,11 @@ impl Node {
         // Scattered, as in an engine that has run for a while.
         let free = (0..BLOCKS).map(|block| block * 97 % BLOCKS).collect();
         Self { agent, pool, rank, free, budget: BUDGET }
+    }
+
+    /// Its fetches may take as long as a test.
+    fn patient(transports: &str, limits: &Limits) -> Self {
+        Self { budget: PATIENCE, ..Self::with(transports, limits) }
     }
 
     fn address(&self) -> String {

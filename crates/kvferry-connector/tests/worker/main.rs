@@ -242,7 +242,7 @@ impl RankOf {
         let builder = Agent::builder().transports(Transports::parse(transports).expect("names"));
         let builder = if secret.is_empty() { builder } else { builder.secret(secret) };
         let agent = builder
-            .silence(Duration::from_secs(3))
+            .silence(PATIENCE)
             .listen(build.listen.parse::<SocketAddr>().expect("an address"))
             .advertise("127.0.0.1")
             .start()

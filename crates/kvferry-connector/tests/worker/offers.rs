@@ -11,6 +11,8 @@ fn a_claimed_offer_waits_for_its_consumer_and_others_expire() {
         let (there, here) = (blocks(8, 1), blocks(8, 5));
         d.claim("a", &p.address);
         d.await_gauge("claimed");
+        // The claim has reached the producer: its offer does not expire.
+        p.await_gauge("watched");
         p.compute("a", 1, &there, 0..32);
         p.hold("a");
         p.compute("b", 1, &there, 0..32);
