@@ -74,7 +74,7 @@ fn run(invented: usize, nobody: Option<&Nobody>) -> Vec<Duration> {
     let idle = Some(IdleLimit { pool_blocks: BLOCKS, idle_blocks: IDLE });
     let adapter = KvferryAdapterConfig { limits, idle, ..kvferry_adapter() };
     let config: EngineConfig = config(&dense(), BLOCK_TOKENS, BLOCKS as usize);
-    let node = || Node::new(&config, &adapter);
+    let node = || Node::impatient(&config, &adapter);
     let mut pair = Pair::of(Flow::Sequential, node(), node());
     // Its address is known, so it is no stranger.
     pair.works("first", 1);

@@ -16,10 +16,9 @@ pub(crate) fn bounded() -> Watchdog {
     Watchdog::new(PATIENCE)
 }
 
-pub(crate) fn agent(transports: &str, secret: &str) -> Agent {
+fn agent(transports: &str, secret: &str, silence: Duration) -> Agent {
     let transports = Transports::parse(transports).unwrap();
-    let builder = Agent::builder().transports(transports).io_threads(1);
-    let builder = builder.silence(Duration::from_secs(2));
+    let builder = Agent::builder().transports(transports).io_threads(1).silence(silence);
     if secret.is_empty() { builder } else { builder.secret(secret.as_bytes()) }.start().unwrap()
 }
 
@@ -46,21 +45,28 @@ impl Node {
         secret: &str,
     ) -> Self {
         let vllm = |adapter: &KvferryAdapter| Connector::Vllm(adapter.vllm());
-        Self::behind(vllm, config, adapter, transports, secret)
+        let agents = config.ranks().iter().map(|_| agent(transports, secret, PATIENCE)).collect();
+        Self::behind(vllm, config, adapter, agents)
+    }
+
+    /// A node that soon gives up addresses at which nothing answers.
+    pub(crate) fn impatient(config: &EngineConfig, adapter: &KvferryAdapterConfig) -> Self {
+        let silence = Duration::from_secs(2);
+        let agents = config.ranks().iter().map(|_| agent("tcp", "", silence)).collect();
+        Self::behind(|adapter| Connector::Vllm(adapter.vllm()), config, adapter, agents)
     }
 
     pub(crate) fn trt(config: &EngineConfig, adapter: &KvferryAdapterConfig) -> Self {
-        Self::behind(|adapter| Connector::Trt(adapter.trt()), config, adapter, "tcp", "")
+        let agents = config.ranks().iter().map(|_| agent("tcp", "", PATIENCE)).collect();
+        Self::behind(|adapter| Connector::Trt(adapter.trt()), config, adapter, agents)
     }
 
     fn behind(
         seam: impl Fn(&KvferryAdapter) -> Connector,
         config: &EngineConfig,
         adapter: &KvferryAdapterConfig,
-        transports: &str,
-        secret: &str,
+        agents: Vec<Agent>,
     ) -> Self {
-        let agents: Vec<_> = config.ranks().iter().map(|_| agent(transports, secret)).collect();
         let kvferry_adapter = KvferryAdapter::new(config, agents.clone(), adapter.clone());
         let engine = Engine::new(config.clone(), seam(&kvferry_adapter)).unwrap();
         Self { engine, kvferry_adapter, agents, computed: 0 }
