@@ -26,6 +26,9 @@ pub(crate) struct Setup {
     pub(crate) blocks: usize,
     pub(crate) transports: String,
     pub(crate) timeout_ms: u64,
+    pub(crate) silence_ms: u64,
+    /// How long a lost connection may take to come back.
+    pub(crate) reconnect_ms: u64,
     /// How long an offer waits for a consumer that may have died before it asked.
     pub(crate) offer_ttl_ms: u64,
     pub(crate) checksum: bool,
@@ -37,8 +40,8 @@ pub(crate) struct Setup {
     pub(crate) manual: bool,
 }
 
-/// The silence limit of these tests: a third of the production default, because bounds are tripled.
-pub(crate) const SILENCE: Duration = Duration::from_secs(1);
+/// A limit that does not expire during a test.
+pub(crate) const PATIENT_MS: u64 = PATIENCE.as_millis() as u64;
 
 impl Setup {
     pub(crate) fn new(tp: usize) -> Self {
@@ -47,6 +50,8 @@ impl Setup {
             blocks: 256,
             transports: "tcp".to_owned(),
             timeout_ms: 20_000,
+            silence_ms: PATIENT_MS,
+            reconnect_ms: Limits::default().reconnect.as_millis() as u64,
             offer_ttl_ms: 120_000,
             checksum: false,
             recompute: false,
@@ -75,7 +80,7 @@ impl Setup {
         let builder = Agent::builder()
             .transports(Transports::parse(&self.transports).expect("transports"))
             .io_threads(1)
-            .silence(SILENCE)
+            .silence(Duration::from_millis(self.silence_ms))
             .checksum(if self.checksum { Checksum::On } else { Checksum::Off })
             .listen(self.listen[rank].parse::<SocketAddr>().expect("an address"));
         let builder = match self.advertise.get(rank) {
@@ -125,6 +130,7 @@ fn becomes_an_engine() {
         announce: Announce::Layers { pieces: 2, least_bytes: 0 },
         limits: Limits {
             offer_ttl: Duration::from_millis(setup.offer_ttl_ms),
+            reconnect: Duration::from_millis(setup.reconnect_ms),
             ..Limits::default()
         },
         ..KvferryAdapterConfig::default()

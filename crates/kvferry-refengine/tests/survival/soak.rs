@@ -53,6 +53,7 @@ impl Soak {
             blocks: 512,
             timeout_ms: 15_000,
             offer_ttl_ms: 5_000,
+            silence_ms: 1_000,
             ..Setup::new(tp)
         };
         let prefill = [2, 1].map(|tp| {

@@ -1,7 +1,7 @@
 //! Each fault at each step of a handoff.
 
 use crate::basics::prompt;
-use crate::process::{EngineProcess, Setup};
+use crate::process::{EngineProcess, PATIENT_MS, Setup};
 use crate::relay::Relay;
 use kvferry_connector::{ConsumerParams, HandoffId, producer_params};
 use kvferry_refengine::continuation;
@@ -12,6 +12,9 @@ use std::time::{Duration, Instant};
 const TOKENS: usize = 300;
 const CHUNKS: usize = 5;
 const SAYS: usize = 4;
+
+/// The silence limit where it ends a request. A thread of a healthy process may stop for less.
+const SILENCE_MS: u64 = 4_000;
 
 fn bounded() -> Watchdog {
     Watchdog::new(2 * PATIENCE)
@@ -47,6 +50,18 @@ enum Fault {
     Reset,
 }
 
+impl Fault {
+    /// Settings whose limits end a request only where the fault must end it.
+    fn setup(self) -> Setup {
+        let setup = Setup::new(1);
+        match self {
+            Self::Kill => setup,
+            Self::Stop | Self::Partition => Setup { silence_ms: SILENCE_MS, ..setup },
+            Self::Reset => Setup { reconnect_ms: PATIENT_MS, ..setup },
+        }
+    }
+}
+
 /// A prefill engine of two ranks behind relays, and a decode engine of one.
 struct World {
     relays: Vec<Relay>,
@@ -55,9 +70,9 @@ struct World {
 }
 
 impl World {
-    /// Prefill steps only on command. With checksums, the decode engine computes what fails to load.
-    fn new(checksum: bool) -> Self {
-        let setup = |tp| Setup { checksum, recompute: checksum, ..Setup::new(tp) };
+    /// Prefill steps only on command.
+    fn new(base: &Setup) -> Self {
+        let setup = |tp| Setup { tp, listen: Setup::new(tp).listen, ..base.clone() };
         let relays = vec![Relay::new(), Relay::new()];
         let advertise = relays.iter().map(|relay| relay.address.clone()).collect();
         let prefill = EngineProcess::start(&Setup { manual: true, advertise, ..setup(2) });
@@ -147,7 +162,7 @@ fn give(prefill: &mut EngineProcess, id: &str, n: u64) {
 
 /// Injects a fault into the prefill engine at each stage. The consumer does not wait for long.
 fn a_producer_with(fault: Fault) {
-    let (_bounded, mut world) = (bounded(), World::new(false));
+    let (_bounded, mut world) = (bounded(), World::new(&fault.setup()));
     for (n, stage) in (10..).zip(Stage::ALL) {
         let id = format!("{fault:?}-{stage:?}");
         world.reach(stage, &id, n);
@@ -222,7 +237,7 @@ fn connections_reset_at_any_step_come_back_and_the_request_succeeds() {
 
 #[test]
 fn streams_reset_within_a_session_are_replaced_and_the_request_succeeds() {
-    let (_bounded, mut world) = (bounded(), World::new(false));
+    let (_bounded, mut world) = (bounded(), World::new(&Fault::Reset.setup()));
     for n in 10..14 {
         let id = format!("streams-{n}");
         world.reach(Stage::Reading, &id, n);
@@ -237,7 +252,7 @@ fn streams_reset_within_a_session_are_replaced_and_the_request_succeeds() {
 
 /// Injects a fault into the decode engine at each stage. The prefill engine gets its blocks back soon.
 fn a_consumer_with(fault: Fault) {
-    let (_bounded, mut world) = (bounded(), World::new(false));
+    let (_bounded, mut world) = (bounded(), World::new(&fault.setup()));
     for (n, stage) in (10..).zip(&Stage::ALL[..4]) {
         let id = format!("{fault:?}-{stage:?}");
         world.reach(*stage, &id, n);
@@ -285,7 +300,8 @@ fn a_producer_gets_its_blocks_back_when_its_consumer_is_stopped_at_any_step() {
 
 #[test]
 fn a_byte_flipped_in_flight_is_detected_and_the_request_is_computed() {
-    let (_bounded, mut world) = (bounded(), World::new(true));
+    let base = Setup { checksum: true, recompute: true, ..Setup::new(1) };
+    let (_bounded, mut world) = (bounded(), World::new(&base));
     for n in 0..24 {
         // Anywhere in a rank's bytes of a handoff: headers, payload, checksums.
         world.relays[n % 2].flip_after((n * 1_733) % 30_000);
@@ -299,32 +315,42 @@ fn a_byte_flipped_in_flight_is_detected_and_the_request_is_computed() {
 #[test]
 fn a_killed_or_stopped_engine_on_the_same_host_is_noticed() {
     let _bounded = bounded();
-    let local = |tp| Setup { transports: "local,tcp".to_owned(), ..Setup::new(tp) };
-    let mut prefill = EngineProcess::start(&Setup { manual: true, ..local(2) });
-    let mut decode = EngineProcess::start(&local(1));
-    for (n, fault) in [(1, Fault::Kill), (2, Fault::Stop), (3, Fault::Kill)] {
-        let id = format!("{fault:?}-{n}");
-        ask(&mut decode, &prefill.addresses[1], &id, n);
-        give(&mut prefill, &id, n);
-        prefill.steps(2);
-        std::thread::sleep(Duration::from_millis(100));
-        let began = Instant::now();
-        if fault == Fault::Kill {
-            prefill.kill();
-        } else {
-            prefill.signal("-STOP");
+    let local = |tp, fault: Fault| {
+        let base = fault.setup();
+        Setup { transports: "local,tcp".to_owned(), silence_ms: base.silence_ms, ..Setup::new(tp) }
+    };
+    for faults in [[Fault::Kill, Fault::Kill], [Fault::Stop, Fault::Kill]] {
+        let mut prefill = EngineProcess::start(&Setup { manual: true, ..local(2, faults[0]) });
+        let mut decode = EngineProcess::start(&local(1, faults[0]));
+        for (n, fault) in (1..).zip(faults) {
+            neighbours_with(fault, n, &mut prefill, &mut decode);
         }
-        let ended = decode.ended(&id, PATIENCE / 2);
-        let ended = ended.unwrap_or_else(|| panic!("{id}: {:?}", began.elapsed()));
-        println!("{id}: {:?}", began.elapsed());
-        assert_eq!(ended.reason, "error");
-        if fault == Fault::Kill {
-            prefill.restart();
-        } else {
-            prefill.signal("-CONT");
-            prefill.steps(CHUNKS);
-            prefill.assert_emptied();
-        }
-        decode.assert_emptied();
     }
+}
+
+/// Injects a fault into a prefill engine that has computed a part of a request.
+fn neighbours_with(fault: Fault, n: u64, prefill: &mut EngineProcess, decode: &mut EngineProcess) {
+    let id = format!("{fault:?}-{n}");
+    ask(decode, &prefill.addresses[1], &id, n);
+    give(prefill, &id, n);
+    prefill.steps(2);
+    std::thread::sleep(Duration::from_millis(100));
+    let began = Instant::now();
+    if fault == Fault::Kill {
+        prefill.kill();
+    } else {
+        prefill.signal("-STOP");
+    }
+    let ended = decode.ended(&id, PATIENCE / 2);
+    let ended = ended.unwrap_or_else(|| panic!("{id}: {:?}", began.elapsed()));
+    println!("{id}: {:?}", began.elapsed());
+    assert_eq!(ended.reason, "error");
+    if fault == Fault::Kill {
+        prefill.restart();
+    } else {
+        prefill.signal("-CONT");
+        prefill.steps(CHUNKS);
+        prefill.assert_emptied();
+    }
+    decode.assert_emptied();
 }
