@@ -280,7 +280,7 @@ fn i6_a_fetch_takes_no_longer_than_its_time_and_its_engine_is_not_asked_for_a_wh
     (1..3).for_each(|number| forger.offer(number));
     decode.hears(2);
     let fetch =
-        |number| decode.exchange.fetch(&prompt(number, 2), 0, Duration::from_millis(50), &|| false);
+        |number| decode.exchange.fetch(&prompt(number, 2), 0, Duration::from_secs(1), &|| false);
     let began = Instant::now();
     let (slots, missed) = fetch(1);
     let address = forger.control.advertised().to_owned();

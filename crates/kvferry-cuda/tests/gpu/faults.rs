@@ -2,7 +2,7 @@
 
 use crate::kit::*;
 use crate::machine::Kernel;
-use kvferry::{Access, ErrorKind, Options, TransportKind};
+use kvferry::{Access, ErrorKind, TransportKind};
 use kvferry_cuda::{Edge, Error, Gpu};
 use kvferry_fakecuda::Fault;
 use kvferry_sys::cuda::{DeviceAllocation, Stream};
@@ -85,10 +85,7 @@ fn a_copy_that_never_ends_leaves_its_memory_in_quarantine_and_its_transfer_ends(
     let to = far.allocate(8192, Access::READ_WRITE).expect("memory");
     let batch = scattered(&region, &to, 4, 1024);
     let peer = peer_of(&near, &far);
-    peer.write(&batch, &options()).expect("written");
-    rig.fake.fault(Fault::StreamStalls, 1, 1);
-    let brief = Options { timeout: Some(Duration::from_millis(100)), ..Options::default() };
-    let error = peer.write(&batch, &brief).expect_err("the copy never ends");
+    let error = stalled(&rig, &peer, &batch);
     assert_eq!(error.quiesced(), Some(false), "{error}");
     let refused = near.unregister(&region).expect_err("the GPU may copy");
     assert_eq!(refused.kind(), ErrorKind::Quarantined);

@@ -3,7 +3,7 @@
 use crate::fake::FakeMachine;
 use crate::kit::*;
 use crate::machine::Kernel;
-use kvferry::{Access, Batch, ErrorKind, Options, TransportKind};
+use kvferry::{Access, Batch, ErrorKind, TransportKind};
 use kvferry_cuda::gpu::Settings;
 use kvferry_cuda::{Counters, Edge, Gpu, Method};
 use kvferry_fakecuda::Fault;
@@ -362,10 +362,7 @@ fn a_kernel_that_never_ends_leaves_its_memory_in_quarantine_and_its_transfer_end
     let to = far.allocate(64 << 10, Access::READ_WRITE).expect("memory");
     let batch = scattered(&region, &to, 20, 1024);
     let peer = peer_of(&near, &far);
-    peer.write(&batch, &options()).expect("written");
-    rig.fake.fault(Fault::StreamStalls, 1, 1);
-    let brief = Options { timeout: Some(Duration::from_millis(100)), ..Options::default() };
-    let error = peer.write(&batch, &brief).expect_err("the kernel never ends");
+    let error = stalled(&rig, &peer, &batch);
     assert_eq!(error.quiesced(), Some(false), "{error}");
     let refused = near.unregister(&region).expect_err("the GPU may copy");
     assert_eq!(refused.kind(), ErrorKind::Quarantined);

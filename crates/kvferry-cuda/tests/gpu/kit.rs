@@ -6,6 +6,7 @@ use kvferry::{
     Access, Agent, Batch, Error, Options, Peer, Region, Transfer, TransportKind, Transports,
 };
 use kvferry_cuda::{Counters, Gpu};
+use kvferry_fakecuda::Fault;
 use kvferry_fakecuda::control::Fake;
 use kvferry_sys::cuda::{Context, DeviceAllocation, Stream};
 use kvferry_testkit::PATIENCE;
@@ -15,7 +16,7 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 /// A test ends within this time, or fails.
-pub(crate) const LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const LIMIT: Duration = kvferry_testkit::PATIENCE;
 
 /// The machine, which a process has once: its tests run one after the other.
 pub(crate) struct Rig {
@@ -217,4 +218,18 @@ pub(crate) fn whole(local: &Region, remote: &Region, len: usize) -> Batch {
 /// The counters of the GPU that is in use.
 pub(crate) fn counters() -> Counters {
     Gpu::all().first().expect("a GPU is in use").counters()
+}
+
+/// Writes a batch until a copy of the GPU has stalled, and returns that write's error. A loaded machine may end the session
+/// of agents that wait briefly for each other, or a write before it copies.
+pub(crate) fn stalled(rig: &FakeRig, peer: &Peer, batch: &Batch) -> Error {
+    while peer.write(batch, &options()).is_err() {}
+    rig.fake.fault(Fault::StreamStalls, 1, 1);
+    let brief = Options { timeout: Some(Duration::from_millis(100)), ..Options::default() };
+    loop {
+        let outcome = peer.write(batch, &brief);
+        if rig.fake.counter("hit:stream_stalls") > 0 {
+            return outcome.expect_err("the copy never ends");
+        }
+    }
 }

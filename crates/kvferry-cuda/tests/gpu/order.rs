@@ -260,8 +260,7 @@ fn edges_of_other_devices_never_reach_the_thread_of_the_gpu() {
         ];
         let mut batch = whole(&region, &to, LEN);
         batch.set_after(kvferry::After::all(edges));
-        let brief = Options { timeout: Some(Duration::from_millis(100)), ..Options::default() };
-        let error = peer.write(&batch, &brief).expect_err("the GPU does not know it");
+        let error = peer.write(&batch, &options()).expect_err("the GPU does not know it");
         assert!(format!("{error:?}").contains("not of a GPU"), "{error:?}");
     }
     kvferry_testkit::eventually("it is dropped", || {
