@@ -119,10 +119,9 @@ demo: command ## Hand requests from prefill to decode engines, verify every toke
 	target/release/kvferry demo $(if $(filter --plot%,$(DEMO_ARGS)),,--plot target/demo.html) $(DEMO_ARGS)
 endif
 
-# The Python tests are one process that mostly waits, as many Rust tests do, and the models are compiled into a folder of
-# their own.
+# The Python tests are one process that mostly waits, and the models are compiled into a folder of their own.
 test: ## Run the tests: Rust, documentation, models of the synchronisation, Python
-	+@MAKE='$(MAKE)' .ci/parts test-build test-docs loom+test-python+test-rust
+	+@MAKE='$(MAKE)' .ci/parts test-build test-rust test-docs loom+test-python
 
 # What takes long before the first test runs. The libraries of the Python module and the C ABI are compiled with the tests, so
 # that everything below them is compiled once.
