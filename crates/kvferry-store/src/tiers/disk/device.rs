@@ -22,7 +22,7 @@ use crate::index::Index;
 use crate::log::{self, Superblock};
 use crate::opening::owner::{self, FileUser};
 use crate::threads::helpers::Helpers;
-use crate::tiers::disk::gate::{Entered, Gate, Pace, is_hang};
+use crate::tiers::disk::gate::{Entered, Gate, LOOK_EVERY, Pace, is_hang};
 use kvferry::{Agent, DirectIo, FileOptions};
 use kvferry_sys::fd::Tracked;
 use kvferry_sys::private;
@@ -44,8 +44,6 @@ const DESCRIPTORS_SHARE: usize = 4;
 const OPEN_MIN: usize = 4;
 /// Time for which it stays known whether a directory can be written to.
 const KNOWN_FOR: Duration = Duration::from_secs(1);
-/// Interval at which a thread that waits for an operation looks at the time.
-pub(super) const LOOK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 1 } else { 500 });
 
 /// A directory. No lock of it is held during an operation on a file.
 #[derive(Debug)]

@@ -56,10 +56,10 @@ pub(crate) fn is_hang(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|it| it.is::<Hangs>())
 }
 
-/// Interval at which a thread that waits for a device looks whether this process has slept.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Interval at which a thread that waits for an operation looks at the time, and whether this process has slept.
+pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(if cfg!(test) { 1 } else { 500 });
 
-/// Whether a thread that is awake so `late` must have slept with its process, such as while that was stopped: no device
+/// True if a thread that is awake so `late` must have slept with its process, such as while that was stopped: no device
 /// was asked meanwhile. `limit` is the time limit of an operation.
 fn must_have_slept(late: Duration, limit: Duration) -> bool {
     late >= (limit / 2).max(SLEPT_MIN)

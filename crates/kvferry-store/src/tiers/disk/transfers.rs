@@ -1,8 +1,8 @@
 //! Blocks that are being read or written, and what stays in use until that has ended.
 
-use super::device::{Device, LOOK_EVERY, Segment};
+use super::device::{Device, Segment};
 use super::errors::may_move;
-use super::gate::{Entered, Waiter};
+use super::gate::{Entered, LOOK_EVERY, Waiter};
 use crate::error::Result;
 use crate::fault_points::Step;
 use crate::memory::{BlockMemory, PAGE};
