@@ -2,6 +2,7 @@
 
 use super::*;
 use kvferry_sys::map::Mapping;
+use kvferry_testkit::process::Resources;
 
 over!(
     tcp: started_and_stopped_agents_leak_nothing,
@@ -17,23 +18,23 @@ over!(
 /// The largest growth of a process after the first round, in bytes.
 const GROWTH: u64 = MIB as u64;
 
-/// What a process has once nothing changes any more.
-fn rests(of: &Child) -> (usize, usize, u64) {
-    comes_to_rest(|| {
-        let now = of.resources();
-        (now.threads, now.descriptors)
-    });
+fn threads_and_descriptors(of: &Child) -> (usize, usize) {
     let now = of.resources();
-    (now.threads, now.descriptors, now.memory_bytes)
+    (now.threads, now.descriptors)
 }
 
-/// Threads and descriptors that end may be there for a while.
-fn assert_no_growth(then: (usize, usize, u64), of: &Child, what: &str) {
+/// Resources of a process once its threads and descriptors change no more.
+fn resources_at_rest(of: &Child) -> Resources {
+    let (threads, descriptors) = comes_to_rest(|| threads_and_descriptors(of));
+    Resources { threads, descriptors, ..of.resources() }
+}
+
+/// Waits for threads and descriptors to end: the kernel may list them for a while.
+fn assert_no_growth(then: &Resources, of: &Child, what: &str) {
     eventually(&format!("threads and descriptors are as many as before {what}"), || {
-        let now = of.resources();
-        (now.threads, now.descriptors) == (then.0, then.1)
+        threads_and_descriptors(of) == (then.threads, then.descriptors)
     });
-    let grown = of.resources().memory_bytes.saturating_sub(then.2);
+    let grown = of.resources().memory_bytes.saturating_sub(then.memory_bytes);
     assert!(grown <= GROWTH, "{grown} bytes more after {what}");
 }
 
@@ -46,9 +47,9 @@ fn started_and_stopped_agents_leak_nothing(transport: &str) {
         child.call(json!({"op": "start_and_stop", "times": times, "config": config}));
     };
     start_and_stop(&mut child, 20);
-    let first = rests(&child);
+    let first = resources_at_rest(&child);
     start_and_stop(&mut child, 100);
-    assert_no_growth(first, &child, "200 more agents");
+    assert_no_growth(&first, &child, "200 more agents");
 }
 
 fn connected_and_disconnected_peers_leak_nothing(transport: &str) {
@@ -68,10 +69,10 @@ fn connected_and_disconnected_peers_leak_nothing(transport: &str) {
         });
     };
     connect_and_disconnect(&mut child, &mut target, 100);
-    let (near, far) = (rests(&child), rests(&target));
+    let (near, far) = (resources_at_rest(&child), resources_at_rest(&target));
     connect_and_disconnect(&mut child, &mut target, 1000);
-    assert_no_growth(near, &child, "1000 connections, at the caller");
-    assert_no_growth(far, &target, "1000 connections, at the target");
+    assert_no_growth(&near, &child, "1000 connections, at the caller");
+    assert_no_growth(&far, &target, "1000 connections, at the target");
     assert!(target.matches(&to, 1));
 }
 
