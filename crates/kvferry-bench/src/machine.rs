@@ -105,7 +105,7 @@ fn files_of_threads(prefix: &str, file: &str) -> std::io::Result<Vec<String>> {
     Ok(files)
 }
 
-/// Whether a thread's files could not be opened or read because it has ended.
+/// True if the error says that the thread whose file was to be read has ended.
 fn has_ended(error: &std::io::Error) -> bool {
     error.kind() == std::io::ErrorKind::NotFound
         || error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error())

@@ -116,7 +116,7 @@ impl SpaceWaits {
         since
     }
 
-    /// Whether a block whose lock is held is tried again.
+    /// True while a block whose lock is held may be tried again.
     pub(crate) fn may_wait_for_lock(&self, patience: Patience) -> bool {
         let is_ended = patience.until.is_some() && self.is_closing.load(Relaxed);
         !is_ended && patience.lock_until.is_some_and(|until| Instant::now() < until)

@@ -97,7 +97,7 @@ impl Mapping {
         const WORD: u32 = std::ffi::c_ulong::BITS;
         let mut nodes: Vec<std::ffi::c_ulong> = vec![0; (node / WORD) as usize + 1];
         nodes[(node / WORD) as usize] = 1 << (node % WORD);
-        // The kernel takes one bit less than it is told.
+        // `mbind` reads one bit less than this argument says.
         let bits = nodes.len() * WORD as usize + 1;
         // SAFETY: the range is the mapping, and the policy of its pages changes no byte. The kernel reads `nodes`.
         let done = unsafe {

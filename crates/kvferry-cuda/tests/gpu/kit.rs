@@ -16,7 +16,7 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 /// A test ends within this time, or fails.
-pub(crate) const LIMIT: Duration = kvferry_testkit::PATIENCE;
+pub(crate) const LIMIT: Duration = PATIENCE;
 
 /// The machine, which a process has once: its tests run one after the other.
 pub(crate) struct Rig {

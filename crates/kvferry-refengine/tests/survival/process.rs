@@ -27,7 +27,7 @@ pub(crate) struct Setup {
     pub(crate) transports: String,
     pub(crate) timeout_ms: u64,
     pub(crate) silence_ms: u64,
-    /// How long a lost connection may take to come back.
+    /// Longest time, in milliseconds, that a lost connection may take to come back.
     pub(crate) reconnect_ms: u64,
     /// How long an offer waits for a consumer that may have died before it asked.
     pub(crate) offer_ttl_ms: u64,

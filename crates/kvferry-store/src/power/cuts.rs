@@ -60,12 +60,12 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    /// Whether the cuts show that blocks stay, those that must and others.
+    /// True if blocks that must stay and others have stayed.
     fn is_worth_it(&self) -> bool {
         self.kept > self.cuts && self.lucky > 0
     }
 
-    /// Whether no more cuts are tried: the time is over, and they show something.
+    /// True once the time is over and the cuts show something, or [`PATIENCE`] is over.
     fn is_enough(&self, began: Instant, time: Duration) -> bool {
         let elapsed = began.elapsed();
         elapsed > time && (self.is_worth_it() || elapsed > PATIENCE)

@@ -196,10 +196,10 @@ fn run(engine: &Engine, template: &Path, folder: &Path, case: Case) -> Result<Ou
     Ok(outcome)
 }
 
-/// What a thread needs to run cases.
+/// An engine and a folder with stores, on which one thread runs cases.
 struct Runner {
     engine: Engine,
-    /// It has a full store, `full`.
+    /// The folder has the full store `full`, of which each case gets a copy.
     folder: Folder,
 }
 

@@ -21,7 +21,7 @@ fn recorded_hello() -> Vec<u8> {
     });
     let (mut socket, _) = listener.accept().expect("the agent calls");
     let hello = answered(&mut socket);
-    // Nobody answers the call, which ends.
+    // The closed socket ends the agent's call to connect.
     drop((socket, listener));
     drop(calling.join());
     assert!(hello.starts_with(&MAGIC), "{hello:x?}");
