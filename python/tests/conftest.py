@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import kvferry
 import pytest
 from fake_gpu import LIBRARY as FAKE_DRIVER
-from kit import OVER_TCP, Child
+from kit import NEVER, OVER_TCP, Child
 from kvferry._engine import identity
 
 LOOPBACK = "127.0.0.1:0"
@@ -41,7 +41,7 @@ def _models_are_older_than_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def agent() -> Iterator[kvferry.Agent]:
-    with kvferry.Agent("here", listen=LOOPBACK) as agent:
+    with kvferry.Agent("here", listen=LOOPBACK, silence=NEVER) as agent:
         yield agent
 
 
@@ -80,6 +80,7 @@ def targets(children: Callable[..., Child]) -> Callable[..., Target]:
     """Starts agents in other processes."""
 
     def start(nbytes: int = 1 << 20, *, env: dict[str, str] | None = None, **options: object) -> Target:
+        options = {"silence": NEVER} | options
         return Target(children(TARGET.format(options=options, nbytes=nbytes), env=env), nbytes)
 
     return start

@@ -22,6 +22,7 @@ from typing import Any
 from child import Memory
 
 __all__ = [
+    "NEVER",
     "OVER_TCP",
     "PATIENCE",
     "Child",
@@ -35,6 +36,8 @@ __all__ = [
 
 HERE = Path(__file__).parent
 PATIENCE = 60.0
+# A silence limit that no test reaches: a loaded machine stops a process for seconds.
+NEVER = 600.0
 
 # Most tests cut peers off, stop them and wait for them. Copies within one host do not involve the peer; test_local.py
 # tests them.

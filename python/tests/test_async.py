@@ -12,11 +12,9 @@ from collections.abc import Callable
 import kvferry
 import pytest
 from conftest import LOOPBACK, Target
-from kit import Memory, eventually
+from kit import NEVER, Memory, eventually
 
 BIG = 64 << 20
-# How long agents may be silent, in seconds, that are to be waited for while one is stopped: no test lives to see it.
-NEVER = 600.0
 Targets = Callable[..., Target]
 
 

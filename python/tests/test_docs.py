@@ -1,4 +1,5 @@
-"""The documents: their links lead somewhere, and docs/python.md is what is made of the stub and the installed package."""
+"""The documents: their links lead somewhere, what they name exists, and docs/python.md is what is made of the stub and the
+installed package."""
 
 import re
 import subprocess
@@ -27,6 +28,66 @@ def test_each_link_of_a_page_leads_to_a_file_and_a_heading(page: Path):
         to = (page.parent / name).resolve() if name else page
         assert to.exists(), link
         assert not heading or heading in anchors(to), link
+
+
+def layers(page: str) -> list[str]:
+    """The crates that ARCHITECTURE.md lists in its layers, from above to below."""
+    section = page.split("\n## Layers\n")[1].split("\n## ")[0]
+    return re.findall(r"crates/([\w-]+)", section.split("```")[1])
+
+
+def dependencies(crate: str) -> set[str]:
+    """The crates of this repository that a crate's library or program uses."""
+    manifest = (ROOT / "crates" / crate / "Cargo.toml").read_text() + "\n["
+    found = re.search(r"^\[dependencies\]\n(.*?)^\[", manifest, re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"^(kvferry[\w-]*)", found[1], re.MULTILINE)) if found else set()
+
+
+def test_the_layers_list_each_crate_once_above_the_crates_that_it_depends_on():
+    listed = layers((ROOT / "ARCHITECTURE.md").read_text())
+    assert sorted(listed) == sorted(folder.name for folder in (ROOT / "crates").iterdir())
+    beside = set(listed[-5:])  # The page says so: they use what they test.
+    assert beside == {f"kvferry-{name}" for name in ("refengine", "testkit", "fakecuda", "models", "ci-bench")}
+    ordered = [crate for crate in listed if crate not in beside]
+    for place, crate in enumerate(ordered):
+        assert dependencies(crate) - beside <= set(ordered[place + 1 :]), crate
+    users = {crate for crate in ordered if dependencies(crate) & beside}
+    assert users == {"kvferry-cli", "kvferry-bench"}
+    assert {name for crate in users for name in dependencies(crate) & beside} == {"kvferry-refengine"}
+
+
+# What was run on a GPU, and what was not, is in these pages. Others link to them, so that a change is made in one place.
+PAGES_OF_GPUS = [ROOT / "docs/gpu.md", ROOT / "docs/engines.md", ROOT / "CHANGELOG.md"]
+STALE = re.compile(
+    r"no gpu (?:was|here)|fake driver only|host memory only|(?:gpu|device memory)[^.|]*\b(?:yet|no gpu memory)\b", re.I
+)
+ONCE_STALE = [
+    "the KV cache is in a GPU's memory, which kvferry does not take yet",
+    "Memory of NVIDIA GPUs from Python, Rust and `kvferry.nixl`, so far tried with a fake driver only",
+    "No GPU was used for any of them.",
+    "## What no GPU here could show",
+    "It moves host memory only; RTP-LLM's caches are in GPU memory, so it is not usable for serving yet.",
+]
+
+
+@pytest.mark.parametrize("claim", ONCE_STALE)
+def test_claims_that_became_wrong_with_memory_of_gpus_are_noticed(claim: str):
+    assert STALE.search(claim)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in PAGES_OF_GPUS], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_pages_leave_what_ran_on_a_gpu_to_the_page_on_gpus(page: Path):
+    paragraphs = [" ".join(it.split()) for it in page.read_text().split("\n\n")]
+    assert [it for it in paragraphs if STALE.search(it)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_make_target_that_a_page_names_exists(page: Path):
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"(?:^|`)make ([a-z][a-z0-9-]*)", page.read_text(), re.MULTILINE)
+    assert set(named) - targets == set()
 
 
 def test_the_page_of_the_python_api_is_what_is_made_of_the_package():

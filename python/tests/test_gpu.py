@@ -12,6 +12,7 @@ from typing import Any
 import kvferry
 import pytest
 from fake_gpu import COMPUTE, LIBRARY, Array, Driver, Event, Stream
+from kit import eventually
 
 NBYTES = 1 << 18
 BLOCK = 4096
@@ -147,6 +148,42 @@ def test_without_an_order_a_transfer_of_gpu_memory_is_refused(
     batch.push(agent.register(bytearray(8)), 0, remote.remote(), 0, 8)
     peer.write(batch)
     peer.write(batch, after="host")
+
+
+def test_an_agents_order_counts_for_what_names_none(
+    driver: Driver, agent: kvferry.Agent, far: kvferry.Agent, tmp_path: Path
+) -> None:
+    array, host, stream = Array(driver, NBYTES), bytearray(NBYTES), Stream(driver)
+    region, remote = agent.register(array), far.register(host)
+    # Memory that no kernel uses.
+    other, there = agent.register(Array(driver, NBYTES)), far.register(bytearray(NBYTES))
+    named = kvferry.Batch()
+    named.push(other, 0, there.remote(), 0, NBYTES)
+    file = agent.open_file(tmp_path / "cache", "rw", create=True, nbytes=NBYTES)
+    to_peer, to_file = kvferry.Batch(), kvferry.Batch()
+    to_peer.push(region, 0, remote.remote(), 0, NBYTES)
+    to_file.push(region, 0, file.remote(), 0, NBYTES)
+    peer = agent.peer(far.address)
+    agent.set_after(stream)
+    driver.hold(COMPUTE)
+    stream.fill(array, 7)
+    transfers = [peer.write_async(to_peer), agent.files.write_async(to_file)]
+    for transfer in transfers:
+        assert transfer.wait(0.02) is None, "the kernel has not run"
+    # What a transfer names itself counts alone.
+    assert peer.write_async(named, after=Stream(driver)).wait(30) is not None
+    driver.hold(0)
+    for transfer in transfers:
+        assert transfer.wait(30) is not None
+    assert host == (tmp_path / "cache").read_bytes() == bytes([7]) * NBYTES
+    with pytest.raises(TypeError, match="after must be a stream"):
+        agent.set_after("now")  # type: ignore[arg-type]
+    agent.set_after(None)
+    for refused in (lambda: peer.write(to_peer), lambda: agent.files.write(to_file)):
+        with pytest.raises(kvferry.InvalidArgumentError, match="say what the transfer comes after"):
+            refused()
+    agent.set_after("host")
+    peer.write(to_peer)
 
 
 def test_gpu_memory_that_is_named_by_its_address_is_refused(
@@ -406,6 +443,115 @@ def test_nixl_moves_vram_between_agents(driver: Driver) -> None:
     assert host == bytes([2]) * block
     here.shutdown()
     there.shutdown()
+
+
+def test_nixl_writes_vram_to_a_file_and_reads_it_back(driver: Driver, tmp_path: Path) -> None:
+    from kvferry.nixl import nixl_agent, nixl_agent_config
+    from nixl_kit import run
+
+    agent = nixl_agent("here", nixl_agent_config(backends=["POSIX"]))
+    block, blocks, path = 4096, 16, tmp_path / "cache"
+    array = Array(driver, block * blocks)
+    array.content = content = b"".join(bytes([at + 1]) * block for at in range(blocks))
+    # A tail that is no multiple of a page.
+    nbytes = block * blocks - 100
+    path.write_bytes(bytes(nbytes))
+    with path.open("rb+") as file:
+        agent.register_memory([(array.address, array.nbytes, array.device, "")], "VRAM")
+        agent.register_memory([(0, nbytes, file.fileno(), "")], "FILE")
+        rows = [(at * block, block) for at in range(blocks - 1)] + [((blocks - 1) * block, block - 100)]
+        memory = [(array.address + at, length, array.device) for at, length in rows]
+        places = [(nbytes - at - length, length, file.fileno()) for at, length in rows]
+        local, remote = agent.get_xfer_descs(memory, "VRAM"), agent.get_xfer_descs(places, "FILE")
+        write = agent.initialize_xfer("WRITE", local, remote, "here")
+        assert (run(agent, write), agent.query_xfer_backend(write)) == ("DONE", "POSIX")
+        reversed_rows = [content[at : at + length] for at, length in reversed(rows)]
+        assert path.read_bytes() == b"".join(reversed_rows)
+        array.content = bytes(block * blocks)
+        read = agent.initialize_xfer("READ", local, remote, "here")
+        assert run(agent, read) == "DONE"
+        assert array.content == content[:nbytes] + bytes(100)
+        path.write_bytes(b"short")
+        read = agent.initialize_xfer("READ", local, remote, "here")
+        assert run(agent, read) == "ERR"
+        assert "short" in str(read.error) or "end" in str(read.error)
+    agent.shutdown()
+
+
+def test_nixl_releases_a_read_to_vram_only_when_the_gpu_has_ended_its_copy(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvferry.nixl import nixl_agent, nixl_agent_config
+    from kvferry.nixl._errors import nixlRepostActiveError
+
+    monkeypatch.setenv("KVFERRY_SILENCE_MS", "200")
+    agent = nixl_agent("here", nixl_agent_config(backends=["POSIX"]))
+    array, path = Array(driver, NBYTES), tmp_path / "cache"
+    path.write_bytes(bytes([7]) * NBYTES)
+    with path.open("rb+") as file:
+        agent.register_memory([(array.address, NBYTES, array.device, "")], "VRAM")
+        agent.register_memory([(0, NBYTES, file.fileno(), "")], "FILE")
+        local = agent.get_xfer_descs([(array.address, NBYTES, array.device)], "VRAM")
+        remote = agent.get_xfer_descs([(0, NBYTES, file.fileno())], "FILE")
+        read = agent.initialize_xfer("READ", local, remote, "here")
+        driver.hold(15)
+        agent.transfer(read)
+        eventually(lambda: driver.counter("pending") > 0, what="a copy to the GPU")
+        # The first one cancels it. It is given up 0.2 s later, and has its outcome then.
+        for _ in range(2):
+            with pytest.raises(nixlRepostActiveError):
+                agent.release_xfer_handle(read)
+        eventually(lambda: agent.check_xfer_state(read) == "ERR", what="its end")
+        for use in (agent.release_xfer_handle, agent.transfer):
+            with pytest.raises(nixlRepostActiveError):
+                use(read)
+        driver.hold(0)
+
+        def is_released() -> bool:
+            try:
+                agent.release_xfer_handle(read)
+            except nixlRepostActiveError:
+                return False
+            return True
+
+        eventually(is_released, what="the release")
+    agent.shutdown()
+
+
+def test_nixl_comes_after_what_the_environment_names(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvferry.nixl import nixl_agent, nixl_agent_config
+
+    monkeypatch.setenv("KVFERRY_NIXL_AFTER", "default-stream")
+    here, there = (nixl_agent(name, nixl_agent_config()) for name in ("here", "there"))
+    array, host = Array(driver, NBYTES), bytearray(NBYTES)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(host))
+    here.register_memory([(array.address, NBYTES, array.device, "")], "VRAM")
+    there.register_memory([(address, NBYTES, 0, "")], "DRAM")
+    name = here.add_remote_agent(there.get_agent_metadata())
+    local = here.get_xfer_descs([(array.address, NBYTES, array.device)], "VRAM")
+    write = here.initialize_xfer("WRITE", local, here.get_xfer_descs([(address, NBYTES, 0)], "DRAM"), name)
+    stream = Stream(driver)
+    stream.cuda_stream = 0
+    driver.hold(COMPUTE)
+    stream.fill(array, 7)
+    assert here.transfer(write) == "PROC"
+    for _ in range(20):
+        assert here.check_xfer_state(write) == "PROC", "the kernel has not run"
+    driver.hold(0)
+    while (state := here.check_xfer_state(write)) == "PROC":
+        pass
+    assert (state, host) == ("DONE", bytes([7]) * NBYTES)
+    here.shutdown()
+    there.shutdown()
+
+
+def test_nixl_refuses_another_order_than_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvferry.nixl import nixl_agent, nixl_agent_config
+    from kvferry.nixl._errors import nixlInvalidParamError
+
+    monkeypatch.setenv("KVFERRY_NIXL_AFTER", "never")
+    with pytest.raises(nixlInvalidParamError, match="KVFERRY_NIXL_AFTER is host or default-stream"):
+        nixl_agent("here", nixl_agent_config())
 
 
 def test_nixl_refuses_ranges_of_vram_that_overlap(driver: Driver) -> None:

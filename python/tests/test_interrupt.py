@@ -8,14 +8,13 @@ from collections.abc import Callable
 
 import pytest
 from conftest import Target
-from kit import Child, ChildError, eventually
+from kit import NEVER, Child, ChildError, eventually
 
 BIG = 64 << 20
 # How long a peer may be silent, in seconds. A call that waits for a silent peer's confirmation may do so for this time, so
 # it is much longer than the call runs before Ctrl-C. All others end at the next check: with a limit that no test lives to
 # see, nothing but Ctrl-C can end them.
 SILENCE = 6.0
-NEVER = 600.0
 
 SETUP = f"""
 import kvferry, kvferry.mooncake, asyncio

@@ -115,7 +115,7 @@ def test_names_and_settings_are_checked() -> None:
     agent = nixl_agent("files", nixl_agent_config(backends=["POSIX", "GDS"]))
     assert agent.get_plugin_list() == ["UCX", "POSIX"]
     assert list(agent.backends) == ["POSIX"]
-    assert agent.get_backend_mem_types("POSIX") == ["DRAM", "FILE"]
+    assert agent.get_backend_mem_types("POSIX") == ["DRAM", "VRAM", "FILE"]
     assert agent.get_plugin_mem_types("UCX") == ["DRAM", "VRAM"]
     assert (agent.get_backend_mem_types("UCX"), agent.get_backend_params("UCX"), agent.get_plugin_params("GDS")) == (
         *([], {}, {}),

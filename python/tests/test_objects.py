@@ -335,7 +335,7 @@ def threads():
     names = []
     for task in os.listdir("/proc/self/task"):
         try: names.append(open(f"/proc/self/task/{task}/comm").read().strip())
-        except FileNotFoundError: pass  # it has just ended
+        except (FileNotFoundError, ProcessLookupError): pass  # it has just ended
     return sorted(name for name in names if name.startswith(("kvferry-obj", "kvferry-store-u", "kvferry-store-d")))
 """
 

@@ -303,11 +303,13 @@ def test_a_step_whose_event_can_not_be_recorded_hands_nothing_over(
     # The driver refuses this stream, as it does one in a graph capture.
     prefill.worker._worker._stream = lambda: 12345
     made = load(decoder, "d", before_it_is_computed(prefill), [1, 2, 3])
-    assert compute(prefill, "p", 7, [1, 2, 5]) is None
+    offered = compute(prefill, "p", 7, [1, 2, 5])
     assert decoder.until(lambda: "d" in decoder.received)
     assert decoder.failed == {"d"}
     finish(decoder, made, [1, 2, 3])
     assert bytes_of(decoder, [1, 2, 3]) == [{0}, {0}, {0}]
+    # Blocks are held until the decode engine has been told, if its request came after the step.
+    assert offered is None or prefill.until(lambda: "p" in prefill.sent)
 
 
 def test_loads_without_their_order_fail_and_write_nothing(driver: Driver, engines: tuple[Engine, Engine]) -> None:

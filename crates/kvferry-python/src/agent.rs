@@ -5,6 +5,7 @@ use crate::error;
 use crate::files::{self, FileRegion, Files, Opening};
 use crate::memory::{Place, Region, Span, parse_access};
 use crate::notification::Notification;
+use crate::order::Orders;
 use crate::peer::Peer;
 use crate::shared::Shared;
 use kvferry::{Access, Checksum, Config, ErrorKind, Secret, Transports};
@@ -218,6 +219,15 @@ impl Agent {
         py.import("json")?.call_method1("loads", (self.0.core().config().to_json(),))
     }
 
+    /// Has transfers of memory of GPUs that name nothing in `after` come after this: a stream, which stands for the work
+    /// that it has when a transfer is started, an event, "host", or a list of these. With None such transfers are refused
+    /// again. Transfers that were started before keep their order.
+    fn set_after(&self, py: Python<'_>, after: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.0.agent(py)?;
+        self.0.set_after(Orders::read(after)?);
+        Ok(())
+    }
+
     /// Registers memory. `access` says what peers may do with it: "rw", "r", "w" or "none".
     ///
     /// `buffer` is an object with contiguous writable memory (bytearray, memoryview, numpy array,
@@ -350,7 +360,8 @@ impl Agent {
         files::open(py, &self.0, path, &Opening { access, create, offset, nbytes, direct })
     }
 
-    /// As `open_file`, for an open descriptor, which is duplicated: a file without a name, or a device.
+    /// As `open_file`, for an open descriptor, which is duplicated: a file without a name, or a device. A descriptor that appends
+    /// (`O_APPEND`, mode `"a"`) is refused for `"rw"`.
     #[pyo3(signature = (fd, access = "r", *, offset = 0, nbytes = None, direct = "auto"))]
     fn register_file(
         &self,

@@ -154,10 +154,14 @@ pub(crate) struct Files {
 }
 
 /// The batch, with the edges of `after`.
-fn ordered(batch: &Bound<'_, Batch>, after: Option<&Bound<'_, PyAny>>) -> PyResult<kvferry::Batch> {
-    let orders = after.map(Orders::read).transpose()?.unwrap_or_default();
+fn ordered(
+    shared: &Shared,
+    batch: &Bound<'_, Batch>,
+    after: Option<&Bound<'_, PyAny>>,
+) -> PyResult<kvferry::Batch> {
+    let named = after.map(Orders::read).transpose()?.unwrap_or_default();
     let mut batch_of_call = batch.try_borrow()?.0.clone();
-    orders.apply(batch.py(), &mut batch_of_call)?;
+    shared.after(named).apply(batch.py(), &mut batch_of_call)?;
     Ok(batch_of_call)
 }
 
@@ -179,7 +183,7 @@ impl Files {
         let py = batch.py();
         self.shared.agent(py)?;
         let timeout = timeout.map(|timeout| seconds(py, timeout)).transpose()?;
-        let batch = ordered(batch, after)?;
+        let batch = ordered(&self.shared, batch, after)?;
         blocking::run(py, |interrupt| {
             let options = Options { timeout, interrupt: Some(interrupt), ..Options::default() };
             call(&self.files, &batch, &options)
@@ -197,7 +201,7 @@ impl Files {
         let py = batch.py();
         self.shared.agent(py)?;
         let timeout = timeout.map(|timeout| seconds(py, timeout)).transpose()?;
-        let batch = ordered(batch, after)?;
+        let batch = ordered(&self.shared, batch, after)?;
         let options = Options { timeout, ..Options::default() };
         Ok(Transfer::new(py.detach(|| call(&self.files, &batch, &options)), &self.shared))
     }

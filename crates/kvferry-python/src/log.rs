@@ -2,7 +2,9 @@
 
 use kvferry_sys::stderr::Stderr;
 use pyo3::prelude::*;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
 /// What the HTTP client of object stores says at lower levels has headers, and so credentials. A filter that names
 /// these crates itself still gets it.
@@ -20,17 +22,14 @@ pub(crate) fn start() {
 /// directives that it can't parse: logging must never keep a program from starting.
 #[pyfunction]
 pub(crate) fn log_to_stderr(filter: &str) {
-    let directives = QUIET.split(',').chain(filter.split(','));
-    // `EnvFilter`'s own way to ignore what it can't parse says so on stderr, and panics where nothing reads that.
-    let filter = directives
-        .filter_map(|it| it.trim().parse().ok())
-        .fold(EnvFilter::default(), EnvFilter::add_directive);
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let directives = QUIET.split(',').chain(filter.split(',')).map(str::trim);
+    let parsed = directives.filter(|it| !it.is_empty() && it.parse::<Targets>().is_ok());
+    let targets = parsed.collect::<Vec<_>>().join(",").parse::<Targets>().unwrap_or_default();
+    let lines = tracing_subscriber::fmt::layer()
         .with_writer(|| Stderr)
         // It would be reported on stderr, and panics where nothing reads that.
-        .log_internal_errors(false)
-        .try_init();
+        .log_internal_errors(false);
+    let _ = tracing_subscriber::registry().with(lines).with(targets).try_init();
 }
 
 /// Passes a warning for the operator to Python's logger `kvferry`, which is seen without any setting: where a

@@ -140,7 +140,8 @@ impl Peer {
         self.shared.agent(py)?;
         let mut batch = batch?;
         let mut settings = settings.unwrap_or_default();
-        order(py, &self.peer, &mut batch, &std::mem::take(&mut settings.after))?;
+        let after = self.shared.after(std::mem::take(&mut settings.after));
+        order(py, &self.peer, &mut batch, &after)?;
         // The batch is dropped while detached, because the driver destroys the events of its edges. The caller may change
         // its own batch meanwhile.
         let peer = &self.peer;
@@ -160,7 +161,8 @@ impl Peer {
         self.shared.agent(py)?;
         let mut batch = batch?;
         let mut settings = settings.unwrap_or_default();
-        order(py, &self.peer, &mut batch, &std::mem::take(&mut settings.after))?;
+        let after = self.shared.after(std::mem::take(&mut settings.after));
+        order(py, &self.peer, &mut batch, &after)?;
         let options = settings.into_options(None);
         let peer = &self.peer;
         let transfer = py.detach(move || call(peer, &batch, &options));

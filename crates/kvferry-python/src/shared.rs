@@ -2,10 +2,12 @@
 
 use crate::blocking::Stop;
 use crate::error;
+use crate::order::Orders;
 use kvferry::ErrorKind;
 use kvferry_sys::sync::Mutex;
 use pyo3::prelude::*;
 use std::collections::HashMap;
+use std::sync::Arc;
 
 /// A registered Python buffer.
 struct Hold {
@@ -19,12 +21,15 @@ pub(crate) struct Shared {
     /// The buffers, by region id. Threads that are attached to the interpreter hold the lock for a
     /// few instructions only.
     holds: Mutex<HashMap<u32, Hold>>,
+    /// Work that comes before transfers that name none themselves.
+    after: Mutex<Arc<Orders>>,
     pid: u32,
 }
 
 impl Shared {
     pub(crate) fn new(agent: kvferry::Agent) -> Self {
-        Self { agent, holds: Mutex::default(), pid: std::process::id() }
+        let pid = std::process::id();
+        Self { agent, holds: Mutex::default(), after: Mutex::default(), pid }
     }
 
     /// The agent, also in a forked process: for what it was started with.
@@ -62,6 +67,18 @@ impl Shared {
     /// Keeps the buffer of a region until the region is released.
     pub(crate) fn hold(&self, region: &kvferry::Region, buffer: Py<PyAny>) {
         self.holds.lock().insert(region.id().0, Hold { region: region.clone(), buffer });
+    }
+
+    /// Puts this work before transfers that name none themselves.
+    pub(crate) fn set_after(&self, after: Orders) {
+        let before = std::mem::replace(&mut *self.after.lock(), Arc::new(after));
+        // After the lock is released: freeing an object may run Python code that calls the agent.
+        drop(before);
+    }
+
+    /// The work before a transfer: what it names, else the agent's.
+    pub(crate) fn after(&self, named: Orders) -> Arc<Orders> {
+        if named.all().is_empty() { Arc::clone(&self.after.lock()) } else { Arc::new(named) }
     }
 
     /// Releases the buffers of regions that are no longer registered.

@@ -65,6 +65,13 @@ impl Transfer {
         Ok(())
     }
 
+    /// Whether the transfer has ended and nothing reads or writes its local memory any more. A transfer that has failed
+    /// may still be using it: a device that does not answer ends its copies later.
+    fn is_quiet(&self, py: Python<'_>) -> PyResult<bool> {
+        self.shared.agent(py)?;
+        Ok(self.transfer.is_quiet())
+    }
+
     /// A file descriptor that becomes readable when the outcome is known. It belongs to the transfer:
     /// do not close it.
     fn fileno(&self, py: Python<'_>) -> PyResult<i32> {

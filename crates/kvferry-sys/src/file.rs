@@ -76,7 +76,7 @@ pub fn read_device(path: &Path) -> io::Result<()> {
     })?;
     let len = usize::try_from(page()).expect("short");
     let memory = Mapping::anonymous(len)?;
-    file.read_at(memory.span(0, len), 0).map(drop)
+    retry_on_intr(|| file.read_at(&[memory.span(0, len)], 0)).map(drop)
 }
 
 /// Does what [`File::forget_cached`] does, for any file.
@@ -91,6 +91,7 @@ pub struct File {
     pins: Pins,
     fd: Tracked<OwnedFd>,
     device: u64,
+    inode: u64,
 }
 
 impl File {
@@ -113,13 +114,22 @@ impl File {
 
     /// Takes an open file.
     pub fn from_fd(fd: OwnedFd) -> Self {
-        let device = rustix::fs::fstat(&fd).map_or(0, |it| it.st_dev);
-        Self { pins: Pins::new(), fd: Tracked::new(fd), device }
+        let (device, inode) = rustix::fs::fstat(&fd).map_or((0, 0), |it| {
+            let is_device = FileType::from_raw_mode(it.st_mode) == FileType::BlockDevice;
+            (if is_device { it.st_rdev } else { it.st_dev }, it.st_ino)
+        });
+        Self { pins: Pins::new(), fd: Tracked::new(fd), device, inode }
     }
 
-    /// The number of the file system that the file is on; 0 if the kernel does not say.
+    /// The number of the file system that the file is on, or of the block device that it is; 0 if the kernel does not
+    /// say.
     pub fn device(&self) -> u64 {
         self.device
+    }
+
+    /// The number of the file in its file system; 0 if the kernel does not say.
+    pub fn inode(&self) -> u64 {
+        self.inode
     }
 
     /// The registrations of the file with rings.
@@ -162,6 +172,14 @@ impl File {
     pub fn access(&self) -> io::Result<(bool, bool)> {
         let mode = rustix::fs::fcntl_getfl(&self.fd)? & OFlags::RWMODE;
         Ok((mode != OFlags::WRONLY, mode == OFlags::WRONLY || mode == OFlags::RDWR))
+    }
+
+    /// True if the kernel appends what is written, wherever it should go (`O_APPEND`).
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn appends(&self) -> io::Result<bool> {
+        Ok(rustix::fs::fcntl_getfl(&self.fd)?.contains(OFlags::APPEND))
     }
 
     /// Makes the file long enough for `len` bytes at `offset`, and has its file system reserve their
@@ -245,32 +263,37 @@ impl File {
         }
     }
 
-    /// Reads up to `span.len()` bytes at `offset` into the span. 0 at the end of the file.
+    /// Reads the bytes at `offset` into the spans, one after the other, as many as there are. 0 at the end of the file.
     ///
     /// # Errors
-    /// The kernel's error.
-    pub fn read_at(&self, span: HostSpan, offset: u64) -> io::Result<usize> {
-        let at = position(offset)?;
-        retry_on_intr(|| {
-            // SAFETY: the span is valid for writes of its length, as its maker promised.
-            let moved =
-                unsafe { libc::pread(self.fd.as_raw_fd(), span.as_ptr().cast(), span.len(), at) };
-            crate::check(moved)
-        })
+    /// The kernel's error; `EINVAL` for more than [`SPANS_MAX`] spans. `EINTR` is the caller's to repeat: a file system
+    /// of a process (FUSE) may fail every call with it.
+    pub fn read_at(&self, spans: &[HostSpan], offset: u64) -> io::Result<usize> {
+        let (at, count) = (position(offset)?, count(spans)?);
+        let spans = HostSpan::as_iovecs(spans);
+        // SAFETY: each span is valid for writes of its length, as its maker promised.
+        crate::check(unsafe { libc::preadv(self.fd.as_raw_fd(), spans.as_ptr(), count, at) })
     }
 
-    /// Writes up to `span.len()` bytes of the span at `offset`.
+    /// Writes the bytes of the spans at `offset`, one after the other, as many as the file takes.
     ///
     /// # Errors
-    /// The kernel's error.
-    pub fn write_at(&self, span: HostSpan, offset: u64) -> io::Result<usize> {
-        let at = position(offset)?;
-        retry_on_intr(|| {
-            // SAFETY: the span is valid for reads of its length, as its maker promised.
-            let moved =
-                unsafe { libc::pwrite(self.fd.as_raw_fd(), span.as_ptr().cast(), span.len(), at) };
-            crate::check(moved)
-        })
+    /// The errors of [`File::read_at`].
+    pub fn write_at(&self, spans: &[HostSpan], offset: u64) -> io::Result<usize> {
+        let (at, count) = (position(offset)?, count(spans)?);
+        let spans = HostSpan::as_iovecs(spans);
+        // SAFETY: each span is valid for reads of its length, as its maker promised.
+        crate::check(unsafe { libc::pwritev(self.fd.as_raw_fd(), spans.as_ptr(), count, at) })
+    }
+}
+
+/// Spans of one [`File::read_at`] or [`File::write_at`], at most.
+pub const SPANS_MAX: usize = 1024;
+
+fn count(spans: &[HostSpan]) -> io::Result<libc::c_int> {
+    match libc::c_int::try_from(spans.len()) {
+        Ok(count) if spans.len() <= SPANS_MAX => Ok(count),
+        _ => Err(io::ErrorKind::InvalidInput.into()),
     }
 }
 
@@ -310,13 +333,19 @@ mod tests {
         let file = File::open(&path, how()).expect("a file");
         let memory = Mapping::anonymous(8192).expect("memory");
         memory.span(0, 5).copy_from(b"block");
-        assert_eq!(file.write_at(memory.span(0, 5), 10_000).expect("space"), 5);
+        let spans = [memory.span(0, 2), memory.span(2, 3)];
+        assert_eq!(file.write_at(&spans, 10_000).expect("space"), 5);
         assert_eq!(file.len().expect("a file"), Some(10_005));
-        assert_eq!(file.read_at(memory.span(4096, 64), 10_000).expect("a file"), 5, "to its end");
+        let spans = [memory.span(4096, 4), memory.span(4100, 60)];
+        assert_eq!(file.read_at(&spans, 10_000).expect("a file"), 5, "to its end");
         let mut back = [0; 5];
         memory.span(4096, 5).copy_to(&mut back);
         assert_eq!(&back, b"block");
-        assert_eq!(file.read_at(memory.span(0, 64), 20_000).expect("a file"), 0, "behind its end");
+        assert_eq!(file.read_at(&spans, 20_000).expect("a file"), 0, "behind its end");
+        let many = vec![memory.span(0, 1); SPANS_MAX + 1];
+        assert_eq!(file.write_at(&many[1..], 0).expect("space"), SPANS_MAX);
+        let e = file.write_at(&many, 0).expect_err("too many");
+        assert_eq!(e.kind(), io::ErrorKind::InvalidInput);
         file.sync_data().expect("a file system");
         std::fs::remove_file(&path).expect("made above");
     }
@@ -346,7 +375,7 @@ mod tests {
         let path = temporary("beyond");
         let file = File::open(&path, how()).expect("a file");
         let memory = Mapping::anonymous(1).expect("memory");
-        let e = file.read_at(memory.span(0, 1), u64::MAX).expect_err("no such offset");
+        let e = file.read_at(&[memory.span(0, 1)], u64::MAX).expect_err("no such offset");
         assert_eq!(e.kind(), io::ErrorKind::InvalidInput);
         std::fs::remove_file(&path).expect("made above");
     }

@@ -49,7 +49,8 @@ impl Agent {
     /// device.
     ///
     /// # Errors
-    /// As [`Agent::open_file`]; `AccessDenied` if the descriptor was opened for less.
+    /// As [`Agent::open_file`]; `AccessDenied` if the descriptor was opened for less; `InvalidArgument` if the region is to
+    /// be written and the descriptor appends (`O_APPEND`).
     pub fn register_file(&self, fd: OwnedFd, options: &FileOptions) -> Result<FileRegion> {
         self.storage().adopt(fd, options)
     }

@@ -13,11 +13,11 @@ from kvferry.nixl._errors import nixlBackendError, nixlInvalidParamError, nixlNo
 
 _log = logger_of("nixl")
 
-_MEMS: Final = {"UCX": ["DRAM", "VRAM"], "POSIX": ["DRAM", "FILE"]}
+_MEMS: Final = {"UCX": ["DRAM", "VRAM"], "POSIX": ["DRAM", "VRAM", "FILE"]}
 # Engines on the CPU call their memory VRAM, too.
 _KINDS: Final = {
     nixl_mem_t.DRAM_SEG: ("UCX", "POSIX"),
-    nixl_mem_t.VRAM_SEG: ("UCX",),
+    nixl_mem_t.VRAM_SEG: ("UCX", "POSIX"),
     nixl_mem_t.FILE_SEG: ("POSIX",),
 }
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import weakref
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import kvferry
 from kvferry.nixl import _descs
@@ -15,6 +15,7 @@ from kvferry.nixl._bindings import nixl_mem_t, nixlRegDList, nixlRemoteDList, ni
 from kvferry.nixl._errors import (
     as_nixl,
     nixlBackendError,
+    nixlInvalidParamError,
     nixlNotFoundError,
     nixlNotSupportedError,
     nixlRemoteDisconnectError,
@@ -46,6 +47,15 @@ def text(name: str | bytes) -> str:
     raise TypeError(f"an agent's name must be str or bytes, not {type(name).__name__}")
 
 
+def order_of_environment() -> int | Literal["host"]:
+    """What transfers of memory of GPUs come after: NIXL's calls have no argument for it."""
+    orders: dict[str, int | Literal["host"]] = {"host": "host", "default-stream": 0}
+    named = os.environ.get("KVFERRY_NIXL_AFTER") or "host"
+    if named not in orders:
+        raise nixlInvalidParamError(f"KVFERRY_NIXL_AFTER is host or default-stream, not {named!r}")
+    return orders[named]
+
+
 def has_ended(job: kvferry.Transfer) -> bool:
     """Whether a cancelled transfer has ended, after waiting for it a moment."""
     try:
@@ -66,6 +76,7 @@ class AgentCore(Backends):
         self._shut_down = False
         super().__init__(wanted)
         self.name = name
+        self._after = order_of_environment()
         self._local = Local()
         self._remotes: dict[str, Remote] = {}
         self._running: weakref.WeakSet[nixl_xfer_handle] = weakref.WeakSet()
@@ -104,6 +115,7 @@ class AgentCore(Backends):
                     timeout = None if os.environ.get("KVFERRY_TIMEOUT_MS") else TIMEOUT_S
                     agent = kvferry.Agent(self.name, listen=listen, timeout=timeout, mooncake=False)
                 try:
+                    agent.set_after(self._after)
                     self._started(agent)
                 except Exception:
                     agent.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -192,6 +193,9 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
             self._must_live()
             if self._job is not None and self._state(wait=False) == "PROC":
                 raise nixlRepostActiveError("the transfer still runs")
+            if self._ended == "ERR" and self._job is not None and not self._job.is_quiet():
+                # It would be forgotten, and `release` would not wait for it.
+                raise nixlRepostActiveError("the transfer has failed, but a device still copies for it")
             message = notify or self._notify
             began = time.perf_counter()
             # Memory that is deregistered at the same time is either found gone here, or this transfer is found there.
@@ -207,17 +211,12 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
 
     def _submit(self, message: bytes) -> kvferry.Transfer:
         plan = self._plan
-        # NIXL's callers have waited for what uses the memory of GPUs.
-        keywords: dict[str, Any] = {"after": "host"} if plan.is_gpu else {}
         if plan.is_file:
             files = self._agent._core().files
-            call = files.write_async if self._write else files.read_async
-            return call(plan.batch, **keywords)
+            return (files.write_async if self._write else files.read_async)(plan.batch)
         peer = self._agent._peer(plan.remote)
         submit = peer.write_async if self._write else peer.read_async
-        if message:
-            keywords["notify"] = (NOTIFICATION, message)
-        return submit(plan.batch, **keywords)
+        return submit(plan.batch, notify=(NOTIFICATION, message) if message else None)
 
     def _check(self) -> str:
         self._agent._must_not_be_forked()
@@ -279,18 +278,16 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
             raise nixlInvalidParamError("the transfer was released")
 
     def _cancel(self, limit_s: float) -> bool:
-        """Cancels a running transfer and waits for its end. False if it has not ended in time."""
+        """Cancels a running transfer and waits for its end. False if its memory may still be in use then."""
         job = self._job
-        if job is None or self._ended is not None:
+        if job is None:
             return True
-        try:
-            job.cancel()
-            if job.wait(limit_s) is None:
-                return False
-        except kvferry.Error:
-            # Its outcome, which nobody asks for any more.
-            pass
-        return True
+        if self._ended is None:
+            # An error is its outcome, which nobody asks for any more.
+            with contextlib.suppress(kvferry.Error):
+                job.cancel()
+                job.wait(limit_s)
+        return job.is_quiet()
 
     def release(self) -> None:
         """Gives the transfer up. A running one is cancelled: after this, nothing copies from or to its memory.
@@ -304,7 +301,7 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
             return
         with self._lock:
             if not self._cancel(CANCEL_S):
-                raise nixlRepostActiveError(f"the transfer has not ended {CANCEL_S} s after it was cancelled")
+                raise nixlRepostActiveError(f"the transfer still uses its memory {CANCEL_S} s after it was cancelled")
             self._released = True
         self._agent._ended(self)
 

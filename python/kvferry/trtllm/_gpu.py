@@ -7,6 +7,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal
 
 import kvferry
+from kvferry._engine.quiet import is_quiet
 
 if TYPE_CHECKING:
     from kvferry.trtllm._pages import Memory, Move, Piece
@@ -66,7 +67,7 @@ class GpuCopies:
             )
         after = "host" if stream is None else stream
         start = peer.read_async if to_pages else peer.write_async
-        return start(batch, timeout=_PATIENCE_S, after=after)
+        return _Copies(start(batch, timeout=_PATIENCE_S, after=after))
 
     def _peer_of(self, memory: Memory) -> tuple[Any, Any]:
         """The agent that has registered memory of the host, and the region."""
@@ -81,3 +82,17 @@ class GpuCopies:
 
 class _Ended:
     def wait(self) -> None: ...
+
+
+class _Copies:
+    def __init__(self, transfer: kvferry.Transfer) -> None:
+        self._transfer = transfer
+
+    def wait(self, timeout: float | None = None) -> kvferry.TransferStats | None:
+        try:
+            return self._transfer.wait(timeout)
+        except kvferry.Error:
+            # Its copies may still be under way.
+            if not is_quiet(self._transfer, timeout):
+                return None
+            raise

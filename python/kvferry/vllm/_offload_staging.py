@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import kvferry
+from kvferry._engine.quiet import is_quiet
 
 # The length of a stage is a power of two, so that jobs of other lengths can use the stage again.
 _LEAST_BYTES = 1 << 20
@@ -186,6 +187,9 @@ class StagedGet(_Staged):
             if self._copy.wait(timeout) is None:
                 return False
         except Exception as error:
+            # The pages are the engine's again once nothing writes them.
+            if self._copy is not None and not is_quiet(self._copy, timeout):
+                return False
             self._end(error=error)
             return True
         self._end(self._blocks)

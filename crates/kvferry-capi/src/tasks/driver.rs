@@ -9,7 +9,7 @@ use super::end::{Done, End, Ending};
 use super::inbox::{Event, Inbox};
 use super::state::{Places, Receiving, State, now};
 use crate::failure::{Failure, KVFERRY_IO};
-use kvferry::{After, Agent, Channel, ErrorKind, Options, Peer};
+use kvferry::{After, Agent, Channel, ErrorKind, Options, Peer, Transfer, TransferStats};
 use kvferry_proto::handoff::PeerId;
 use kvferry_proto::tasks::{Action, Code, Gauges, Offered, Outcome, RecvId, SendId, Wanted};
 use kvferry_sys::sync::{Mutex, MutexGuard};
@@ -31,6 +31,16 @@ pub(crate) struct Endpoint {
     inbox: Arc<Inbox>,
     thread: Mutex<Option<JoinHandle<()>>>,
     thread_id: OnceLock<ThreadId>,
+}
+
+/// The end of a read, or why it is none yet: its memory is written until a device ends its copies.
+fn end_of_read(task: RecvId, read: Transfer, outcome: kvferry::Result<TransferStats>) -> Event {
+    match outcome {
+        Err(error) if error.quiesced() == Some(false) && !read.is_quiet() => {
+            Event::ReadGivenUp(task, read, error.to_string())
+        }
+        outcome => Event::ReadEnded(task, outcome.map(drop).map_err(|error| error.to_string())),
+    }
 }
 
 impl std::fmt::Debug for Endpoint {
@@ -216,6 +226,7 @@ impl Endpoint {
                 other => state.happened(other),
             }
         }
+        state.end_quiet();
         state.tasks.expire(now());
         self.carry_out(&mut state);
         for (send, outcome) in state.take_computed() {
@@ -234,7 +245,8 @@ impl Endpoint {
     /// Time until the next work that is due without an event.
     fn time_left(&self) -> Option<Duration> {
         let state = self.state.lock();
-        let due = [state.tasks.next_timeout(), state.next_computed()].into_iter().flatten().min();
+        let due = [state.tasks.next_timeout(), state.next_computed(), state.next_quiet()];
+        let due = due.into_iter().flatten().min();
         due.map(|due| due.saturating_since(now()))
     }
 
@@ -264,9 +276,9 @@ impl Endpoint {
                             if let Some(receiving) = state.recvs.get_mut(&task) {
                                 receiving.read = Some(transfer.clone());
                             }
+                            let read = transfer.clone();
                             transfer.on_end(move |outcome| {
-                                let outcome = outcome.map(drop).map_err(|error| error.to_string());
-                                inbox.push(Event::ReadEnded(task, outcome));
+                                inbox.push(end_of_read(task, read, outcome));
                             });
                         }
                     }

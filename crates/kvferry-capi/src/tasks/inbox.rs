@@ -1,7 +1,7 @@
 //! What peers and transfers report, until the endpoint's thread takes it.
 
 use super::end::Done;
-use kvferry::{Channel, Message, MessageHandler, Receipt};
+use kvferry::{Channel, Message, MessageHandler, Receipt, Transfer};
 use kvferry_proto::tasks::{Outcome, RecvId, SendId};
 use kvferry_sys::sync::{Condvar, Mutex};
 use std::collections::{HashSet, VecDeque};
@@ -20,6 +20,8 @@ pub(super) enum Event {
     Lost(Channel, String),
     Opened(SendId, Result<Channel, String>),
     ReadEnded(RecvId, Result<(), String>),
+    /// A read has failed while a device that does not answer still copies for it.
+    ReadGivenUp(RecvId, Transfer, String),
     Ended(Done, Outcome),
 }
 

@@ -15,6 +15,8 @@ use std::time::Duration;
 /// that a check takes: many sends must not take the thread from its other work.
 const COMPUTED_CHECK: Duration = Duration::from_micros(200);
 const COMPUTED_REST: u32 = 8;
+/// The time between two looks at reads that a device still copies for.
+const QUIET_CHECK: Duration = Duration::from_millis(10);
 
 /// Addresses of senders that are remembered.
 const PEERS_MAX: usize = 4096;
@@ -58,6 +60,8 @@ pub(super) struct State {
     peers: HashMap<String, Peer>,
     pub(super) sends: HashMap<SendId, Ending>,
     pub(super) recvs: HashMap<RecvId, Receiving>,
+    /// Reads that have failed while a device still copies for them, and why.
+    unquiet: Vec<(RecvId, Transfer, String)>,
     pub(super) closed: bool,
 }
 
@@ -79,6 +83,7 @@ impl State {
                 self.tasks.opened(send, opened, now());
             }
             Event::ReadEnded(task, result) => self.tasks.read_ended(task, result, now()),
+            Event::ReadGivenUp(task, read, why) => self.unquiet.push((task, read, why)),
             Event::Message(..) | Event::Ended(..) => {}
         }
     }
@@ -171,6 +176,18 @@ impl State {
     /// Time of the next check of sends whose memory a GPU still computes.
     pub(super) fn next_computed(&self) -> Option<Timestamp> {
         (!self.computed.is_empty()).then(|| self.computed_due.unwrap_or(Timestamp::from_nanos(0)))
+    }
+
+    /// When to look again at reads that a device still copies for.
+    pub(super) fn next_quiet(&self) -> Option<Timestamp> {
+        (!self.unquiet.is_empty()).then(|| now() + QUIET_CHECK)
+    }
+
+    /// Ends the failed reads whose copies have ended meanwhile: their memory is not written any more.
+    pub(super) fn end_quiet(&mut self) {
+        for (task, _, why) in self.unquiet.extract_if(.., |(_, read, _)| read.is_quiet()) {
+            self.tasks.read_ended(task, Err(why), now());
+        }
     }
 
     /// Takes the sends whose memory is computed now, or never will be. Checks them only when the next check is due.

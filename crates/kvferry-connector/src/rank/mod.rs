@@ -333,14 +333,15 @@ impl Rank {
             ("peers", state.peers.len()),
             ("mappers", state.mappers.len()),
             ("transfers", state.reads.len()),
+            ("unquiet", state.unquiet.reads.len()),
             ("events", state.events.len()),
         ];
         let of_machines = state.producer.gauges().into_iter().chain(state.consumer.gauges());
         of_machines.chain(state.handshakes.gauges()).chain(own).collect()
     }
 
-    /// Ends everything. Nothing is read any more when this returns, unless the observer calls it.
-    /// False in a fork, where there is nothing to end.
+    /// Ends everything. Nothing is read any more when this returns, unless the observer calls it, or a device does not end
+    /// its copies. False in a fork, where there is nothing to end.
     pub(crate) fn close(&self) -> bool {
         if self.is_forked() {
             return false;

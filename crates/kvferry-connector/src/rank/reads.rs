@@ -14,11 +14,16 @@ use std::time::{Duration, Instant};
 
 /// How long beyond its handoff's deadline a read may take.
 const BEYOND: Duration = Duration::from_secs(3);
+/// Time between two looks at reads that have ended while a device still copies for them.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 impl Shared {
     /// Tells the machines of reads that have ended.
     pub(super) fn poll_reads(self: &Arc<Self>, state: &mut State, now: Timestamp) {
-        let woken = std::mem::take(&mut *self.woken.lock());
+        let mut woken = std::mem::take(&mut *self.woken.lock());
+        if state.unquiet.at.take_if(|at| *at <= now).is_some() {
+            woken.append(&mut state.unquiet.reads);
+        }
         for read in woken {
             let Some(running) = state.reads.get_mut(&read) else { continue };
             let waker = Waker::from(Arc::new(ReadWaker { shared: Arc::downgrade(self), read }));
@@ -27,6 +32,14 @@ impl Shared {
             else {
                 continue;
             };
+            if outcome.as_ref().is_err_and(|e| e.quiesced() == Some(false))
+                && !running.transfer.is_quiet()
+            {
+                // The device writes the blocks until its copy ends. The engine must not reuse them before.
+                state.unquiet.reads.push(read);
+                state.unquiet.at.get_or_insert(now + LOOK_EVERY);
+                continue;
+            }
             let Running { id, bytes, began, from, channel: before, .. } =
                 state.reads.remove(&read).expect("polled above");
             if outcome.is_ok() && self.observer.is_some() {

@@ -63,6 +63,7 @@ pub(super) struct State {
     /// The mapper of each fetch; taken out while it is called.
     pub(super) mappers: FxHashMap<HandoffId, Box<dyn ReadMapper>>,
     pub(super) reads: FxHashMap<ReadId, Running>,
+    pub(super) unquiet: Unquiet,
     /// How often reads of a handoff were tried again over the session that they failed on.
     pub(super) retried: FxHashMap<HandoffId, u32>,
     pub(super) events: VecDeque<Event>,
@@ -98,6 +99,14 @@ pub(super) struct Running {
     pub(super) channel: Option<Channel>,
 }
 
+/// Reads that have ended while a device that does not answer still copies for them.
+#[derive(Default)]
+pub(super) struct Unquiet {
+    pub(super) reads: Vec<ReadId>,
+    /// When to look at them again, if there are any.
+    pub(super) at: Option<Timestamp>,
+}
+
 pub(super) enum Notice {
     Ended(Event),
     LearnedEngine(u64, Result<Arc<Pairing>, Failure>),
@@ -122,6 +131,7 @@ impl Shared {
             peers: Peers::default(),
             mappers: FxHashMap::default(),
             reads: FxHashMap::default(),
+            unquiet: Unquiet::default(),
             retried: FxHashMap::default(),
             events: VecDeque::new(),
             notices: VecDeque::new(),
@@ -296,6 +306,7 @@ impl State {
             self.consumer.next_timeout(),
             self.handshakes.next_timeout(),
             self.observer_due,
+            self.unquiet.at,
         ];
         machines.into_iter().flatten().min()
     }

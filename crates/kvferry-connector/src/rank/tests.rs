@@ -41,12 +41,15 @@ fn the_rank_is_not_locked_while_an_engine_handshake_is_worked_out() {
     let channel = receiver.recv().expect("an answer").expect("a channel");
     let (topology_of, model) = (topology(RANKS, RANKS).encode(), Model::default());
     let question = Introduce { topology: topology_of, model, ranks: vec![0] };
-    let own = own_engine(1, 0, topology(RANKS, RANKS), 8);
-    let mut machine = EngineHandshakes::new(Duration::ZERO, Duration::ZERO);
-    machine.know(own);
-    let began = Instant::now();
-    machine.receive(PeerId(1), here(), question.clone().into());
-    let takes = began.elapsed();
+    // The least of some: a thread that stops makes one longer.
+    let handshakes = (0..5).map(|_| {
+        let mut machine = EngineHandshakes::new(Duration::ZERO, Duration::ZERO);
+        machine.know(own_engine(1, 0, topology(RANKS, RANKS), 8));
+        let began = Instant::now();
+        machine.receive(PeerId(1), here(), question.clone().into());
+        began.elapsed()
+    });
+    let takes = handshakes.min().expect("five");
     let question = EngineHandshakeMessage::from(question).encode();
     let is_over = AtomicBool::new(false);
     let mut waits: Vec<Duration> = std::thread::scope(|scope| {

@@ -324,8 +324,8 @@ impl Worker {
     }
 
     /// Ends everything, and unregisters the regions: nothing reads or writes KV memory when this
-    /// returns. It takes at most the agent's silence limit. Fetches that are under way, and later ones,
-    /// are reported as failed. May be called again; dropping the half calls it.
+    /// returns, except a device that does not end its copies, which is logged. It takes at most the agent's silence limit.
+    /// Fetches that are under way, and later ones, are reported as failed. May be called again; dropping the half calls it.
     pub fn close(&self) {
         if self.is_forked() {
             return;
@@ -340,7 +340,7 @@ impl Worker {
         if let Err(error) = inner.rank().unregister(&inner.memory.regions())
             && !is_gone(error.kind())
         {
-            tracing::error!(%error, "KV memory can't be taken away from a peer");
+            tracing::error!(%error, "KV memory can't be taken away from a peer or a device");
         }
         let mut state = inner.lock();
         state.closed = true;

@@ -11,6 +11,7 @@ use kvferry_proto::Timestamp;
 use kvferry_proto::engine_handshake::{EngineId, Failure, Model};
 use kvferry_proto::handoff::{BlockTable, Limits};
 use kvferry_proto::layout::{Heads, Packing, Shape};
+use kvferry_testkit::PATIENCE;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -34,7 +35,9 @@ fn start_at(
     engine: u128,
     look_up: impl FnOnce(&Agent) -> LookUp,
 ) -> (Worker, Agent) {
-    let agent = Agent::builder().listen(listen).advertise(host).start().expect("an agent");
+    // No test is about the silence limit; a loaded machine delays heartbeats.
+    let builder = Agent::builder().listen(listen).advertise(host).silence(PATIENCE);
+    let agent = builder.start().expect("an agent");
     let shape = Shape { layers: 1, blocks: 8, heads: 1, rows: 4, content: 8, kernel_blocks: 1 };
     let len = shape.bytes().expect("small");
     let memory = agent.allocate(len as usize, Access::READ).expect("memory");
@@ -340,7 +343,7 @@ fn outcome(worker: &Arc<Worker>) -> (String, bool) {
         let reports = worker.reports();
         drop(sender.send((reports.received[0].clone(), reports.failed.is_empty())));
     });
-    receiver.recv_timeout(Duration::from_secs(20)).expect("a fetch ends")
+    receiver.recv_timeout(PATIENCE / 4).expect("a fetch ends")
 }
 
 #[test]

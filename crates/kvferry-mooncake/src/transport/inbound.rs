@@ -179,7 +179,7 @@ fn admit(server: &Arc<MooncakeServer>, socket: Socket, from: SocketAddr) {
         wake: None,
         proven: false,
         busy: false,
-        moved_at: now(),
+        moved_at: Some(now()),
     };
     // The suspend detector starts with the first session. The control thread starts it before it
     // handles a command that is queued later.
@@ -259,8 +259,8 @@ struct Connection {
     proven: bool,
     /// The link counts a request in progress.
     busy: bool,
-    /// When a byte last moved.
-    moved_at: Timestamp,
+    /// When a byte last moved. `None` while the connection waits for memory of this side, however long that takes.
+    moved_at: Option<Timestamp>,
 }
 
 impl Connection {
@@ -538,7 +538,7 @@ impl Connection {
         match self.state {
             State::Draining { until, .. } => Some(until),
             _ if self.is_between() => None,
-            _ => Some(self.moved_at + STALL),
+            _ => self.moved_at.map(|at| at + STALL),
         }
     }
 }
@@ -578,8 +578,9 @@ impl Handler for Connection {
             // Reset, or ended: no byte that is still in the socket may be applied.
             return Next::Close;
         }
+        self.moved_at.get_or_insert(cx.now);
         if cause.ready.read || cause.ready.write {
-            self.moved_at = cx.now;
+            self.moved_at = Some(cx.now);
             // Until it is known whether a request is in progress: a peer whose request was just answered has not
             // been idle.
             self.seat.set_idle(None);
@@ -591,7 +592,7 @@ impl Handler for Connection {
         let interest = loop {
             match self.step(&mut budget) {
                 Step::On if budget == 0 => {
-                    self.moved_at = cx.now;
+                    self.moved_at = Some(cx.now);
                     self.set_busy(!self.is_between());
                     return Next::Again;
                 }
@@ -600,7 +601,10 @@ impl Handler for Connection {
                 // A peer that has closed its side while an answer waits will not read it.
                 Step::Write if cause.ready.peer_closed => return Next::Close,
                 Step::Write => break Interest::Write,
-                Step::Memory => break Interest::None,
+                Step::Memory => {
+                    self.moved_at = None;
+                    break Interest::None;
+                }
                 Step::Over => return Next::Close,
             }
         };

@@ -24,8 +24,8 @@ impl fmt::Display for End {
 /// A pairing that cannot work: where, and the two values that do not fit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mismatch {
-    /// The two that differ.
-    pub between: Between,
+    /// The sides that differ.
+    pub sides: MismatchSides,
     /// The layer; empty if the model as a whole differs.
     pub layer: Box<str>,
     /// The plane of the layer; empty if the layer as a whole differs.
@@ -35,16 +35,21 @@ pub struct Mismatch {
 }
 
 impl Mismatch {
-    pub(crate) fn new(between: Between, layer: &str, plane: &str, difference: Difference) -> Self {
-        Self { between, layer: layer.into(), plane: plane.into(), difference }
+    pub(crate) fn new(
+        sides: MismatchSides,
+        layer: &str,
+        plane: &str,
+        difference: Difference,
+    ) -> Self {
+        Self { sides, layer: layer.into(), plane: plane.into(), difference }
     }
 }
 
 impl std::error::Error for Mismatch {}
 
-/// The two that differ: the first and the second of a [`Difference`].
+/// The two sides that differ: the first and the second of a [`Difference`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Between {
+pub enum MismatchSides {
     /// The producer and the consumer.
     Ends,
     /// Two ranks of one engine.
@@ -95,9 +100,9 @@ impl fmt::Display for Mismatch {
             (layer, "") => write!(f, "layer {layer}: ")?,
             (layer, plane) => write!(f, "layer {layer} ({plane}): ")?,
         }
-        let (a, b) = match self.between {
-            Between::Ends => (End::Producer.to_string(), End::Consumer.to_string()),
-            Between::Ranks(a, b) => (format!("rank {a}"), format!("rank {b}")),
+        let (a, b) = match self.sides {
+            MismatchSides::Ends => (End::Producer.to_string(), End::Consumer.to_string()),
+            MismatchSides::Ranks(a, b) => (format!("rank {a}"), format!("rank {b}")),
         };
         match &self.difference {
             Difference::Heads(x, y) => write!(f, "{a} has {x} KV heads, {b} {y}"),

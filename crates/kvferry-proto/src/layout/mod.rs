@@ -36,7 +36,7 @@ mod spec;
 mod wire;
 
 pub use check::{Fault, LayoutError};
-pub use mismatch::{Between, Difference, End, Mismatch};
+pub use mismatch::{Difference, End, Mismatch, MismatchSides};
 pub use packing::{Axis, Packing, Shape, UnknownPacking};
 pub use spec::{Fingerprint, LayerSpec, PlaneSpec, RowDensity, compatible};
 pub use wire::{DecodeError, LAYOUT_MAX};

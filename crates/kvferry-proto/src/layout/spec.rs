@@ -1,6 +1,8 @@
 //! The meaning of a layout's bytes: the part that must be equal at both ends.
 
-use super::{Between, Difference, Encoding, Group, Kind, Layer, Layout, Mismatch, Plane, gcd};
+use super::{
+    Difference, Encoding, Group, Kind, Layer, Layout, Mismatch, MismatchSides, Plane, gcd,
+};
 use serde::{Deserialize, Serialize};
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -102,9 +104,9 @@ impl LayerSpec {
 
     /// Checks that this layer and `other`, which has the same name, are equal. Returns the first
     /// difference.
-    pub(crate) fn agree(&self, other: &Self, between: Between) -> Result<(), Mismatch> {
+    pub(crate) fn agree(&self, other: &Self, sides: MismatchSides) -> Result<(), Mismatch> {
         let differ =
-            |plane: &str, difference| Err(Mismatch::new(between, &self.name, plane, difference));
+            |plane: &str, difference| Err(Mismatch::new(sides, &self.name, plane, difference));
         if self.kind != other.kind {
             return differ("", Difference::Kind(self.kind, other.kind));
         }
@@ -143,7 +145,7 @@ pub fn compatible(producer: &Layout, consumer: &Layout) -> Result<(), Mismatch> 
         consumer.layers().iter().zip(0..).map(|(layer, at)| (layer.name.as_str(), at)).collect();
     for (at, layer) in producer.layers().iter().enumerate() {
         let Some(&other) = theirs.get(layer.name.as_str()) else { continue };
-        producer.spec(at).agree(&consumer.spec(other), Between::Ends)?;
+        producer.spec(at).agree(&consumer.spec(other), MismatchSides::Ends)?;
         let tokens = |layout: &Layout, at: usize| {
             let group = layout.layers()[at].group;
             layout.groups()[group].block_tokens
@@ -159,7 +161,7 @@ pub(crate) fn blocks_fit(layer: &str, kind: Kind, a: u32, b: u32) -> Result<(), 
     if kind == Kind::State || a.is_multiple_of(b) || b.is_multiple_of(a) {
         return Ok(());
     }
-    Err(Mismatch::new(Between::Ends, layer, "", Difference::BlockTokens(a, b)))
+    Err(Mismatch::new(MismatchSides::Ends, layer, "", Difference::BlockTokens(a, b)))
 }
 
 /// The fingerprint of a model with these layers, in any order.

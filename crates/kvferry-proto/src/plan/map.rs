@@ -6,8 +6,8 @@ use super::kernel::{Axis, Form, Kernel, Step, Template, compile};
 use super::topology::Share;
 use crate::id::RegionId;
 use crate::layout::{
-    self, Between, Context, Difference, Group, Kind, Layer, Layout, Mismatch, Plane, RowDensity,
-    gcd,
+    self, Context, Difference, Group, Kind, Layer, Layout, Mismatch, MismatchSides, Plane,
+    RowDensity, gcd,
 };
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -326,5 +326,5 @@ fn places(layout: &Layout) -> HashMap<&str, usize> {
 }
 
 fn refuse(layer: &str, plane: &str, difference: Difference) -> Mismatch {
-    Mismatch::new(Between::Ends, layer, plane, difference)
+    Mismatch::new(MismatchSides::Ends, layer, plane, difference)
 }

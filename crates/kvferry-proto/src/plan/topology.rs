@@ -5,8 +5,8 @@ mod wire;
 #[cfg(feature = "fuzzing")]
 use crate::layout::ContextShard;
 use crate::layout::{
-    Between, Context, DecodeError, Difference, Fingerprint, LAYERS_MAX, LayerSpec, Layout,
-    Mismatch, blocks_fit, fingerprint_of, from_bytes, natural_order,
+    Context, DecodeError, Difference, Fingerprint, LAYERS_MAX, LayerSpec, Layout, Mismatch,
+    MismatchSides, blocks_fit, fingerprint_of, from_bytes, natural_order,
 };
 use crate::pack;
 use serde::{Deserialize, Serialize};
@@ -67,7 +67,7 @@ impl Topology {
             for (at, layer) in layout.layers().iter().enumerate() {
                 let &mut (first, its) = first_held.entry(&layer.name).or_insert((rank, at));
                 if first != rank {
-                    same_layer(layouts[first], its, layout, at, Between::Ranks(first, rank))?;
+                    same_layer(layouts[first], its, layout, at, MismatchSides::Ranks(first, rank))?;
                 }
             }
         }
@@ -220,12 +220,12 @@ fn same_layer(
     at_a: usize,
     b: &Layout,
     at_b: usize,
-    between: Between,
+    sides: MismatchSides,
 ) -> Result<(), Mismatch> {
     let spec = a.spec(at_a);
-    spec.agree(&b.spec(at_b), between)?;
+    spec.agree(&b.spec(at_b), sides)?;
     let (x, y) = (group_of(a, at_a), group_of(b, at_b));
-    let differ = |difference| Err(Mismatch::new(between, &spec.name, "", difference));
+    let differ = |difference| Err(Mismatch::new(sides, &spec.name, "", difference));
     if x.block_tokens != y.block_tokens {
         return differ(Difference::BlockTokens(x.block_tokens, y.block_tokens));
     }
@@ -283,7 +283,7 @@ fn limit(what: &'static str, count: u64, limit: u64) -> Result<(), Mismatch> {
 }
 
 fn mismatch(layer: &str, plane: &str, difference: Difference) -> Mismatch {
-    Mismatch::new(Between::Ends, layer, plane, difference)
+    Mismatch::new(MismatchSides::Ends, layer, plane, difference)
 }
 
 /// The share that each consumer rank reads from each producer rank.
@@ -624,7 +624,7 @@ fn same_model(producers: &Topology, consumers: &Topology) -> Result<(), Mismatch
         match (ours.next(), theirs.next()) {
             (None, None) => return Ok(()),
             (Some(a), Some(b)) if a.spec.name == b.spec.name => {
-                a.spec.agree(&b.spec, Between::Ends)?;
+                a.spec.agree(&b.spec, MismatchSides::Ends)?;
                 blocks_fit(&a.spec.name, a.spec.kind, a.block_tokens, b.block_tokens)?;
             }
             (a, b) => {

@@ -114,6 +114,12 @@ impl Pieces {
         piece.region == Piece::RAW || !self.regions[piece.region as usize].is_device()
     }
 
+    /// The address of a piece of host memory.
+    pub(crate) fn address(&self, piece: &Piece) -> u64 {
+        let base = self.regions.get(piece.region as usize).map_or(0, |region| region.base as u64);
+        base.wrapping_add(piece.offset)
+    }
+
     /// The device memory of a piece, by its index; `None` for host memory.
     pub(crate) fn device(&self, piece: usize) -> Option<&DeviceMemory> {
         match &self.regions.get(self.pieces[piece].region as usize)?.backing {

@@ -27,7 +27,7 @@ use std::{fmt, io};
 const PAGE: usize = 4096;
 
 /// The largest alignment of a device's address that its byte has in the stage, too: a cache line of a GPU.
-const LINE: u64 = 128;
+pub(crate) const LINE: u64 = 128;
 
 /// Called when memory that was not ready may be ready.
 pub type Wake = Arc<dyn Fn() + Send + Sync>;

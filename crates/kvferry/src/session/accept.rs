@@ -50,9 +50,15 @@ impl Listener {
     }
 
     /// Gives a connection a place. There is one.
-    fn admit(&self, sessions: &Sessions, socket: Socket, from: Option<SocketAddr>, cx: &Cx<'_>) {
+    fn admit(
+        &self,
+        sessions: &Sessions,
+        (socket, from): (Socket, Option<SocketAddr>),
+        now: Timestamp,
+        cx: &Cx<'_>,
+    ) {
         let token = cx.remote.token();
-        let evicted = self.places.state().pending.admit(token, cx.now);
+        let evicted = self.places.state().pending.admit(token, now);
         if let Some(evicted) = evicted {
             // Its handler closes it: it does not hold a place any more.
             cx.remote.wake(evicted);
@@ -72,13 +78,18 @@ impl Listener {
 
     /// Gives the connections that wait the places that are free. Returns when there is a place for the
     /// next one.
-    fn admit_waiting(&mut self, sessions: &Sessions, cx: &Cx<'_>) -> Option<Timestamp> {
+    fn admit_waiting(
+        &mut self,
+        sessions: &Sessions,
+        now: Timestamp,
+        cx: &Cx<'_>,
+    ) -> Option<Timestamp> {
         while !self.waiting.is_empty() {
-            if let Some(until) = self.places.wait_until(cx.now) {
+            if let Some(until) = self.places.wait_until(now) {
                 return Some(until);
             }
-            let (socket, from) = self.waiting.pop(cx.now)?;
-            self.admit(sessions, socket, from, cx);
+            let connection = self.waiting.pop(now)?;
+            self.admit(sessions, connection, now, cx);
         }
         None
     }
@@ -91,17 +102,20 @@ impl Handler for Listener {
 
     fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
         let Some(sessions) = self.sessions.upgrade() else { return Next::Close };
-        let mut next_place = self.admit_waiting(&sessions, cx);
+        let mut next_place = self.admit_waiting(&sessions, cx.now, cx);
         for _ in 0..ACCEPTS_PER_CALL {
             match self.socket.accept() {
                 Ok((socket, from)) => {
                     let address = from.map_or(Ipv4Addr::UNSPECIFIED.into(), |from| from.ip());
                     let origin = Origin::from(address);
-                    if let Some((refused, _)) = self.waiting.push(origin, (socket, from), cx.now) {
+                    // The peer may have called after this turn began: its whole time counts from here.
+                    let accepted = now();
+                    if let Some((refused, _)) = self.waiting.push(origin, (socket, from), accepted)
+                    {
                         refuse(&refused, WireCode::Busy, "");
                         sessions.core.counters.handshakes_failed.one();
                     }
-                    next_place = self.admit_waiting(&sessions, cx);
+                    next_place = self.admit_waiting(&sessions, accepted, cx);
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
                 Err(e) => {

@@ -138,7 +138,7 @@ impl<'a, S: Drive> Share<'a, S> {
         }
         self.last = self.drive.progress(at);
         if self.device.is_over(job, self.last, at) {
-            abandon(job, link, self.lane);
+            abandon(job, link, self.lane, self.drive.still_moving());
             self.last = Progress::Done;
         }
         self.is_due = self.last == Progress::Again;

@@ -11,6 +11,7 @@ use crate::transfer::kind::Transport;
 use crate::transfer::lanes::{Lane, PERMIT_TIME};
 use crate::transfer::link::{Link, Offered, Route};
 use crate::transfer::slot::{INTERRUPT_EVERY, Interrupt, deadline_passed, interrupted, says_stop};
+use crate::transfer::still_moving::StillMoving;
 use kvferry_proto::Timestamp;
 use kvferry_sys::poll::Interest;
 use smallvec::SmallVec;
@@ -67,6 +68,12 @@ pub trait Drive: Send {
     /// ends. Not for events of other shares: each of them would ask again for memory that this one has given
     /// back because its peer is not ready. At `check_at`, the share itself has to see whether its peer is.
     fn progress(&mut self, now: Timestamp) -> Progress;
+
+    /// What moves bytes of the share's memory without it, beside the copies of its lane. A share without a lane has to
+    /// name its own gate.
+    fn still_moving(&self) -> StillMoving {
+        StillMoving::default()
+    }
 
     /// Time of the next call of `progress` if no event comes. On the caller's thread it must not move before that call:
     /// it is asked for again when the thread has waited.
@@ -232,8 +239,14 @@ impl DeviceWait {
     }
 }
 
-/// Ends a share of a stopped job whose device does not end a copy. The copy keeps its stage and its regions.
-pub(super) fn abandon(job: &Arc<Job>, link: &Arc<Link>, lane: Option<&Arc<Lane>>) {
+/// Ends a share of a stopped job whose device does not end a copy. The copy keeps its stage and its regions. `left` is
+/// that of the share.
+pub(super) fn abandon(
+    job: &Arc<Job>,
+    link: &Arc<Link>,
+    lane: Option<&Arc<Lane>>,
+    left: StillMoving,
+) {
     warn_limited!(
         transfer = %job.id, peer = %link.address,
         "a device does not end a copy of a stopped transfer; its stage and its regions stay in use"
@@ -241,7 +254,7 @@ pub(super) fn abandon(job: &Arc<Job>, link: &Arc<Link>, lane: Option<&Arc<Lane>>
     if let Some(lane) = lane {
         link.kill(lane);
     }
-    job.share_abandoned(link, lane.map(|lane| lane.id));
+    job.share_abandoned(link, lane.map(|lane| lane.id), left.with_lane(lane));
 }
 
 /// A waker for shares that never wait for memory.
@@ -325,7 +338,7 @@ pub(crate) fn background<S: Drive + 'static>(
 }
 
 /// A share on an I/O thread.
-struct Background<S, A> {
+struct Background<S: Drive, A> {
     drive: S,
     lane: Option<Arc<Lane>>,
     again: A,
@@ -361,7 +374,7 @@ impl<S: Drive, A: Fn(&Arc<Job>, &Arc<Link>) + Send> Handler for Background<S, A>
         };
         let last = self.drive.progress(cx.now);
         if self.device.is_over(&self.job, last, cx.now) {
-            abandon(&self.job, &self.link, self.lane.as_ref());
+            abandon(&self.job, &self.link, self.lane.as_ref(), self.drive.still_moving());
             self.done = true;
             return Next::Close;
         }
@@ -387,7 +400,7 @@ impl<S: Drive, A: Fn(&Arc<Job>, &Arc<Link>) + Send> Handler for Background<S, A>
     }
 }
 
-impl<S, A> Drop for Background<S, A> {
+impl<S: Drive, A> Drop for Background<S, A> {
     fn drop(&mut self) {
         self.link.finish();
         if !self.done {
@@ -401,7 +414,8 @@ impl<S, A> Drop for Background<S, A> {
                 let what = "an I/O thread gave the transfer up; the log says why";
                 Error::new(ErrorKind::Internal, what).with("peer", &self.link.address)
             };
-            self.job.finish(Err(error.with_quiesced(false)));
+            let left = self.drive.still_moving().with_lane(self.lane.as_ref());
+            self.job.share_lost(error, left);
         }
     }
 }

@@ -23,6 +23,7 @@ use crate::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use crate::transfer::batch::{Batch, Cutter, Frame, Part, Parts};
 use crate::transfer::kind::TransportKind;
 use crate::transfer::link::Link;
+use crate::transfer::still_moving::StillMoving;
 use kvferry_proto::{Limits, StreamId, Timestamp, TransferId};
 use kvferry_sys::poll::EventFd;
 use std::cell::{Cell, RefCell};
@@ -148,8 +149,8 @@ struct State {
     acknowledged: u64,
     /// Streams on which the peer may still have frames in progress.
     dirty: Vec<StreamId>,
-    /// A share has ended although its bytes may still move: a device does not end its copies.
-    is_abandoned: bool,
+    /// What shares that ended before their bytes stood still have left.
+    still_moving: Vec<StillMoving>,
     error: Option<Error>,
     notified: bool,
     /// The peer has not confirmed the notification that follows the data.
@@ -361,23 +362,48 @@ impl Job {
     /// A share has ended. `dirty` is its lane if the peer may still have requests of it in
     /// progress; the share has closed it.
     pub fn share_ended(self: &Arc<Self>, link: &Link, dirty: Option<StreamId>) {
-        self.end_share(link, dirty, false);
+        self.end_share(link, dirty, None);
     }
 
     /// A share of a stopped job has ended although its bytes may still move: a device does not answer.
-    pub(crate) fn share_abandoned(self: &Arc<Self>, link: &Link, dirty: Option<StreamId>) {
-        self.end_share(link, dirty, true);
+    pub(crate) fn share_abandoned(
+        self: &Arc<Self>,
+        link: &Link,
+        dirty: Option<StreamId>,
+        left: StillMoving,
+    ) {
+        self.end_share(link, dirty, Some(left));
     }
 
-    fn end_share(self: &Arc<Self>, link: &Link, dirty: Option<StreamId>, is_abandoned: bool) {
+    /// A share was lost, and the job with it. Stops the shares that have not ended.
+    pub(crate) fn share_lost(&self, error: Error, left: StillMoving) {
         let mut state = self.state.lock();
         state.shares -= 1;
-        state.is_abandoned |= is_abandoned;
+        state.still_moving.push(left);
+        self.set_outcome(state, Err(error.with_quiesced(false)));
+    }
+
+    /// Whether the job has ended, and nothing on this side moves its bytes any more.
+    pub(crate) fn is_quiet(&self) -> bool {
+        let state = self.state.lock();
+        let has_ended = state.outcome.is_some() && state.shares == 0;
+        has_ended && state.still_moving.iter().all(StillMoving::is_over)
+    }
+
+    fn end_share(
+        self: &Arc<Self>,
+        link: &Link,
+        dirty: Option<StreamId>,
+        left: Option<StillMoving>,
+    ) {
+        let mut state = self.state.lock();
+        state.shares -= 1;
+        state.still_moving.extend(left);
         state.dirty.extend(dirty);
         if state.shares > 0 || state.outcome.is_some() {
             return;
         }
-        let is_quiet = !state.is_abandoned;
+        let is_quiet = state.still_moving.is_empty();
         let done = state.acknowledged == self.batch.bytes() && !state.owes_note && is_quiet;
         match (done && state.dirty.is_empty(), state.error.take()) {
             // A stop after everything was acknowledged comes too late.

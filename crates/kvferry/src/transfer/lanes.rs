@@ -381,16 +381,19 @@ impl Lanes {
         Open(usize::from(none))
     }
 
-    /// A lane was opened. False if the link has ended; then the lane is shut down.
-    pub(crate) fn opened(&self, lane: &Arc<Lane>) -> bool {
+    /// A lane was opened, and goes to the first waiter or becomes idle. `None` if the link has ended;
+    /// then the lane is shut down.
+    ///
+    /// Both under one lock: a transfer that came between would ask for another lane.
+    pub(crate) fn opened(&self, lane: Arc<Lane>) -> Option<Open> {
         let mut pool = self.pool.lock();
         pool.opening = pool.opening.saturating_sub(1);
         if self.end.get().is_some() {
             lane.socket.shutdown(Shutdown::Both);
-            return false;
+            return None;
         }
-        pool.open.insert(lane.id, Arc::clone(lane));
-        true
+        pool.open.insert(lane.id, Arc::clone(&lane));
+        Some(self.make_idle(pool, lane))
     }
 
     /// A lane could not be opened. The waiters fail unless the link has or opens other lanes.
@@ -411,10 +414,16 @@ impl Lanes {
     pub(crate) fn put(&self, lane: Arc<Lane>) -> Open {
         let mut pool = self.pool.lock();
         Self::end_permit(&mut pool, &lane);
-        if pool.open.contains_key(&lane.id) {
-            lane.used_ns.store(now().as_nanos(), Ordering::Relaxed);
-            pool.idle.push(lane);
+        match pool.open.contains_key(&lane.id) {
+            true => self.make_idle(pool, lane),
+            false => self.serve(pool),
         }
+    }
+
+    /// Grants an open lane to the first waiter, or keeps it for the next transfer.
+    fn make_idle(&self, mut pool: MutexGuard<'_, Pool>, lane: Arc<Lane>) -> Open {
+        lane.used_ns.store(now().as_nanos(), Ordering::Relaxed);
+        pool.idle.push(lane);
         self.serve(pool)
     }
 

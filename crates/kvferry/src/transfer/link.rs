@@ -572,9 +572,11 @@ impl Link {
 
     /// A lane that [`Backend::open_lane`] was asked for is open. If the link has ended, the lane is shut down.
     pub fn lane_opened(self: &Arc<Self>, lane: Arc<Lane>) {
-        if self.lanes.opened(&lane) {
-            self.core.counters.streams.one();
-            self.put(lane);
+        // Before another thread can end the lane.
+        self.core.counters.streams.one();
+        match self.lanes.opened(lane) {
+            Some(open) => self.open(open),
+            None => self.core.counters.streams.less_one(),
         }
     }
 

@@ -15,6 +15,7 @@ mod options;
 pub(crate) mod requests;
 pub(crate) mod slot;
 pub mod staged;
+pub(crate) mod still_moving;
 
 pub use batch::Batch;
 pub use job::TransferStats;
@@ -52,6 +53,15 @@ impl Transfer {
     /// confirm it ([`Error::quiesced`]).
     pub fn cancel(&self) {
         self.0.stop(Error::new(ErrorKind::Cancelled, "the transfer was cancelled"));
+    }
+
+    /// True once the transfer has ended and nothing reads or writes its local memory any more.
+    ///
+    /// It stays false after the end while a device performs a copy, or a file system a read or write, that the transfer has
+    /// given up: its error is not quiesced ([`Error::quiesced`]). Memory that is used again before lets such a copy read or
+    /// write what is not its own. Unregistering the memory waits for it, too.
+    pub fn is_quiet(&self) -> bool {
+        self.0.is_quiet()
     }
 
     /// Calls `done` once, with the outcome: on the thread that ends the transfer, which is one of the

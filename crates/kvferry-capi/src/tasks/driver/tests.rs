@@ -10,9 +10,10 @@ use std::sync::mpsc;
 /// An hour: nothing in these tests ends by a deadline.
 const NEVER: Duration = Duration::from_secs(3600);
 
-/// An agent of TCP, whose requests of its own would time out soon.
+/// An agent of TCP, whose requests of its own would time out soon, and whose sessions end by no silence.
 fn agent() -> Agent {
     let builder = Agent::builder().listen(([127, 0, 0, 1], 0)).timeout(Duration::from_millis(200));
+    let builder = builder.silence(PATIENCE);
     builder
         .transports(kvferry::Transports::parse("tcp").expect("a name"))
         .start()
@@ -173,4 +174,40 @@ fn a_callback_may_free_a_task_whose_memory_is_being_written() {
     device.release();
     sender.close();
     receiver.close();
+}
+
+#[test]
+fn i2_a_task_whose_read_was_given_up_ends_when_its_device_has_ended_the_copy() {
+    const LEN: usize = 65_536;
+    let _bound = Watchdog::new(PATIENCE);
+    for transports in ["tcp", "local"] {
+        let brief = || {
+            let transports = kvferry::Transports::parse(transports).expect("a name");
+            let builder = Agent::builder().listen(([127, 0, 0, 1], 0)).transports(transports);
+            // Longer than a thread is late on a loaded machine: the sessions must not end by it.
+            builder.silence(Duration::from_secs(5)).start().expect("an agent")
+        };
+        let (sends, receives) = (brief(), brief());
+        let (sender, receiver) = (endpoint(&sends), endpoint(&receives));
+        let mapping = Arc::new(Mapping::anonymous(LEN).expect("memory"));
+        let device = SlowMemory::new(mapping, 0, LEN, 1);
+        device.hold();
+        let from = sends.allocate(LEN, Access::READ).expect("memory");
+        let into = receives.register_device(device.memory(), Access::NONE).expect("a region");
+        let wanted = vec![Wanted { key: 1, lens: vec![LEN as u64] }];
+        let places = (vec![Some((into, 0))], After::default());
+        let received = receiver.recv("k", wanted, places, NEVER, None);
+        let (task, end) = received.expect("there is room");
+        let _sent = send(&sender, &receives, "k", &from);
+        eventually("the device has a copy", || device.pending_in() > 0);
+        receiver.cancel_recv(task);
+        eventually("the read is given up", || receives.stats().transfers_unconfirmed == 1);
+        let early = end.wait(Some(Duration::from_millis(200)));
+        assert!(early.is_none(), "{transports}: the device may still write");
+        device.release();
+        assert!(end.wait(Some(PATIENCE / 2)).is_some(), "{transports}: it ends");
+        assert_eq!(device.pending(), 0, "{transports}");
+        sender.close();
+        receiver.close();
+    }
 }

@@ -137,7 +137,7 @@ impl<M> Rank<M> {
 }
 
 /// A request at a producer rank.
-struct Made {
+struct ProducedRequest {
     blocks: Vec<u32>,
     progress: Progress,
     complete: bool,
@@ -146,7 +146,7 @@ struct Made {
 
 /// A request at a consumer rank.
 #[derive(Default)]
-struct Got {
+struct ConsumedRequest {
     values: BTreeMap<(usize, u32, u32), u64>,
     is_answered: bool,
     ended: Option<Outcome>,
@@ -196,8 +196,8 @@ struct World<'a, 'b> {
     consumers: Vec<Rank<Consumer>>,
     memory: Vec<[[u64; LAYERS as usize]; BLOCKS as usize]>,
     free: Vec<BTreeSet<u32>>,
-    made: BTreeMap<(usize, usize), Made>,
-    got: BTreeMap<(usize, usize), Got>,
+    made: BTreeMap<(usize, usize), ProducedRequest>,
+    got: BTreeMap<(usize, usize), ConsumedRequest>,
     reads: BTreeMap<(usize, ReadId), Reading>,
     wires: BTreeMap<(usize, usize), Wire>,
     /// Ranks and names whose agreement is not judged: an incarnation ended while they were under way.

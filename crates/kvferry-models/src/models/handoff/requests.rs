@@ -29,7 +29,7 @@ impl World<'_, '_> {
             Ok(()) => {
                 assert!(!known, "a name is good for one handoff in an incarnation");
                 let (blocks, progress) = (Vec::new(), Progress::NONE);
-                let made = Made { blocks, progress, complete: false, ended: None };
+                let made = ProducedRequest { blocks, progress, complete: false, ended: None };
                 self.made.insert((request, p), made);
             }
             Err(Refusal::InUse | Refusal::Ended(_)) => {}
@@ -75,7 +75,7 @@ impl World<'_, '_> {
         match self.consumers[d].machine.want(&id(request), &from, BUDGET, self.now) {
             Ok(()) => {
                 assert!(!known, "a name is good for one handoff in an incarnation");
-                self.got.insert((request, d), Got::default());
+                self.got.insert((request, d), ConsumedRequest::default());
             }
             Err(Refusal::InUse | Refusal::Ended(_)) => {}
             Err(refusal) => panic!("{refusal}"),

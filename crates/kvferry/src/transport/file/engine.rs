@@ -1,4 +1,10 @@
 //! The two engines, and the queues of operations that they give.
+//!
+//! io_uring carries out an operation that would wait on a thread of the kernel, and writes to regular files one after the
+//! other there: all that have the same hash of their inode, of 64 for each thread that submits, whatever device they
+//! are on. A write through the page cache takes such a thread until it has ended, so that a device that does not answer
+//! would hold up writes to others. So these go to the threads of the pool. Writes past the page cache end
+//! without a thread, once they have begun.
 
 use super::filled::Filled;
 use super::posix::{Pool, PoolQueue};
@@ -87,12 +93,23 @@ pub(super) struct Operation {
     pub(super) memory: Memory,
     /// The pair of the batch, or the first of several pairs that are neighbours in the file.
     pub(super) pair: usize,
+    /// Shows the share that the operation has not ended.
+    pub(super) _share: Arc<()>,
 }
 
 /// The owner that keeps the memory of an operation in place.
 pub(super) enum Memory {
     Region(Held),
     Stage(Arc<Filled>),
+}
+
+/// The operations that a queue is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Use {
+    /// Writes of which some go through the page cache.
+    CachedWrites,
+    /// Reads, and writes past the page cache.
+    Others,
 }
 
 /// Operations under way. One share uses it at a time.
@@ -216,15 +233,50 @@ pub(crate) struct Engine {
     asked: &'static str,
     chosen: OnceLock<Chosen>,
     rings: Arc<Rings>,
-    idle: Mutex<Vec<Box<dyn Queue>>>,
+    idle: Mutex<Idle>,
     /// Queues that are not idle.
     leased: Arc<AtomicUsize>,
+}
+
+/// Queues without operations.
+#[derive(Default)]
+struct Idle {
+    rings: Vec<Box<dyn Queue>>,
+    pooled: Vec<Box<dyn Queue>>,
+}
+
+impl Idle {
+    fn of(&mut self, engine: Kind) -> &mut Vec<Box<dyn Queue>> {
+        match engine {
+            Kind::Ring => &mut self.rings,
+            Kind::Pool => &mut self.pooled,
+        }
+    }
+
+    /// Keeps a queue. Returns it if there is no place for it.
+    #[must_use]
+    fn keep(&mut self, engine: Kind, queue: Box<dyn Queue>) -> Option<Box<dyn Queue>> {
+        let idle = self.of(engine);
+        if idle.len() >= IDLE_QUEUES {
+            return Some(queue);
+        }
+        idle.push(queue);
+        None
+    }
+}
+
+/// One of the two engines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Ring,
+    Pool,
 }
 
 /// A queue in use.
 pub(super) struct Leased {
     /// Kept until drop.
     queue: Option<Box<dyn Queue>>,
+    engine: Kind,
     leased: Arc<AtomicUsize>,
 }
 
@@ -249,10 +301,21 @@ impl Drop for Leased {
 }
 
 struct Chosen {
-    /// The threads, if io_uring is not used.
-    pool: Option<Arc<Pool>>,
+    /// The engine of all operations but writes through the page cache.
+    engine: Kind,
+    /// The threads; none is started before the first operation.
+    pool: Arc<Pool>,
     /// The engine's name, with the reason if it is not io_uring.
     text: String,
+}
+
+impl Chosen {
+    fn engine(&self, wanted: Use) -> Kind {
+        match wanted {
+            Use::Others => self.engine,
+            Use::CachedWrites => Kind::Pool,
+        }
+    }
 }
 
 impl fmt::Debug for Engine {
@@ -269,8 +332,12 @@ impl Engine {
 
     /// Chooses the engine, at the first call.
     pub(crate) fn choose(&self) -> Result<()> {
-        if self.chosen.get().is_some() {
-            return Ok(());
+        self.chosen().map(drop)
+    }
+
+    fn chosen(&self) -> Result<&Chosen> {
+        if let Some(chosen) = self.chosen.get() {
+            return Ok(chosen);
         }
         let ring = match self.asked {
             POSIX => Err("posix: as the setting file_engine says".to_owned()),
@@ -284,10 +351,10 @@ impl Engine {
                 format!("posix: io_uring can't be used: {e}{hint}")
             }),
         };
-        let chosen = match ring {
+        let (engine, text) = match ring {
             Ok(ring) => {
-                self.keep(Box::new(ring));
-                Chosen { pool: None, text: "uring".to_owned() }
+                self.keep(Kind::Ring, Box::new(ring));
+                (Kind::Ring, "uring".to_owned())
             }
             Err(why) if self.asked == URING => {
                 return Err(Error::new(
@@ -296,11 +363,10 @@ impl Engine {
                 )
                 .with("reason", why));
             }
-            Err(text) => Chosen { pool: Some(Arc::new(Pool::new())), text },
+            Err(text) => (Kind::Pool, text),
         };
-        tracing::info!(engine = chosen.text, "files");
-        let _ = self.chosen.set(chosen);
-        Ok(())
+        tracing::info!(engine = text, "files");
+        Ok(self.chosen.get_or_init(|| Chosen { engine, pool: Arc::new(Pool::new()), text }))
     }
 
     /// The engine's name, why it is not io_uring, and why io_uring registers no memory; `None` before a
@@ -319,43 +385,50 @@ impl Engine {
     }
 
     /// A queue without operations.
-    pub(super) fn take(&self) -> Result<Leased> {
-        self.choose()?;
+    pub(super) fn take(&self, wanted: Use) -> Result<Leased> {
+        let chosen = self.chosen()?;
+        let engine = chosen.engine(wanted);
         if self.leased.fetch_add(1, Ordering::Relaxed) >= LEASED_MAX {
             self.leased.fetch_sub(1, Ordering::Relaxed);
             let what = "too many transfers with files are under way; wait until some have ended";
             return Err(Error::new(ErrorKind::Busy, what).with("max", LEASED_MAX));
         }
-        let mut leased = Leased { queue: None, leased: Arc::clone(&self.leased) };
-        leased.queue = Some(match self.idle.lock().pop() {
-            Some(queue) => queue,
-            None => self.make()?,
+        let mut leased = Leased { queue: None, engine, leased: Arc::clone(&self.leased) };
+        let idle = self.idle.lock().of(engine).pop();
+        leased.queue = Some(match (idle, engine) {
+            (Some(queue), _) => queue,
+            (None, Kind::Pool) => made(PoolQueue::new(&chosen.pool))?,
+            (None, Kind::Ring) => made(RingQueue::new(&self.rings))?,
         });
         Ok(leased)
     }
 
-    fn make(&self) -> Result<Box<dyn Queue>> {
-        let pool = self.chosen.get().and_then(|chosen| chosen.pool.as_ref());
-        let made: io::Result<Box<dyn Queue>> = match pool {
-            Some(pool) => PoolQueue::new(pool).map(|queue| Box::new(queue) as _),
-            None => RingQueue::new(&self.rings).map(|queue| Box::new(queue) as _),
-        };
-        made.map_err(|e| Error::io("a queue for files can't be made", e))
-    }
-
-    /// Takes back a queue without operations.
+    /// Keeps a queue without operations for the next transfer.
     pub(super) fn put(&self, mut leased: Leased) {
         if let Some(queue) = leased.queue.take() {
-            self.keep(queue);
+            self.keep(leased.engine, queue);
         }
     }
 
-    /// Keeps a queue without operations for the next transfer.
-    pub(super) fn keep(&self, queue: Box<dyn Queue>) {
-        let mut idle = self.idle.lock();
-        if idle.len() < IDLE_QUEUES {
-            idle.push(queue);
+    fn keep(&self, engine: Kind, queue: Box<dyn Queue>) {
+        let surplus = self.idle.lock().keep(engine, queue);
+        // Without the lock: closing a ring may take long.
+        drop(surplus);
+    }
+
+    /// Gives the next transfer, of either use, a queue that `make` makes.
+    #[cfg(test)]
+    pub(super) fn keep_for_all(&self, make: impl Fn() -> Box<dyn Queue>) {
+        for engine in [Kind::Ring, Kind::Pool] {
+            self.keep(engine, make());
         }
+    }
+}
+
+fn made<T: Queue + 'static>(queue: io::Result<T>) -> Result<Box<dyn Queue>> {
+    match queue {
+        Ok(queue) => Ok(Box::new(queue)),
+        Err(e) => Err(Error::io("a queue for files can't be made", e)),
     }
 }
 
@@ -366,17 +439,91 @@ mod tests {
     #[test]
     fn more_transfers_at_once_than_there_are_queues_are_refused_until_one_ends() {
         let engine = Engine::new(POSIX);
-        let mut leased: Vec<_> = (0..LEASED_MAX).map(|_| engine.take().expect("a place")).collect();
-        let refused = engine.take().err().expect("all are taken");
+        let take = || engine.take(Use::Others);
+        let mut leased: Vec<_> = (0..LEASED_MAX).map(|_| take().expect("a place")).collect();
+        let refused = take().err().expect("all are taken");
         assert_eq!((refused.kind(), refused.context("max")), (ErrorKind::Busy, Some("256")));
         engine.put(leased.pop().expect("many"));
         drop(leased.pop());
-        let again =
-            [engine.take().expect("one was given back"), engine.take().expect("one dropped")];
-        assert!(engine.take().is_err());
+        let again = [take().expect("one was given back"), take().expect("one dropped")];
+        assert!(take().is_err());
         drop((leased, again));
         assert_eq!(engine.leased.load(Ordering::Relaxed), 0);
-        assert!(engine.idle.lock().len() <= IDLE_QUEUES);
+        assert!(engine.idle.lock().pooled.len() <= IDLE_QUEUES);
+    }
+
+    /// Reports, when it is dropped, whether other transfers can take queues meanwhile.
+    #[cfg(not(loom))]
+    struct Surplus {
+        engine: crate::sync::Weak<Engine>,
+        is_lock_free: std::sync::mpsc::Sender<bool>,
+    }
+
+    #[cfg(not(loom))]
+    impl Queue for Surplus {
+        fn in_flight(&self) -> usize {
+            0
+        }
+
+        fn push(&mut self, _: Operation) {
+            unreachable!("the test moves nothing")
+        }
+
+        fn submit(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn stop(&mut self) {}
+
+        fn completed(&mut self) -> Option<(Operation, io::Result<usize>)> {
+            None
+        }
+
+        fn fd(&self) -> BorrowedFd<'_> {
+            unreachable!("the test waits for nothing")
+        }
+    }
+
+    #[cfg(not(loom))]
+    impl Drop for Surplus {
+        fn drop(&mut self) {
+            if let Some(engine) = self.engine.upgrade() {
+                let _ = self.is_lock_free.send(engine.idle.try_lock().is_some());
+            }
+        }
+    }
+
+    #[test]
+    #[cfg(not(loom))]
+    fn a_queue_for_which_there_is_no_place_is_closed_without_the_lock() {
+        let engine = Arc::new(Engine::new(POSIX));
+        let (is_lock_free, reported) = std::sync::mpsc::channel();
+        let lease = |_| {
+            let mut leased = engine.take(Use::Others).expect("a place");
+            let (engine, is_lock_free) = (Arc::downgrade(&engine), is_lock_free.clone());
+            leased.queue = Some(Box::new(Surplus { engine, is_lock_free }));
+            leased
+        };
+        let leased: Vec<_> = (0..=IDLE_QUEUES).map(lease).collect();
+        leased.into_iter().for_each(|leased| engine.put(leased));
+        assert_eq!(reported.try_recv(), Ok(true));
+    }
+
+    #[test]
+    fn writes_through_the_page_cache_get_queues_of_the_threads() {
+        let engine = Engine::new(AUTO);
+        let [others, cached] = [Use::Others, Use::CachedWrites].map(|wanted| {
+            let leased = engine.take(wanted).expect("a place");
+            let kind = leased.engine;
+            engine.put(leased);
+            kind
+        });
+        assert_eq!(cached, Kind::Pool);
+        let is_uring = engine.text().as_deref() == Some("uring");
+        assert_eq!(others, if is_uring { Kind::Ring } else { Kind::Pool });
+        // Queues that were given back are used for what they are for.
+        assert_eq!(engine.take(Use::CachedWrites).expect("a place").engine, Kind::Pool);
+        assert_eq!(engine.take(Use::Others).expect("a place").engine, others);
     }
 
     #[test]

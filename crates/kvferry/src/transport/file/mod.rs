@@ -5,7 +5,8 @@
 //!
 //! A share ([`share`]) cuts a batch into operations of bounded size and keeps a queue of them full.
 //! Queues come from one of two engines ([`engine`]): io_uring, or threads that call `pread` and
-//! `pwrite`. Both pass the conformance tests in `tests/file.rs`.
+//! `pwrite`. Both pass the conformance tests in `tests/integration/file.rs`. Transfers that write through the page cache
+//! go to the threads in any case.
 //!
 //! Host memory is read and written in place. Device memory goes through the stages of its device ([`staged`]).
 //!
@@ -82,7 +83,8 @@ impl Transport for File {
 static ENGINE: TransportSetting = TransportSetting::new(
     "file_engine",
     Some("KVFERRY_FILE_ENGINE"),
-    "how files are read and written: `uring`, `posix`, `auto` (io_uring where the system permits it)",
+    "how files are read and written: `uring`, `posix` (threads), `auto` (io_uring where the system permits it). \
+     Transfers that write through the page cache always go to the threads: io_uring would let one wait for another device",
     engine::AUTO,
     engine::parse,
 );

@@ -1,12 +1,17 @@
-//! Threads that call `pread` and `pwrite`, for systems that forbid io_uring.
+//! Threads that call `preadv` and `pwritev`: for systems that forbid io_uring, and for writes that it would serialise.
 //!
 //! A thread waits for its device, for ever if that hangs. So each file system has a lane of its own, which takes a part
 //! of the threads at most: operations on others are carried out by the rest.
+//!
+//! Operations of a transfer that come one after the other, and are neighbours in a file, are one call. Most file systems
+//! write to a file through the page cache for one thread at a time; so one thread does so here, and no other waits for it.
 
-use super::engine::{Operation, Queue};
+use super::engine::{OPERATION_BYTES_MAX, Operation, Queue};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Condvar, Mutex};
+use kvferry_sys::file::SPANS_MAX;
 use kvferry_sys::poll::EventFd;
+use kvferry_sys::span::HostSpan;
 use kvferry_sys::thread;
 use kvferry_sys::uring::Way;
 use rustc_hash::FxHashMap;
@@ -18,8 +23,13 @@ use std::time::{Duration, Instant};
 
 /// Threads for one file system at most: a device works on several operations at once.
 const LANE_MAX: usize = 16;
-/// File systems that may take as many threads as they can at the same time.
+/// File systems that may take as many threads as they can at the same time. Each further one has a thread, too.
 const LANES_BUSY_MAX: usize = 8;
+/// Tasks that a thread takes at once, at most: few enough that the transfer adds others meanwhile.
+const RUN_TASKS_MAX: usize = 64;
+const _: () = assert!(RUN_TASKS_MAX <= SPANS_MAX);
+/// Bytes of the tasks that a thread takes at once, at most, where several threads may take a part of them each.
+const SHARED_BYTES_MAX: u64 = 256 << 10;
 /// Longest wait of a pool that ends for its threads. A thread whose device does not answer ends
 /// later.
 const JOIN_MAX: Duration = Duration::from_secs(1);
@@ -39,64 +49,220 @@ struct Work {
     /// Tasks by device number of the file system. Lanes without tasks are removed.
     lanes: FxHashMap<u64, Lane>,
     threads: usize,
+    /// Threads that wait for work.
+    idle: usize,
+    /// Runs that were taken so far.
+    runs: u64,
     ends: bool,
 }
 
 /// The tasks of one file system.
 #[derive(Default)]
 struct Lane {
-    queue: VecDeque<Task>,
-    /// Tasks that are being carried out.
+    turns: VecDeque<Turn>,
+    /// Writes through the page cache, by file. A file stays here, also without further writes, while a thread writes to it.
+    writes: FxHashMap<FileKey, VecDeque<Task>>,
+    /// Threads that carry out tasks.
     busy: usize,
+    /// The number of the last run, or of the run before the lane began: the order of lanes with as many threads.
+    last_run: u64,
 }
+
+/// The next work of a thread.
+enum Turn {
+    Task(Task),
+    /// Writes through the page cache. The file has one turn at a time.
+    Writes(FileKey),
+}
+
+/// The number of a file in its file system.
+type FileKey = u64;
 
 struct Task {
     operation: Operation,
     results: Arc<Results>,
 }
 
-impl Work {
-    /// Threads that have something to do.
-    fn wanted(&self, lane_max: usize) -> usize {
-        let of = |lane: &Lane| (lane.busy + lane.queue.len()).min(lane_max);
-        self.lanes.values().map(of).sum::<usize>().min(lane_max * LANES_BUSY_MAX)
+impl Task {
+    /// The file of a write through the page cache.
+    fn write_key(&self) -> Option<FileKey> {
+        let Operation { way, is_direct, file, .. } = &self.operation;
+        (*way == Way::Write && !is_direct).then(|| file.inode())
     }
 
-    /// A task of the lane that has the fewest threads, and the lane's number.
-    fn take(&mut self, lane_max: usize) -> Option<(u64, Task)> {
-        let may_begin = |lane: &Lane| lane.busy < lane_max && !lane.queue.is_empty();
+    /// True if both belong to one transfer, and both read or both write one open file.
+    fn is_like(&self, other: &Self) -> bool {
+        let (this, that) = (&self.operation, &other.operation);
+        Arc::ptr_eq(&self.results, &other.results)
+            && Arc::ptr_eq(&this.file, &that.file)
+            && this.way == that.way
+    }
+
+    /// True if `next` begins in the file where this task ends.
+    fn is_followed_by(&self, next: &Self) -> bool {
+        self.operation.offset + self.operation.span.len() as u64 == next.operation.offset
+    }
+}
+
+/// Tasks of one transfer and one file, which a thread carries out one after the other. Not empty.
+struct Run {
+    lane: u64,
+    /// The file, if it is written to through the page cache.
+    writes: Option<FileKey>,
+    tasks: Vec<Task>,
+}
+
+impl Run {
+    /// The tasks that `next` gives, until it has none that `may_follow` the last one or the run is long enough.
+    fn take(
+        bytes_max: u64,
+        may_follow: impl Fn(&Task, &Task) -> bool,
+        mut next: impl FnMut(&dyn Fn(&Task) -> bool) -> Option<Task>,
+    ) -> Vec<Task> {
+        let mut tasks: Vec<Task> = Vec::new();
+        let mut left = bytes_max;
+        while tasks.len() < RUN_TASKS_MAX {
+            let fits = |task: &Task| {
+                tasks.last().is_none_or(|last| {
+                    task.operation.span.len() as u64 <= left && may_follow(last, task)
+                })
+            };
+            let Some(task) = next(&fits) else { break };
+            left = left.saturating_sub(task.operation.span.len() as u64);
+            tasks.push(task);
+        }
+        tasks
+    }
+}
+
+impl Lane {
+    fn push(&mut self, task: Task) {
+        let Some(key) = task.write_key() else {
+            self.turns.push_back(Turn::Task(task));
+            return;
+        };
+        let writes = self.writes.entry(key).or_insert_with(|| {
+            self.turns.push_back(Turn::Writes(key));
+            VecDeque::new()
+        });
+        writes.push_back(task);
+    }
+
+    /// The tasks of the next turn. The lane has one.
+    fn take(&mut self, lane: u64) -> Run {
+        self.busy += 1;
+        if let Some(Turn::Writes(key)) = self.turns.front() {
+            let key = *key;
+            self.turns.pop_front();
+            let queue = self.writes.get_mut(&key).expect("it has a turn");
+            let tasks = Run::take(OPERATION_BYTES_MAX, Task::is_like, |fits| {
+                queue.front().is_some_and(fits).then(|| queue.pop_front()).flatten()
+            });
+            return Run { lane, writes: Some(key), tasks };
+        }
+        // Other threads may carry out what does not belong to one call.
+        let may_follow = |last: &Task, next: &Task| last.is_like(next) && last.is_followed_by(next);
+        let tasks = Run::take(SHARED_BYTES_MAX, may_follow, |fits| {
+            let fits = matches!(self.turns.front()?, Turn::Task(task) if fits(task));
+            match fits.then(|| self.turns.pop_front()).flatten()? {
+                Turn::Task(task) => Some(task),
+                Turn::Writes(_) => None,
+            }
+        });
+        Run { lane, writes: None, tasks }
+    }
+
+    /// A run has ended.
+    fn ended(&mut self, writes: Option<FileKey>) {
+        self.busy -= 1;
+        if let Some(key) = writes
+            && let Entry::Occupied(queue) = self.writes.entry(key)
+        {
+            match queue.get().is_empty() {
+                true => drop(queue.remove()),
+                false => self.turns.push_back(Turn::Writes(key)),
+            }
+        }
+    }
+
+    fn into_tasks(self) -> impl Iterator<Item = Task> {
+        let tasks = self.turns.into_iter().filter_map(|turn| match turn {
+            Turn::Task(task) => Some(task),
+            Turn::Writes(_) => None,
+        });
+        tasks.chain(self.writes.into_values().flatten())
+    }
+}
+
+impl Work {
+    /// Threads that have something to do. A lane has one at least: those of all others may hang, as the mounts of one
+    /// server do.
+    fn wanted(&self, lane_max: usize) -> usize {
+        let of = |lane: &Lane| (lane.busy + lane.turns.len()).min(lane_max);
+        let most = self.lanes.values().map(of).sum::<usize>().min(lane_max * LANES_BUSY_MAX);
+        let least = |lane: &Lane| lane.busy.max(lane.turns.len().min(1));
+        most.max(self.lanes.values().map(least).sum())
+    }
+
+    fn push(&mut self, number: u64, task: Task) {
+        let last_run = self.runs;
+        let new = || Lane { last_run, ..Lane::default() };
+        self.lanes.entry(number).or_insert_with(new).push(task);
+    }
+
+    /// Tasks of the lane that has the fewest threads. Of several, the one that has waited longest: with fewer threads than
+    /// lanes, each has its turn.
+    fn take(&mut self, lane_max: usize) -> Option<Run> {
+        let may_begin = |lane: &Lane| lane.busy < lane_max && !lane.turns.is_empty();
         let (number, lane) = self
             .lanes
             .iter_mut()
             .filter(|(_, lane)| may_begin(lane))
-            .min_by_key(|(_, lane)| lane.busy)?;
-        lane.busy += 1;
-        Some((*number, lane.queue.pop_front().expect("it has one")))
+            .min_by_key(|(_, lane)| (lane.busy, lane.last_run))?;
+        self.runs += 1;
+        lane.last_run = self.runs;
+        Some(lane.take(*number))
     }
 
-    /// A task of a lane has ended.
-    fn ended(&mut self, number: u64) {
+    /// A run of a lane has ended.
+    fn ended(&mut self, number: u64, writes: Option<FileKey>) {
         if let Entry::Occupied(mut lane) = self.lanes.entry(number) {
-            lane.get_mut().busy -= 1;
-            if lane.get().busy == 0 && lane.get().queue.is_empty() {
+            lane.get_mut().ended(writes);
+            if lane.get().busy == 0 && lane.get().turns.is_empty() {
                 lane.remove();
             }
         }
     }
 }
 
+/// Operations that have ended, in that order, with what they moved.
+type Ended = VecDeque<(Operation, io::Result<usize>)>;
+
 /// The completions of one queue.
 struct Results {
-    ended: Mutex<VecDeque<(Operation, io::Result<usize>)>>,
+    /// `None` once the queue was dropped: nothing takes results any more.
+    ended: Mutex<Option<Ended>>,
     event: EventFd,
     /// Operations that have not begun are not to be carried out.
     stopped: AtomicBool,
 }
 
 impl Results {
-    fn end(&self, operation: Operation, moved: io::Result<usize>) {
-        self.ended.lock().push_back((operation, moved));
-        self.event.signal();
+    fn new() -> io::Result<Self> {
+        let ended = Mutex::new(Some(Ended::new()));
+        Ok(Self { ended, event: EventFd::new()?, stopped: AtomicBool::new(false) })
+    }
+
+    fn end(&self, ended: impl IntoIterator<Item = (Operation, io::Result<usize>)>) {
+        let mut results = self.ended.lock();
+        // Without a queue, the memory is free now, also while another operation hangs.
+        let Some(results) = results.as_mut() else { return };
+        // Else it is readable.
+        let was_empty = results.is_empty();
+        results.extend(ended);
+        if was_empty && !results.is_empty() {
+            self.event.signal();
+        }
     }
 }
 
@@ -111,7 +277,7 @@ impl Pool {
     fn start(&self, tasks: &mut Vec<Task>) {
         let mut work = self.0.work.lock();
         for task in tasks.drain(..) {
-            work.lanes.entry(task.operation.file.device()).or_default().queue.push_back(task);
+            work.push(task.operation.file.device(), task);
         }
         while work.threads < work.wanted(self.0.lane_max) {
             let state = Arc::clone(&self.0);
@@ -122,16 +288,20 @@ impl Pool {
                 Err(_) if work.threads > 0 => break,
                 Err(e) => {
                     let lanes = std::mem::take(&mut work.lanes);
-                    for Task { operation, results } in lanes.into_values().flat_map(|it| it.queue) {
+                    for Task { operation, results } in
+                        lanes.into_values().flat_map(Lane::into_tasks)
+                    {
                         let why = format!("no thread can be started: {e}");
-                        results.end(operation, Err(io::Error::new(e.kind(), why)));
+                        results.end([(operation, Err(io::Error::new(e.kind(), why)))]);
                     }
                     return;
                 }
             }
         }
+        let open = |lane: &Lane| lane.turns.len().min(self.0.lane_max - lane.busy);
+        let wakes = work.lanes.values().map(open).sum::<usize>().min(work.idle);
         drop(work);
-        self.0.changed.notify_all();
+        (0..wakes).for_each(|_| self.0.changed.notify_one());
     }
 }
 
@@ -139,29 +309,82 @@ impl State {
     fn run(&self) {
         let mut work = self.work.lock();
         loop {
-            let Some((lane, Task { operation, results })) = work.take(self.lane_max) else {
+            let Some(Run { lane, writes, tasks }) = work.take(self.lane_max) else {
                 if work.ends {
                     break;
                 }
+                work.idle += 1;
                 work = self.changed.wait(work, None);
+                work.idle -= 1;
                 continue;
             };
             drop(work);
-            let (file, span) = (&operation.file, operation.span);
-            let moved = match operation.way {
-                _ if results.stopped.load(Ordering::Acquire) => {
-                    Err(io::ErrorKind::Interrupted.into())
-                }
-                Way::Read => file.read_at(span, operation.offset),
-                Way::Write => file.write_at(span, operation.offset),
-            };
-            results.end(operation, moved);
+            carry_out(tasks);
             work = self.work.lock();
-            work.ended(lane);
+            work.ended(lane, writes);
         }
         work.threads -= 1;
         drop(work);
         self.changed.notify_all();
+    }
+}
+
+/// Carries out the tasks of a run: those that are neighbours in the file with one call. After a failed call, the rest is
+/// left for the transfer to decide.
+fn carry_out(tasks: Vec<Task>) {
+    let results = Arc::clone(&tasks[0].results);
+    let is_stopped = || results.stopped.load(Ordering::Acquire);
+    let counts: Vec<usize> = tasks.chunk_by(Task::is_followed_by).map(<[Task]>::len).collect();
+    let mut operations = tasks.into_iter().map(|task| task.operation);
+    for count in counts {
+        if is_stopped() {
+            break;
+        }
+        let neighbours: Vec<Operation> = operations.by_ref().take(count).collect();
+        let spans: Vec<HostSpan> = neighbours.iter().map(|operation| operation.span).collect();
+        let mut moved = move_bytes(&neighbours[0], &spans);
+        if moved.is_err() && count > 1 && !is_stopped() {
+            // The error may be of another one.
+            moved = move_bytes(&neighbours[0], &spans[..1]);
+        }
+        let has_failed = moved.is_err();
+        // Each holds its memory until then.
+        results.end(neighbours.into_iter().zip(shares(&spans, moved)));
+        if has_failed {
+            break;
+        }
+    }
+    results.end(operations.map(|operation| (operation, Err(interrupted()))));
+}
+
+/// The result of each span of a call.
+fn shares(spans: &[HostSpan], moved: io::Result<usize>) -> impl Iterator<Item = io::Result<usize>> {
+    let (mut left, mut error) = match moved {
+        Ok(moved) => (moved, None),
+        Err(e) => (0, Some(e)),
+    };
+    spans.iter().enumerate().map(move |(place, span)| {
+        let moved = left.min(span.len());
+        left -= moved;
+        match (moved, error.take()) {
+            (_, Some(e)) => Err(e),
+            // The call ended before it. It is carried out again.
+            (0, None) if place > 0 && !span.is_empty() => Err(interrupted()),
+            _ => Ok(moved),
+        }
+    })
+}
+
+/// The result of an operation that was not carried out.
+fn interrupted() -> io::Error {
+    io::ErrorKind::Interrupted.into()
+}
+
+/// Moves the bytes of the spans, the first of which is the operation's.
+fn move_bytes(operation: &Operation, spans: &[HostSpan]) -> io::Result<usize> {
+    match operation.way {
+        Way::Read => operation.file.read_at(spans, operation.offset),
+        Way::Write => operation.file.write_at(spans, operation.offset),
     }
 }
 
@@ -192,10 +415,16 @@ pub(super) struct PoolQueue {
 
 impl PoolQueue {
     pub(super) fn new(pool: &Arc<Pool>) -> io::Result<Self> {
-        let (ended, stopped) = (Mutex::default(), AtomicBool::new(false));
-        let results = Results { ended, event: EventFd::new()?, stopped };
-        let (pool, results) = (Arc::clone(pool), Arc::new(results));
+        let (pool, results) = (Arc::clone(pool), Arc::new(Results::new()?));
         Ok(Self { pool, results, pushed: Vec::new(), in_flight: 0 })
+    }
+}
+
+impl Drop for PoolQueue {
+    fn drop(&mut self) {
+        let ended = self.results.ended.lock().take();
+        // Without the lock: it gives memory back.
+        drop(ended);
     }
 }
 
@@ -221,19 +450,18 @@ impl Queue for PoolQueue {
             return;
         }
         self.results.stopped.store(true, Ordering::Release);
-        for Task { operation, results } in self.pushed.drain(..) {
-            results.end(operation, Err(io::ErrorKind::Interrupted.into()));
-        }
+        self.results.end(self.pushed.drain(..).map(|task| (task.operation, Err(interrupted()))));
     }
 
     fn completed(&mut self) -> Option<(Operation, io::Result<usize>)> {
-        let mut ended = self.results.ended.lock();
+        let mut results = self.results.ended.lock();
+        let ended = results.as_mut().expect("until the queue is dropped");
         if ended.is_empty() {
             // Under the lock: a thread signals after it has added its result.
             self.results.event.clear();
         }
         let done = ended.pop_front()?;
-        drop(ended);
+        drop(results);
         self.in_flight -= 1;
         if self.in_flight == 0 {
             // The next transfer begins anew.
@@ -244,5 +472,236 @@ impl Queue for PoolQueue {
 
     fn fd(&self) -> BorrowedFd<'_> {
         self.results.event.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::pieces::Position;
+    use crate::memory::region::Held;
+    use crate::transfer::batch::Batch;
+    use crate::transport::file::Storage;
+    use crate::transport::file::engine::Memory;
+    use crate::{Access, Agent, FileOptions};
+    use kvferry_sys::file::{File, How};
+    use kvferry_sys::poll::{self, Interest};
+    use std::path::PathBuf;
+
+    const LEN: u64 = 4096;
+
+    /// Memory, and a place for files.
+    struct Rig {
+        agent: Agent,
+        batch: Batch,
+        folder: PathBuf,
+    }
+
+    impl Rig {
+        fn new(name: &str) -> Self {
+            let agent = Agent::builder().name(name).start().expect("an agent");
+            let folder =
+                std::env::temp_dir().join(format!("kvferry-{}-{name}", std::process::id()));
+            std::fs::create_dir_all(&folder).expect("a folder");
+            let target = FileOptions::create(LEN);
+            let target = agent.open_file(folder.join("target"), &target).expect("a file");
+            let memory = agent.allocate_private(LEN as usize, Access::NONE).expect("memory");
+            let mut batch = Batch::new();
+            batch.push(&memory, 0, &target.remote(), 0, LEN).expect("inside");
+            Self { agent, batch, folder }
+        }
+
+        fn file(&self, name: &str, len: u64) -> Arc<File> {
+            let path = self.folder.join(name);
+            std::fs::write(&path, vec![1; len as usize]).expect("space");
+            self.open(name)
+        }
+
+        fn open(&self, name: &str) -> Arc<File> {
+            let path = self.folder.join(name);
+            let how = How { read: true, write: false, create: false, direct: false };
+            Arc::new(File::open(&path, how).expect("a file"))
+        }
+
+        /// An operation on 4 KiB of a file, at that number of 4 KiB.
+        fn task(&self, results: &Arc<Results>, way: Way, file: &Arc<File>, number: u64) -> Task {
+            let storage: Arc<Storage> = self.agent.services().get().expect("every agent has files");
+            let gate = storage.link.core.memory.gates.gate();
+            let at = Position { piece: 0, within: 0 };
+            let held = Held::new(&self.batch.local, &gate, at, LEN as usize);
+            let (held, span) = held.map_err(drop).expect("registered");
+            let (file, offset, memory) = (Arc::clone(file), number * LEN, Memory::Region(held));
+            let operation = Operation {
+                way,
+                file,
+                offset,
+                span,
+                is_direct: false,
+                memory,
+                pair: 0,
+                _share: Arc::default(),
+            };
+            Task { operation, results: Arc::clone(results) }
+        }
+    }
+
+    impl Drop for Rig {
+        fn drop(&mut self) {
+            self.agent.shutdown();
+            let _ = std::fs::remove_dir_all(&self.folder);
+        }
+    }
+
+    fn results() -> Arc<Results> {
+        Arc::new(Results::new().expect("a descriptor"))
+    }
+
+    /// The file's number and the places of a run's tasks.
+    fn places(run: &Run) -> (FileKey, Vec<u64>) {
+        let operations = run.tasks.iter().map(|task| &task.operation);
+        let file = run.tasks[0].operation.file.inode();
+        (file, operations.map(|it| it.offset / LEN).collect())
+    }
+
+    #[test]
+    fn neighbours_of_a_transfer_are_one_run_and_a_file_is_written_by_one_thread_at_a_time() {
+        let rig = Rig::new("runs");
+        let [a, b] = ["a", "b"].map(|name| rig.file(name, LEN));
+        let [keys_a, keys_b] = [&a, &b].map(|file| file.inode());
+        let again = rig.open("a");
+        let [first, second] = [results(), results()];
+        let mut lane = Lane::default();
+        for number in [0, 1, 2] {
+            lane.push(rig.task(&first, Way::Write, &a, number));
+        }
+        lane.push(rig.task(&first, Way::Read, &a, 0));
+        lane.push(rig.task(&first, Way::Read, &a, 1));
+        // A read of another transfer, and one of another place.
+        lane.push(rig.task(&second, Way::Read, &a, 2));
+        lane.push(rig.task(&second, Way::Read, &a, 7));
+        lane.push(rig.task(&first, Way::Write, &b, 0));
+        lane.push(rig.task(&first, Way::Write, &a, 9));
+        // Through another open file.
+        lane.push(rig.task(&second, Way::Write, &again, 10));
+        let mut next = || {
+            let run = lane.take(1);
+            let places = places(&run);
+            (run.writes, places)
+        };
+        let (written, taken) = next();
+        assert_eq!((written, taken), (Some(keys_a), (keys_a, vec![0, 1, 2, 9])));
+        assert_eq!(next(), (None, (keys_a, vec![0, 1])));
+        assert_eq!(next(), (None, (keys_a, vec![2])));
+        assert_eq!(next(), (None, (keys_a, vec![7])));
+        assert_eq!(next(), (Some(keys_b), (keys_b, vec![0])));
+        assert!(lane.turns.is_empty(), "a thread writes to the file");
+        lane.ended(written);
+        let last = lane.take(1);
+        assert_eq!(places(&last), (keys_a, vec![10]));
+        lane.ended(last.writes);
+        lane.ended(Some(keys_b));
+        (0..3).for_each(|_| lane.ended(None));
+        assert_eq!((lane.busy, lane.turns.len(), lane.writes.len()), (0, 0, 0));
+    }
+
+    #[test]
+    fn file_systems_take_turns_also_where_there_are_fewer_threads() {
+        let rig = Rig::new("turns");
+        let file = rig.file("read", LEN);
+        let results = results();
+        let mut work = Work::default();
+        for lane in [1, 2, 3] {
+            // No neighbours: each is a run.
+            for number in [0, 2, 4, 6] {
+                work.push(lane, rig.task(&results, Way::Read, &file, number));
+            }
+        }
+        // One thread. Another file system gets a task after each of the first runs.
+        let mut taken = Vec::new();
+        while let Some(Run { lane, writes, .. }) = work.take(4) {
+            work.ended(lane, writes);
+            if lane != 4 && taken.len() < 6 {
+                work.push(4, rig.task(&results, Way::Read, &file, 0));
+            }
+            taken.push(lane);
+        }
+        for lane in [1, 2, 3] {
+            let places: Vec<usize> = (0..taken.len()).filter(|at| taken[*at] == lane).collect();
+            assert_eq!(places.len(), 4);
+            // Each of the others at most once in between.
+            assert!(places[0] < 4 && places.windows(2).all(|it| it[1] - it[0] <= 4), "{taken:?}");
+        }
+        assert!(work.lanes.is_empty());
+    }
+
+    #[test]
+    fn each_operation_of_a_run_has_its_own_result() {
+        let rig = Rig::new("results");
+        let file = rig.file("short", LEN + LEN / 2);
+        let carried_out = |way| {
+            let results = results();
+            carry_out([0, 1, 2, 0].map(|number| rig.task(&results, way, &file, number)).into());
+            let ended = results.ended.lock();
+            ended
+                .iter()
+                .flatten()
+                .map(|(_, moved)| moved.as_ref().map_err(io::Error::kind).copied())
+                .collect()
+        };
+        let read: Vec<_> = carried_out(Way::Read);
+        let again = Err(io::ErrorKind::Interrupted);
+        assert_eq!(read, [Ok(4096), Ok(2048), again, Ok(4096)], "the file ends in the second");
+        let written: Vec<_> = carried_out(Way::Write);
+        assert!(written[0].is_err_and(|kind| kind != io::ErrorKind::Interrupted), "{written:?}");
+        assert_eq!(written[1..], [again; 3], "not after a failed call");
+    }
+
+    #[test]
+    fn a_file_system_has_a_thread_also_while_many_others_hang() {
+        const LANE_MAX: usize = 2;
+        let rig = Rig::new("hang");
+        let file = rig.file("read", LEN);
+        let results = results();
+        let mut work = Work::default();
+        let push = |work: &mut Work, lane: u64| {
+            let task = rig.task(&results, Way::Read, &file, 0);
+            work.push(lane, task);
+        };
+        for lane in 0..LANES_BUSY_MAX as u64 {
+            (0..2 * LANE_MAX).for_each(|_| push(&mut work, lane));
+        }
+        let hanging: Vec<Run> = std::iter::from_fn(|| work.take(LANE_MAX)).collect();
+        assert_eq!(hanging.len(), LANES_BUSY_MAX * LANE_MAX);
+        assert_eq!(work.wanted(LANE_MAX), hanging.len());
+        (0..3).for_each(|_| push(&mut work, 100));
+        assert_eq!(work.wanted(LANE_MAX), hanging.len() + 1);
+        assert_eq!(work.take(LANE_MAX).map(|run| run.lane), Some(100));
+        assert_eq!(work.wanted(LANE_MAX), hanging.len() + 1, "one for the tasks that wait, too");
+    }
+
+    #[test]
+    fn an_operation_that_ends_without_its_queue_keeps_no_memory_while_another_one_hangs() {
+        let rig = Rig::new("without-queue");
+        let file = rig.file("read", 2 * LEN);
+        let queue = PoolQueue::new(&Arc::new(Pool::new())).expect("a descriptor");
+        let [early, late, hangs] = [0, 1, 1].map(|n| rig.task(&queue.results, Way::Read, &file, n));
+        carry_out(vec![early]);
+        drop(queue);
+        carry_out(vec![late]);
+        assert!(hangs.results.ended.lock().is_none());
+    }
+
+    #[test]
+    fn a_queue_that_is_stopped_again_and_again_wakes_nobody() {
+        let mut queue = PoolQueue::new(&Arc::new(Pool::new())).expect("a descriptor");
+        queue.in_flight = 1;
+        for _ in 0..2 {
+            queue.stop();
+            assert!(queue.completed().is_none());
+            queue.stop();
+            let ready = poll::wait_one(queue.fd(), Interest::Read, Some(Duration::ZERO));
+            assert!(!ready.expect("a descriptor").read, "nothing has ended");
+        }
+        queue.in_flight = 0;
     }
 }

@@ -106,7 +106,18 @@ impl FileInner {
 
     /// The offset in the file for an offset in the region, for access past the page cache.
     pub(super) fn direct_offset(&self, offset: u64) -> Option<u64> {
-        self.is_direct().then_some(self.offset + offset)
+        self.is_direct().then_some(self.offset_in_file(offset))
+    }
+
+    /// The alignment of offsets, lengths and memory with which all goes past the page cache. `None` if nothing does.
+    pub(super) fn direct_alignment(&self) -> Option<Alignment> {
+        let (_, alignment) = self.direct.as_ref()?;
+        Some(Alignment { offset: alignment.offset.max(page()), ..*alignment })
+    }
+
+    /// The offset in the file for an offset in the region.
+    pub(super) fn offset_in_file(&self, offset: u64) -> u64 {
+        self.offset + offset
     }
 
     /// The file through the page cache, which takes any range.
@@ -117,7 +128,7 @@ impl FileInner {
     /// The first operation for the `len` bytes at `offset` of the region and at the address `memory`: at
     /// most `len_max` bytes.
     pub(super) fn target(&self, offset: u64, len: u64, memory: u64, len_max: u64) -> Target {
-        let offset = self.offset + offset;
+        let offset = self.offset_in_file(offset);
         let buffered = |len| Target { file: Arc::clone(&self.file), offset, len, is_direct: false };
         let len = len.min(len_max);
         let Some((file, alignment)) = &self.direct else { return buffered(len) };
@@ -265,10 +276,15 @@ impl Table {
         let number = || PathBuf::from(format!("descriptor {}", fd.as_raw_fd()));
         let path = options.name.clone().unwrap_or_else(number);
         let file = File::from_fd(fd);
-        let access = file.access().map_err(|e| failed("the descriptor can't be used", e, &path))?;
+        let unusable = |e| failed("the descriptor can't be used", e, &path);
+        let access = file.access().map_err(unusable)?;
         if !access.0 || (options.write && !access.1) {
             let what = "the descriptor was not opened for this access";
             return Err(Error::new(ErrorKind::AccessDenied, what).with("file", path.display()));
+        }
+        if options.write && file.appends().map_err(unusable)? {
+            let what = "the descriptor was opened to append: no write would reach its offset";
+            return Err(Error::invalid(what).with("file", path.display()));
         }
         self.insert((incarnation, id), path, file, options)
     }
@@ -322,10 +338,16 @@ impl Table {
                 Err(_) => None,
             },
         };
-        let access = Access { read: true, write: options.write };
-        let (file, offset) = (Arc::new(file), options.offset);
-        let inner = FileInner { id, incarnation, path, file, direct, offset, len, access };
-        let inner = Arc::new(inner);
+        let inner = Arc::new(FileInner {
+            id,
+            incarnation,
+            path,
+            file: Arc::new(file),
+            direct,
+            offset: options.offset,
+            len,
+            access: Access { read: true, write: options.write },
+        });
         self.0.write().insert(id, Arc::clone(&inner));
         Ok(FileRegion(inner))
     }

@@ -17,6 +17,7 @@ use crate::transfer::batch::Frame;
 use crate::transfer::drive::{Drive, Progress, STEP_BYTES};
 use crate::transfer::job::{Job, Op};
 use crate::transfer::link::Link;
+use crate::transfer::still_moving::StillMoving;
 use kvferry_proto::{Limits, Timestamp};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::uring::Way;
@@ -38,6 +39,8 @@ pub(super) struct FileShare {
     job: Arc<Job>,
     targets: Targets,
     gate: Arc<Gate>,
+    /// Held by each operation.
+    operations: Arc<()>,
     limits: Limits,
     /// Whether the caller's thread drives the share: it starts operations when it waits, in one call.
     is_callers: bool,
@@ -73,12 +76,13 @@ impl FileShare {
         Ok(Self {
             // With device memory, the driver waits for the device, too.
             is_callers: is_callers && is_host,
-            queue: Some(shared.engine.take()?),
+            queue: Some(shared.engine.take(targets.queue_use(job.op))?),
             shared: Arc::clone(shared),
             link: Arc::clone(link),
             job: Arc::clone(job),
             targets,
             gate: job.core.memory.gates.gate(),
+            operations: Arc::default(),
             limits: Limits::default(),
             frames: Vec::new(),
             staged: None,
@@ -196,8 +200,7 @@ impl FileShare {
         };
         let (piece, part) = (&batch.local.pieces[at.piece], &batch.remote[at.piece]);
         let len = piece.len - at.within;
-        let base = batch.local.regions.get(piece.region as usize).map_or(0, |r| r.base as u64);
-        let memory = base.wrapping_add(piece.offset + at.within);
+        let memory = batch.local.address(piece).wrapping_add(at.within);
         let file = self.targets.get(at.piece);
         let target = file.target(part.offset + at.within, len, memory, OPERATION_BYTES_MAX);
         let size = usize::try_from(target.len).expect("at most OPERATION_BYTES_MAX");
@@ -221,6 +224,7 @@ impl FileShare {
             is_direct: target.is_direct,
             memory: Memory::Region(held),
             pair: at.piece,
+            _share: Arc::clone(&self.operations),
         }))
     }
 
@@ -237,7 +241,8 @@ impl FileShare {
             staged.leave_ready();
         }
         let Cut { file, offset, is_direct, span, pair, filled } = cut;
-        Some(Operation { way, file, offset, span, is_direct, memory: Memory::Stage(filled), pair })
+        let (memory, _share) = (Memory::Stage(filled), Arc::clone(&self.operations));
+        Some(Operation { way, file, offset, span, is_direct, memory, pair, _share })
     }
 
     /// Fills the queue, up to the bytes of one step. True if there was room for more.
@@ -289,7 +294,7 @@ impl FileShare {
         if now.saturating_since(stopped_at) >= grace && !is_without_end {
             // The operations keep their memory until the device answers.
             self.has_ended = true;
-            self.job.share_abandoned(&self.link, None);
+            self.job.share_abandoned(&self.link, None, self.still_moving());
             return Progress::Done;
         }
         self.waits()
@@ -370,6 +375,10 @@ impl Drive for FileShare {
         self.end()
     }
 
+    fn still_moving(&self) -> StillMoving {
+        StillMoving::new(&self.gate, &self.operations)
+    }
+
     fn check_at(&self) -> Option<Timestamp> {
         let queue = self.queue.as_ref().filter(|_| !self.is_callers)?;
         // The kernel took no more; perhaps nothing that is under way will wake the share.
@@ -443,6 +452,11 @@ mod tests {
             Self(Arc::new(Script { pushed: Mutex::default(), ended: Mutex::default(), event }))
         }
 
+        /// Bytes of the operations that have been pushed and have not ended.
+        fn pushed_bytes(&self) -> usize {
+            self.0.pushed.lock().iter().map(|operation| operation.span.len()).sum()
+        }
+
         /// Ends the operation that was pushed first; false if there is none.
         fn end_one(&self, result: impl FnOnce(&Operation) -> io::Result<usize>) -> bool {
             // With the lock, so that the operation is counted at each moment.
@@ -514,7 +528,7 @@ mod tests {
         let mut batch = Batch::new();
         batch.push(&memory, 0, &file.remote(), 0, 100_000).expect("inside");
         let queue = Scripted::new();
-        storage(&agent).engine().keep(Box::new(queue.clone()));
+        storage(&agent).engine().keep_for_all(|| Box::new(queue.clone()));
         Rig { agent, queue, memory, file, batch }
     }
 
@@ -552,7 +566,7 @@ mod tests {
     fn a_transfer_without_a_deadline_ends_when_the_device_has_answered_also_if_it_is_cancelled() {
         let rig = rig("without-end");
         let transfer = rig.agent.files().read_async(&rig.batch, &within(Duration::MAX));
-        eventually("it begins", || rig.queue.in_flight() > 0);
+        eventually("the device is asked for all of it", || rig.queue.pushed_bytes() == 100_000);
         transfer.cancel();
         // Longer than the agent's limit of silence.
         assert!(transfer.wait(Duration::from_millis(600)).is_none(), "the device may still write");
@@ -571,10 +585,12 @@ mod tests {
         transfer.cancel();
         let e = transfer.wait(Duration::from_secs(30)).expect("it ends").expect_err("no answer");
         assert_eq!((e.kind(), e.quiesced()), (ErrorKind::Cancelled, Some(false)), "{e}");
+        assert!(!transfer.is_quiet(), "the device may still write to the memory");
         assert!(began.elapsed() >= Duration::from_millis(190), "{:?}", began.elapsed());
         assert!(!rig.memory.is_quarantined(), "it is registered");
         while rig.queue.end_one(|operation| Ok(operation.span.len())) {}
         // An I/O thread that runs late takes the answers only after the limit of silence.
+        eventually("nothing writes to the memory", || transfer.is_quiet());
         eventually("the memory goes back", || rig.agent.unregister(&rig.memory).is_ok());
         rig.agent.shutdown();
     }

@@ -196,6 +196,7 @@ mod tests {
     use crate::memory::device::{Device, DeviceCopy};
     use crate::memory::stages::StagePool;
     use crate::transport::file::Storage;
+    use crate::transport::file::engine::Use;
     use crate::{Access, Agent, FileOptions};
 
     const STAGE: usize = 256 << 10;
@@ -269,5 +270,29 @@ mod tests {
         let whole: Vec<_> = operations.iter().filter(|(_, len, _)| *len == 4096).collect();
         assert_eq!(whole, [&(4096, 4096, true)], "{operations:?}");
         assert_eq!(operations.iter().map(|(_, len, _)| len).sum::<usize>(), 8192);
+    }
+
+    #[test]
+    fn device_memory_between_two_lines_is_written_by_the_threads() {
+        let agent = Agent::builder().name("lines").start().expect("an agent");
+        let path = std::env::temp_dir().join(format!("kvferry-lines-{}", std::process::id()));
+        let file = agent.open_file(&path, &FileOptions::create(4096)).expect("a file");
+        std::fs::remove_file(&path).expect("made above");
+        let storage: Arc<Storage> = agent.services().get().expect("every agent has files");
+        let queue_use = |address| {
+            let device = Arc::new(Dropping(StagePool::new(STAGE, 1).expect("memory")));
+            let memory = DeviceMemory::new(device, address, 4096);
+            let region = agent.register_device(memory, Access::NONE).expect("a region");
+            let mut batch = Batch::new();
+            batch.push(&region, 0, &file.remote(), 0, 4096).expect("inside");
+            let targets = Targets::of(&batch, Op::Write, &storage.shared.table);
+            targets.expect("an open file").queue_use(Op::Write)
+        };
+        assert_eq!(queue_use((1 << 20) + 64), Use::CachedWrites);
+        match file.is_direct() {
+            true => assert_eq!(queue_use(1 << 20), Use::Others),
+            false => println!("SKIPPED: the file system has no direct I/O"),
+        }
+        agent.shutdown();
     }
 }

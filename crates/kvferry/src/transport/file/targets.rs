@@ -1,7 +1,9 @@
 //! The files of a batch, and the order in which its pairs are moved.
 
+use super::engine::Use;
 use super::region::{FileInner, Table};
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::stages::LINE;
 use crate::sync::Arc;
 use crate::transfer::batch::Batch;
 use crate::transfer::job::Op;
@@ -17,12 +19,16 @@ pub(super) struct Targets {
     files: Vec<Arc<FileInner>>,
     /// Index into `files` for each pair; empty if there is only one file.
     of_pair: Vec<u32>,
+    /// All bits that are set in a place in a file or a length.
+    offsets: u64,
+    /// All bits that are set in an address of host memory.
+    addresses: u64,
 }
 
 impl Targets {
     /// Looks up all file regions that a batch names.
     pub(super) fn of(batch: &Batch, op: Op, table: &Table) -> Result<Self> {
-        let mut targets = Self { files: Vec::new(), of_pair: Vec::new() };
+        let mut targets = Self { files: Vec::new(), of_pair: Vec::new(), offsets: 0, addresses: 0 };
         let mut known: Vec<RegionId> = Vec::new();
         for (pair, (part, piece)) in batch.remote.iter().zip(&batch.local.pieces).enumerate() {
             let index = match known.iter().rposition(|id| *id == part.region) {
@@ -41,8 +47,15 @@ impl Targets {
                     known.len() - 1
                 }
             };
-            let checked = targets.files[index].check(part.offset, piece.len, op == Op::Write);
+            let file = &targets.files[index];
+            let checked = file.check(part.offset, piece.len, op == Op::Write);
             checked.map_err(|e| e.with("pair", pair))?;
+            targets.offsets |= file.offset_in_file(part.offset) | piece.len;
+            match batch.local.device(pair) {
+                None => targets.addresses |= batch.local.address(piece),
+                // A stage's first byte has the place in a line that the device's has.
+                Some(memory) => targets.offsets |= memory.at(piece.offset) % LINE,
+            }
             if known.len() > 1 {
                 let index = u32::try_from(index).expect("fewer files than pairs");
                 targets.of_pair.push(index);
@@ -58,6 +71,20 @@ impl Targets {
     /// Whether all files are read and written past the page cache, as far as alignment allows.
     fn are_direct(&self) -> bool {
         self.files.iter().all(|file| file.is_direct())
+    }
+
+    /// The kind of queue for the transfer's operations.
+    pub(super) fn queue_use(&self, op: Op) -> Use {
+        let is_direct = |file: &Arc<FileInner>| {
+            file.direct_alignment().is_some_and(|alignment| {
+                self.offsets.is_multiple_of(alignment.offset)
+                    && self.addresses.is_multiple_of(alignment.memory)
+            })
+        };
+        match op {
+            Op::Write if !self.files.iter().all(is_direct) => Use::CachedWrites,
+            _ => Use::Others,
+        }
     }
 
     pub(super) fn get(&self, pair: usize) -> &FileInner {

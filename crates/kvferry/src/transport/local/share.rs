@@ -14,6 +14,7 @@ use crate::transfer::drive::{Drive, Progress, STEP_BYTES};
 use crate::transfer::job::Job;
 use crate::transfer::link::Link;
 use crate::transfer::requests::{NOTIFY, Note, encode};
+use crate::transfer::still_moving::StillMoving;
 use crate::transport::refusal::refusal;
 use kvferry_proto::{Limits, Timestamp, WireCode};
 
@@ -181,10 +182,17 @@ impl Drive for LocalShare {
             }
         }
     }
+
+    fn still_moving(&self) -> StillMoving {
+        StillMoving::copies(&self.gate)
+    }
 }
 
 impl Drop for LocalShare {
     fn drop(&mut self) {
-        self.peer.put_gate(Arc::clone(&self.gate));
+        // The gate of a share that was given up tells when its copies have ended: no other share's may be counted by it.
+        if self.ended {
+            self.peer.put_gate(Arc::clone(&self.gate));
+        }
     }
 }
