@@ -120,6 +120,14 @@ impl Child {
         })
     }
 
+    /// True if the process has ended.
+    ///
+    /// # Errors
+    /// An error of asking for the process.
+    pub fn has_ended(&mut self) -> io::Result<bool> {
+        Ok(self.process.try_wait()?.is_some())
+    }
+
     /// The process id.
     pub fn id(&self) -> u32 {
         self.process.id()

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use crate::child::Child;
 use crate::failure::Failure;
-use crate::{gpu, handoffs, transfers};
+use crate::{gpu, handoffs, store, transfers};
 
 /// The first argument of a helper process. The program passes the others to [`run`].
 pub const COMMAND: &str = "bench-helper";
@@ -45,6 +45,7 @@ pub fn run(arguments: &[String]) -> Result<(), Failure> {
         ["gpu-first", gpu] => gpu::first::run_child(device(gpu)?),
         ["producer"] => handoffs::producer::run(),
         ["prefill"] => handoffs::engines::run_prefill(),
+        ["events"] => store::events::run_writer(),
         _ => Err(Failure::Usage(format!("{COMMAND}: no such helper: {}", arguments.join(" ")))),
     }
 }

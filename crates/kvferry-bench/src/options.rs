@@ -247,6 +247,8 @@ pub enum StoreRows {
     Speed,
     /// Puts into a full store, beside the same into one with space
     Full,
+    /// Blocks that another process puts or evicts, until this one reports them
+    Events,
 }
 
 /// Options of [`crate::offload`]: the flags of `kvferry bench offload`.
@@ -331,6 +333,8 @@ pub enum Measure {
     Control,
     /// A handoff of one block between two engines
     OneBlock,
+    /// Handoffs beside a client that makes up the parameters of its requests
+    Invented,
 }
 
 /// Requests of a model.

@@ -3,7 +3,7 @@
 //! A model of wrapping integers computes on paged KV caches, with TP and PP ranks, several groups,
 //! chunked prefill, a prefix cache and preemption, and drives a connector as vLLM and TensorRT-LLM do.
 //! Every byte that a token attends to determines it: a wrong KV byte is a wrong token. There is no
-//! floating point and no GPU, and outside [`kvferry_adapter`] no network and no clock: the same requests
+//! floating point and no GPU, and outside [`kvferry_adapter`] and [`pair`] no network and no clock: the same requests
 //! always make the same steps.
 //!
 //! # What is where
@@ -13,6 +13,7 @@
 //! * [`Engine`]: requests in, tokens out, step by step.
 //! * [`contract`]: the two connector seams, and the violations of their contracts.
 //! * [`kvferry_adapter`]: kvferry's own connector behind them.
+//! * [`pair`]: a prefill and a decode engine, and the router between them.
 //! * [`offload`]: kvferry's block manager instead of the engine's own.
 //!
 //! ```
@@ -43,6 +44,7 @@ mod memory;
 mod model;
 pub mod offload;
 mod oracle;
+pub mod pair;
 mod quorum;
 mod request;
 mod scheduler;

@@ -2,11 +2,12 @@
 //!
 //! The consumer is this process, the producer a second one of this host. `exposed.rs`, `second.rs`,
 //! `control.rs` and `step.rs` call worker halves themselves (`rank.rs`, `producer.rs`); `engines.rs` runs
-//! the reference engine on the connector; `plan.rs` needs no process.
+//! the reference engine on the connector. `invented.rs` has both engines in this process; `plan.rs` needs no process.
 
 mod control;
 pub(crate) mod engines;
 mod exposed;
+mod invented;
 mod plan;
 pub(crate) mod producer;
 mod rank;
@@ -60,6 +61,7 @@ pub fn measure(options: &HandoffBench, bar: &ProgressBar) -> Result<Report, Fail
             Measure::Control => control::run(&settings)?,
             Measure::Second => second::run(&mut settings)?,
             Measure::OneBlock => engines::run(&settings)?,
+            Measure::Invented => invented::run(&settings)?,
         });
         settings.bar.inc(1);
     }

@@ -5,7 +5,7 @@ use crate::units;
 use super::row::{Figure, Row, spread_text};
 
 /// Parts in the order in which their tables are shown, with the titles.
-const TITLES: [(&str, &str); 37] = [
+const TITLES: [(&str, &str); 39] = [
     ("throughput", "Batches of scattered blocks"),
     ("cpu", "The same: processor time of both sides together"),
     ("waits", "The same: times that a thread of either side slept and was woken"),
@@ -24,10 +24,12 @@ const TITLES: [(&str, &str); 37] = [
     ("plan", "Planning between engines of unequal tensor parallelism"),
     ("control", "Control messages of a handoff"),
     ("one block", "Handoffs of one block"),
+    ("invented", "Handoffs beside a client that makes up the parameters of its requests"),
     ("file", "Blocks to a file and back"),
     ("store", "Blocks through the store"),
     ("full", "Puts into a full store"),
     ("kept", "What a full store keeps, and copies for it"),
+    ("events", "From a change of the store until another process takes its report"),
     ("around", "The store beside puts and gets"),
     ("index", "The index by itself"),
     ("hits", "Hits of a trace"),

@@ -5,6 +5,7 @@
 //! space by segments, while nothing waits for it and while puts wait all the time.
 
 mod baselines;
+pub(crate) mod events;
 mod full;
 mod speed;
 mod tool_calls;
@@ -33,8 +34,8 @@ const LOST_IN_SEGMENTS: f64 = 2.0;
 /// A smaller store has too few segments.
 const SEGMENTED_MIN: usize = 2048;
 
-/// Forms of the report's JSON: of a replay, of puts and gets, and of puts into full stores.
-pub const SCHEMAS: [&str; 3] = [SCHEMA, speed::SCHEMA, full::SCHEMA];
+/// Forms of the report's JSON: of a replay, of puts and gets, of puts into full stores, and of reports of changes.
+pub const SCHEMAS: [&str; 4] = [SCHEMA, speed::SCHEMA, full::SCHEMA, events::SCHEMA];
 
 /// Measures what `options` ask for; `bar` shows the progress.
 ///
@@ -47,6 +48,7 @@ pub fn measure(options: &StoreBench, bar: &ProgressBar) -> Result<Report, Failur
         (None, _) if options.tool_calls => replay(&Trace::of(tool_calls::requests()), options, bar),
         (None, StoreRows::Speed) => speed::measure(options, bar),
         (None, StoreRows::Full) => full::measure(options, bar),
+        (None, StoreRows::Events) => events::measure(options, bar),
     }
 }
 

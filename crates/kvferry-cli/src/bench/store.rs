@@ -13,6 +13,7 @@ Examples:
   kvferry bench store --quick                     a minute, too short to judge by
   kvferry bench store --folder /mnt/nvme --check  seven rounds on that file system, with bounds
   kvferry bench store --rows full --folder /mnt/nvme --check  puts into a full store, a minute each
+  kvferry bench store --rows events --check       how late routers learn of blocks, half a minute
   kvferry bench store --trace conversation_trace.jsonl
   kvferry bench store --trace conversation_trace.jsonl --blocks 50000 --json
   kvferry bench store --tool-calls --policies-only --blocks 1/32,1/16,1/8,1/4

@@ -59,7 +59,7 @@ pub(super) enum Event {
     /// The engine takes requests; the address of the agent of its first rank.
     Ready { address: String },
     /// A request has produced tokens, or ended.
-    Said(Said),
+    Output(RequestOutput),
     /// A rank has read a part of a request's KV.
     Read { id: String, part: Part },
     /// A rank has received all of a request, or its fetch has failed.
@@ -69,7 +69,7 @@ pub(super) enum Event {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Said {
+pub(super) struct RequestOutput {
     pub(super) id: String,
     pub(super) tokens: Vec<u32>,
     pub(super) ended: Option<Ended>,

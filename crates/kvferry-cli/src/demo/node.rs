@@ -21,7 +21,7 @@ use kvferry_bench::layer_times::LayerTimes;
 use kvferry_bench::lines::{Answer, Lines};
 use kvferry_bench::machine::shared_clock;
 
-use super::messages::{Command, Ended, Event, Part, Said, Setup, Submit};
+use super::messages::{Command, Ended, Event, Part, RequestOutput, Setup, Submit};
 
 /// Steps that compute nothing before the engine sleeps: a step may act on reports of the one before.
 const IDLE_STEPS: u32 = 2;
@@ -161,7 +161,7 @@ impl Node {
                 idle_steps = if report.tokens > 0 { 0 } else { idle_steps + 1 };
                 for output in self.engine.take_outputs() {
                     let said = self.said(output);
-                    out.send::<Answer<Event>>(&Ok(Event::Said(said)))?;
+                    out.send::<Answer<Event>>(&Ok(Event::Output(said)))?;
                 }
             }
             if let Some(held) = self.left() {
@@ -213,7 +213,7 @@ impl Node {
         Ok(())
     }
 
-    fn said(&mut self, output: Output) -> Said {
+    fn said(&mut self, output: Output) -> RequestOutput {
         if self.flips.remove(&output.id) {
             self.flip(&output.id);
         }
@@ -226,7 +226,7 @@ impl Node {
             Ended { failure, params: finished.params }
         });
         let (id, tokens) = (output.id.into(), output.tokens);
-        Said { id, tokens, ended, computed_ns: self.times.ended() }
+        RequestOutput { id, tokens, ended, computed_ns: self.times.ended() }
     }
 
     /// Damages one byte in the middle of a request that has been computed and is held.

@@ -18,7 +18,7 @@ use kvferry_bench::failure::Failure;
 use kvferry_bench::lines::Answer;
 use kvferry_bench::units;
 
-use super::messages::{Command, Event, Part, Said, Setup, Submit};
+use super::messages::{Command, Event, Part, RequestOutput, Setup, Submit};
 use super::node::LEAVING;
 use super::plan::{Asked, Plan, SAYS};
 
@@ -33,6 +33,9 @@ const SET_UP: Duration = Duration::from_secs(20);
 
 /// Time limit of an engine's report on what it holds: longer than the engine waits to release everything.
 const LEAVE: Duration = LEAVING.saturating_add(Duration::from_secs(4));
+
+/// Time between a decode engine's failure of a request and the look at the prefill engine, whose end is the better reason.
+const HEARD_WITHIN: Duration = Duration::from_millis(200);
 
 /// Time between updates of the progress bar.
 const TELL_EVERY: Duration = Duration::from_millis(100);
@@ -90,6 +93,8 @@ struct Flight {
     decoded: bool,
     /// Decode ranks that have reported its end.
     received: usize,
+    /// When and why the decode engine gave it up.
+    given_up: Option<(Instant, String)>,
     outcome: Outcome,
 }
 
@@ -203,6 +208,7 @@ impl<'a> Router<'a> {
                 Err(RecvTimeoutError::Disconnected) => break,
             }
             self.expire();
+            self.end_given_up()?;
             let (flying, done) = (self.flights.len(), self.outcomes.iter().flatten().count());
             self.meter.tell(done, flying);
         }
@@ -262,7 +268,7 @@ impl<'a> Router<'a> {
                 return Err(Failure::Check(format!("{}: {why}", self.engines[from].name)));
             }
             Some(Err(failure)) => self.lose(from, &failure.to_string()),
-            Some(Ok(Event::Said(said))) => self.said(from, said)?,
+            Some(Ok(Event::Output(said))) => self.said(from, said)?,
             Some(Ok(Event::Read { id, part })) => {
                 self.meter.read(part.bytes);
                 if let Some(flight) = self.flight(&id) {
@@ -281,7 +287,7 @@ impl<'a> Router<'a> {
         self.flights.get_mut(&number(id)?)
     }
 
-    fn said(&mut self, from: Number, said: Said) -> Result<(), Failure> {
+    fn said(&mut self, from: Number, said: RequestOutput) -> Result<(), Failure> {
         let Some(number) = number(&said.id) else { return Ok(()) };
         let Some(flight) = self.flights.get_mut(&number) else { return Ok(()) };
         let is_prefill = flight.prefill == from;
@@ -307,7 +313,10 @@ impl<'a> Router<'a> {
         if let Some(why) = ended.failure {
             let why = flight.outcome.failure.take().unwrap_or(why);
             let why = format!("{}: {why}", self.engines[from].name);
-            self.fail(number, why);
+            match is_prefill {
+                true => self.fail(number, why),
+                false => flight.given_up = Some((Instant::now(), why)),
+            }
             return Ok(());
         }
         if is_prefill {
@@ -392,6 +401,25 @@ impl<'a> Router<'a> {
         }
     }
 
+    /// Fails the requests that a decode engine gave up: for the end of the prefill engine, if it has ended.
+    fn end_given_up(&mut self) -> Result<(), Failure> {
+        let due: Vec<(usize, Number, String)> = self
+            .flights
+            .iter()
+            .filter_map(|(number, flight)| {
+                let (at, why) = flight.given_up.as_ref()?;
+                (at.elapsed() >= HEARD_WITHIN).then(|| (*number, flight.prefill, why.clone()))
+            })
+            .collect();
+        for (number, prefill, why) in due {
+            if self.engines[prefill].child.has_ended()? {
+                self.gone(prefill)?;
+            }
+            self.fail(number, why);
+        }
+        Ok(())
+    }
+
     fn gone(&mut self, from: Number) -> Result<(), Failure> {
         let why = self.engines[from].child.how_it_ended()?;
         self.lose(from, &why);
@@ -406,7 +434,7 @@ impl<'a> Router<'a> {
         self.lost.push(format!("{}: {why}", self.engines[from].name));
         let ranks = self.plan.options.decode_tp as usize;
         let needs = |flight: &Flight| match flight.prefill == from {
-            true => !flight.prefilled || flight.received < ranks,
+            true => !flight.prefilled || flight.received < ranks || flight.given_up.is_some(),
             false => flight.decode == from,
         };
         let lost: Vec<usize> =
@@ -471,6 +499,7 @@ impl Flight {
             said: 0,
             decoded: false,
             received: 0,
+            given_up: None,
             outcome: Outcome { tokens, ..Outcome::default() },
         }
     }

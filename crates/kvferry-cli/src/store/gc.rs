@@ -65,14 +65,14 @@ struct Report {
 #[derive(Debug, Serialize)]
 struct Done {
     #[serde(flatten)]
-    what: What,
+    kind: StepKind,
     file: PathBuf,
     error: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
 #[serde(tag = "step", rename_all = "snake_case")]
-enum What {
+enum StepKind {
     Remove {
         disk_bytes: u64,
         blocks: u64,
@@ -124,25 +124,25 @@ impl Report {
     }
 
     fn add(&mut self, step: &Step, error: Option<String>) {
-        let (file, what) = match step {
+        let (file, kind) = match step {
             Step::Remove { path, disk_bytes, blocks, why } => {
                 let (disk_bytes, blocks, why) = (*disk_bytes, *blocks, *why);
-                (path, What::Remove { disk_bytes, blocks, why })
+                (path, StepKind::Remove { disk_bytes, blocks, why })
             }
-            Step::Seal { path, .. } => (path, What::Seal),
-            Step::Renumber { path, to, .. } => (path, What::Renumber { to: *to }),
+            Step::Seal { path, .. } => (path, StepKind::Seal),
+            Step::Renumber { path, to, .. } => (path, StepKind::Renumber { to: *to }),
         };
-        match &what {
+        match &kind {
             _ if error.is_some() => self.failed += 1,
-            What::Remove { disk_bytes, blocks, .. } => {
+            StepKind::Remove { disk_bytes, blocks, .. } => {
                 self.removed_files += 1;
                 self.removed_blocks += blocks;
                 self.removed_bytes += disk_bytes;
             }
-            What::Seal => self.sealed += 1,
-            What::Renumber { .. } => self.renumbered += 1,
+            StepKind::Seal => self.sealed += 1,
+            StepKind::Renumber { .. } => self.renumbered += 1,
         }
-        self.steps.push(Done { what, file: file.clone(), error });
+        self.steps.push(Done { kind, file: file.clone(), error });
     }
 }
 
@@ -160,8 +160,8 @@ fn in_a_word<S: Serializer>(why: &Why, to: S) -> Result<S::Ok, S::Error> {
 impl Done {
     fn text(&self, dry_run: bool) -> String {
         let file = file_name(&self.file);
-        let mut text = match &self.what {
-            What::Remove { disk_bytes, blocks, why } => {
+        let mut text = match &self.kind {
+            StepKind::Remove { disk_bytes, blocks, why } => {
                 let why = match why {
                     Why::Temporary => "an interrupted write left it",
                     Why::Header => "no valid header",
@@ -178,8 +178,8 @@ impl Done {
                 };
                 format!("{} {file} ({has}): {why}", if dry_run { "remove" } else { "removed" })
             }
-            What::Seal => format!("{} {file}", if dry_run { "seal" } else { "sealed" }),
-            What::Renumber { to } => {
+            StepKind::Seal => format!("{} {file}", if dry_run { "seal" } else { "sealed" }),
+            StepKind::Renumber { to } => {
                 let file = format!("{file} to {to}");
                 format!("{} {file}", if dry_run { "renumber" } else { "renumbered" })
             }

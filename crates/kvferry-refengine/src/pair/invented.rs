@@ -1,0 +1,163 @@
+//! A client that makes up `kv_transfer_params`, beside one whose requests are handed over.
+
+use super::{Flow, Node, Pair, prompt, submit, transfer};
+use crate::config::{EngineConfig, GroupCache, LoadFailurePolicy};
+use crate::kvferry_adapter::KvferryAdapterConfig;
+use crate::model::{GroupSpec, ModelSpec};
+use crate::request::{Params, Request};
+use kvferry::{Agent, Transports};
+use kvferry_connector::{ConsumerParams, IdleLimit, Limits, producer_params};
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+/// Kinds of requests that the client sends, in turns. The first one is for the prefill engine.
+pub const KINDS: usize = 7;
+/// Tokens of the prompt of a made-up request. It generates one.
+pub const PROMPT: usize = 24;
+/// Blocks that either engine may keep for consumers and producers from which nothing was heard.
+pub const IDLE: u32 = 64;
+/// Blocks that a made-up request waits for: those of its prompt.
+pub const BLOCKS_EACH: usize = PROMPT / BLOCK_TOKENS;
+const BLOCK_TOKENS: usize = 8;
+/// Blocks of each engine.
+const BLOCKS: u32 = 512;
+/// Made-up requests that arrive per step of the engines.
+const PER_TICK: usize = 8;
+/// A handoff begins with one of so many made-up requests.
+const HANDOFF_EVERY: usize = 200;
+/// Tokens of a handoff's prompt, and those that it generates.
+const HANDOFF: (usize, usize) = (40, 6);
+/// Time that an unanswered load and an unclaimed offer last; 30 s by default.
+const WAIT: Duration = Duration::from_millis(300);
+/// Silence after which an agent gives up an address at which nothing answers.
+const SILENCE: Duration = Duration::from_secs(2);
+
+/// Addresses at which no engine hands anything over.
+#[derive(Debug)]
+pub struct DeadAddresses {
+    /// Accepts connections, and never answers.
+    silent: SocketAddr,
+    /// Refuses connections: an open connection uses it.
+    closed: SocketAddr,
+    /// An agent without an engine.
+    other: Agent,
+    /// The sockets of both addresses.
+    _taken: (TcpListener, TcpStream),
+}
+
+impl DeadAddresses {
+    /// Takes the addresses, all of this host.
+    ///
+    /// # Errors
+    /// If a socket or an agent can't be had.
+    pub fn new() -> io::Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let taken = TcpStream::connect(listener.local_addr()?)?;
+        let (silent, closed) = (listener.local_addr()?, taken.local_addr()?);
+        let transports = Transports::parse("tcp").map_err(io::Error::other)?;
+        let other = Agent::builder().transports(transports).io_threads(1).start();
+        let other = other.map_err(io::Error::other)?;
+        Ok(Self { silent, closed, other, _taken: (listener, taken) })
+    }
+
+    /// The parameters of the `n`th request, and whether it is for the prefill engine, whose address is `real`.
+    fn params(&self, n: usize, real: &str) -> (Params, bool) {
+        let transfer = |n| transfer(&name(n));
+        let mut named = transfer(n);
+        let address = match n % KINDS {
+            0 => return (producer_params(Some(&named)), true),
+            // Reserved: no name service knows it.
+            1 => format!("host-{}.invalid:{}", n % 600, 1 + n % 60_000),
+            2 => self.closed.to_string(),
+            3 => self.silent.to_string(),
+            4 => self.other.advertised().to_owned(),
+            5 => real.to_owned(),
+            // Another request's handoff: it lies there, of another prompt.
+            _ => {
+                named = transfer(n - n % KINDS);
+                real.to_owned()
+            }
+        };
+        let address = address.parse().expect("host and port");
+        (ConsumerParams { transfer: named, address, engine: None, tokens: None }.to_params(), false)
+    }
+}
+
+/// The id of the `n`th made-up request.
+pub fn name(n: usize) -> String {
+    format!("invented-{n}")
+}
+
+/// Two engines that bound what they keep for requests that nothing is heard of. `timeout` is the connector's.
+///
+/// # Errors
+/// If an agent can't be had.
+pub fn pair(timeout: Duration) -> kvferry::Result<Pair> {
+    let limits = Limits { rendezvous: WAIT, offer_ttl: WAIT, ..Limits::default() };
+    let idle = Some(IdleLimit { pool_blocks: BLOCKS, idle_blocks: IDLE });
+    let adapter = KvferryAdapterConfig { timeout, limits, idle, ..KvferryAdapterConfig::default() };
+    let mut config = EngineConfig::new(ModelSpec::new(vec![GroupSpec::full(4, 12)], 3));
+    config.groups = vec![GroupCache::new(BLOCK_TOKENS, BLOCKS as usize)];
+    // A handoff's offer may expire, if a thread stops before its consumer's message arrives.
+    config.load_failure = LoadFailurePolicy::Recompute;
+    let node = || {
+        let agent = Agent::builder().transports(Transports::parse("tcp")?).io_threads(1);
+        Ok(Node::vllm(&config, &adapter, vec![agent.silence(SILENCE).start()?]))
+    };
+    Ok(Pair::of(Flow::Sequential, node()?, node()?))
+}
+
+/// The ids of the handoffs beside `count` made-up requests.
+pub fn handoffs(count: usize) -> impl Iterator<Item = String> {
+    (0..count).step_by(HANDOFF_EVERY).map(handoff)
+}
+
+fn handoff(n: usize) -> String {
+    format!("real-{n}")
+}
+
+/// Sends `count` made-up requests and the handoffs beside them, and runs to the end. Returns the handoffs' latencies.
+/// Without `dead`, the requests are the same, but have no parameters. `ticked` is called after each step.
+///
+/// # Panics
+/// The cases of [`Pair::tick`].
+pub fn run(
+    pair: &mut Pair,
+    count: usize,
+    dead: Option<&DeadAddresses>,
+    mut ticked: impl FnMut(&Pair),
+) -> Vec<Duration> {
+    let real = pair.prefill.kvferry_adapter.address(0).to_owned();
+    let mut began: Vec<(String, Instant)> = Vec::new();
+    let mut latencies = Vec::new();
+    let mut sent = 0;
+    let mut worked = true;
+    while worked || sent < count {
+        for n in sent..(sent + PER_TICK).min(count) {
+            let (params, is_prefill) = match dead {
+                Some(dead) => dead.params(n, &real),
+                None => (Params::new(), n % KINDS == 0),
+            };
+            let request = Request::new(name(n).as_str(), prompt(n as u64, PROMPT), 1);
+            let node = if is_prefill { &mut pair.prefill } else { &mut pair.decode };
+            submit(node, request.with_params(params));
+            if n % HANDOFF_EVERY == 0 {
+                let (tokens, max_tokens) = HANDOFF;
+                pair.hand_off(&handoff(n), prompt(n as u64, tokens), max_tokens);
+                began.push((handoff(n), Instant::now()));
+            }
+        }
+        sent = (sent + PER_TICK).min(count);
+        worked = pair.tick();
+        began.retain(|(id, at)| {
+            let ended = pair.ended(id).is_some();
+            if ended {
+                latencies.push(at.elapsed());
+            }
+            !ended
+        });
+        ticked(pair);
+    }
+    latencies
+}
