@@ -119,9 +119,9 @@ demo: command ## Hand requests from prefill to decode engines, verify every toke
 	target/release/kvferry demo $(if $(filter --plot%,$(DEMO_ARGS)),,--plot target/demo.html) $(DEMO_ARGS)
 endif
 
-# The Python tests are one process that mostly waits, and the models are compiled into a folder of their own.
+# Most tests wait for most of their time, and the models are compiled into a folder of their own.
 test: ## Run the tests: Rust, documentation, models of the synchronisation, Python
-	+@MAKE='$(MAKE)' .ci/parts test-build test-rust test-docs loom+test-python
+	+@MAKE='$(MAKE)' .ci/parts test-build test-docs loom+test-python+test-rust
 
 # What takes long before the first test runs. The libraries of the Python module and the C ABI are compiled with the tests, so
 # that everything below them is compiled once.
@@ -139,10 +139,10 @@ test-wheel: test-build $(VENV)/.test-tools
 # After nextest: shows which tests found nothing to run on, and keeps nextest's exit status.
 SKIPPED_ALSO = status=$$?; .ci/skipped target/nextest/default/junit.xml; (exit $$status)
 
-# One test more at a time than there are cores: many wait for most of their time.
+# Six tests more at a time than there are cores: many wait for most of their time.
 test-rust:
 	$(call part,Rust tests,if $(CARGO) nextest --version >/dev/null 2>&1; \
-	then $(CARGO) nextest run --workspace --no-fail-fast --test-threads $$(($$(nproc) + 1)); $(SKIPPED_ALSO); else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests; fi)
+	then $(CARGO) nextest run --workspace --no-fail-fast --test-threads $$(($$(nproc) + 6)); $(SKIPPED_ALSO); else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests; fi)
 	@echo 'SKIPPED here, run by `make test-slow`: soaks, full meshes, sweeps and quick benches (#[ignore = "slow: ..."])'
 
 # The tests marked `#[ignore = "slow: make test-slow"]`: each takes 10 s or more, or all cores.
@@ -167,11 +167,11 @@ test-python: test-wheel
 # KVFERRY_VM -f FILE... -- COMMAND
 test-yama: ## Test copying within a host under Yama, in a machine that KVFERRY_VM boots
 	@if [ -z "$${KVFERRY_VM:-}" ]; then echo 'SKIPPED: Yama: set KVFERRY_VM to a program that boots a kernel with it'; else \
-	test=$$($(CARGO) test -p kvferry --test survival --no-run --message-format=json 2>/dev/null \
-	    | sed -n 's/.*"executable":"\([^"]*survival[^"]*\)".*/\1/p' | tail -1); \
+	test=$$($(CARGO) test -p kvferry --test integration --no-run --message-format=json 2>/dev/null \
+	    | sed -n 's/.*"executable":"\([^"]*integration[^"]*\)".*/\1/p' | tail -1); \
 	"$$KVFERRY_VM" -f "$$test" -- sh -ec "chmod 755 /; echo 1 > /proc/sys/kernel/yama/ptrace_scope; \
 	    echo user::65534:65534::/tmp:/bin/sh > /etc/passwd; name=$$(basename "$$test"); \
-	    for it in \$$(\$$name --list local:: | sed -n '/yama\|attach\|private_and_shared\|shared_memory/s/: test\$$//p'); do \
+	    for it in \$$(\$$name --list survival::local:: | sed -n '/yama\|attach\|private_and_shared\|shared_memory/s/: test\$$//p'); do \
 	    su user -c \"\$$name \$$it --exact --nocapture\"; done"; fi
 
 # Arguments of `target/gpu/run`, such as TEST_GPU_ARGS="--only driver transfers".
@@ -187,7 +187,7 @@ gpu-pack: wheel-published ## Build target/gpu: the tests of GPUs for a machine w
 	$(call part,packing the tests of GPUs,CARGO='$(CARGO)' e2e/gpu/pack target/dist/kvferry-*.whl)
 
 soak: ## Every fault again and again for SOAK_SECONDS, half of it over each transport; counters back to zero, no growth
-	$(call part,soak of $(SOAK_SECONDS) s,SOAK_SECONDS=$(SOAK_SECONDS) $(CARGO) test -p kvferry --test endurance soak:: -- --ignored --nocapture)
+	$(call part,soak of $(SOAK_SECONDS) s,SOAK_SECONDS=$(SOAK_SECONDS) $(CARGO) test -p kvferry --test integration endurance::soak:: -- --ignored --nocapture)
 
 e2e: build ## Run real vLLM, prefill and decode, on kvferry (builds its environment in the cache first)
 	$(call part,end to end,e2e/run $(E2E_ARGS))
@@ -268,12 +268,13 @@ VALGRIND_TESTS ?= host::every_byte_lands host::reads_take_every_byte host::scatt
 valgrind: ## Run transport tests under valgrind's memcheck
 	@if ! command -v valgrind >/dev/null; then echo 'SKIPPED: valgrind is not here (apt-get install valgrind)'; exit 0; fi; \
 	export CARGO_TARGET_DIR=$(abspath $(BUILD_DIR))/valgrind RUSTFLAGS='--cfg rustix_use_libc'; \
-	$(CARGO) test --config "target.'cfg(unix)'.runner='$(VALGRIND)'" -p kvferry -p kvferry-mooncake --test conformance -- --test-threads=1 \
-	    $(addprefix tcp::,$(VALGRIND_TESTS)) $(addprefix local::,$(VALGRIND_TESTS)) $(addprefix mooncake::,$(filter host::%,$(VALGRIND_TESTS)))
+	$(CARGO) test --config "target.'cfg(unix)'.runner='$(VALGRIND)'" -p kvferry -p kvferry-mooncake --test integration -- --test-threads=1 \
+	    $(addprefix conformance::tcp::,$(VALGRIND_TESTS)) $(addprefix conformance::local::,$(VALGRIND_TESTS)) \
+	    $(addprefix conformance::mooncake::,$(filter host::%,$(VALGRIND_TESTS)))
 
 # Without rebuilding the standard library, whose sources a toolchain may lack: its own accesses are not looked at, except
 # through the functions of C that the sanitizer replaces.
-ASAN_TESTS ?= tcp:: mooncake::
+ASAN_TESTS ?= conformance::tcp:: conformance::mooncake::
 asan: ## Run transport tests under AddressSanitizer; needs nightly
 	@if ! $(CARGO) +nightly --version >/dev/null 2>&1; then \
 	    echo 'SKIPPED: AddressSanitizer needs a nightly toolchain (rustup toolchain install nightly)'; exit 0; fi; \
@@ -281,20 +282,20 @@ asan: ## Run transport tests under AddressSanitizer; needs nightly
 	else echo 'Miri is not here: unsafe code is looked at by AddressSanitizer, valgrind and loom only'; fi; \
 	export CARGO_TARGET_DIR=$(abspath $(BUILD_DIR))/asan RUSTFLAGS='-Zsanitizer=address --cfg rustix_use_libc'; \
 	host=$$(rustc -vV | sed -n 's/^host: //p'); \
-	$(CARGO) +nightly test --target $$host -p kvferry -p kvferry-mooncake --lib --test conformance -- \
+	$(CARGO) +nightly test --target $$host -p kvferry -p kvferry-mooncake --lib --test integration -- \
 	    --test-threads=1 memory:: $(ASAN_TESTS)
 
 # AddressSanitizer looks at the programs only. ThreadSanitizer must see the whole library and its standard library, too:
 # what it does not see orders nothing for it. It has a thread of its own, so that counting threads fails with it.
 TSAN_TESTS ?= kvferry_h_does programs_linked the_example thread_sanitizer every_byte each_refusal an_offload requests_come
 test-sanitizers: ## Run the C tests under AddressSanitizer and ThreadSanitizer (nightly with rust-src)
-	$(call part,C tests under AddressSanitizer,$(CARGO) test -p kvferry-capi --test programs --test trtllm_loopback -- \
-	    --include-ignored address_sanitizer)
+	$(call part,C tests under AddressSanitizer,$(CARGO) test -p kvferry-capi --test integration -- \
+	    --include-ignored --skip rtp_llm:: address_sanitizer)
 	@if ! [ -d "$$(rustc +nightly --print sysroot 2>/dev/null)/lib/rustlib/src/rust/library" ]; then \
 	    echo 'SKIPPED: ThreadSanitizer needs nightly with rust-src (rustup toolchain install nightly --component rust-src)'; exit 0; fi; \
 	export CARGO_TARGET_DIR=$(abspath $(BUILD_DIR))/tsan RUSTFLAGS='-Zsanitizer=thread --cfg rustix_use_libc' KVFERRY_SANITIZER=thread; \
 	host=$$(rustc -vV | sed -n 's/^host: //p'); \
-	$(CARGO) +nightly test -Zbuild-std --target $$host -p kvferry-capi --test programs --test trtllm_loopback -- \
+	$(CARGO) +nightly test -Zbuild-std --target $$host -p kvferry-capi --test integration -- \
 	    --test-threads=1 $(TSAN_TESTS)
 
 lint: ## Check formatting, style, types, dependencies and documentation of everything

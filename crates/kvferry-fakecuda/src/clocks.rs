@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 /// A host thread or a stream.
 pub(crate) type Actor = u32;
 
-/// For each actor, the last of its steps that is known to have happened.
+/// The last step of each actor that is known to have happened.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Clock(BTreeMap<Actor, u64>);
 

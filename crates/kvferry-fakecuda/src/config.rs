@@ -18,6 +18,8 @@ pub(crate) struct Config {
     pub(crate) delay_us: u64,
     /// The real pause, in µs, between two steps of an operation.
     pub(crate) step_us: u64,
+    /// The factor of the times of a stream that the fault `stream_slow` has struck.
+    pub(crate) slow_times: u64,
     /// Bits `1 << a * 8 + b`: device ordinal a reaches device ordinal b.
     pub(crate) peers: u64,
     /// The most bytes of one host registration.
@@ -41,14 +43,14 @@ pub(crate) struct Config {
     pub(crate) missing_succeeds: bool,
     /// Symbols that `cuGetProcAddress` denies, by their base names.
     pub(crate) hidden: Vec<String>,
-    /// When the source of a copy in any order is read; seeded without it.
+    /// Time at which the source of a copy in any order is read; seeded without it.
     pub(crate) any_order: AnyOrder,
     /// The entry at which the fault `batch_entry` ends a batch; seeded without it.
     pub(crate) fail_index: Option<u64>,
     pub(crate) rates: Rates,
 }
 
-/// When the source of a copy with the order ANY is read.
+/// Time at which the source of a copy with the order ANY is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AnyOrder {
     Seeded,
@@ -85,6 +87,7 @@ impl Default for Config {
             context_charge: 500_000_000,
             delay_us: 20,
             step_us: 0,
+            slow_times: 100,
             peers: u64::MAX,
             pin_limit: 512 << 30,
             pin_total: u64::MAX,
@@ -150,6 +153,7 @@ impl Config {
             "context_charge" => self.context_charge = bytes(value)?,
             "delay_us" => self.delay_us = number(value)?,
             "step_us" => self.step_us = number(value)?,
+            "slow_times" => self.slow_times = number(value)?,
             "peers" => self.peers = peers(value)?,
             "pin_limit" => self.pin_limit = bytes(value)?,
             "pin_total" => self.pin_total = bytes(value)?,

@@ -69,7 +69,7 @@ struct RawKernel {
     delay_ns: u64,
 }
 
-/// Where cargo has put the shared object that this crate makes, seen from a test or example.
+/// Path of the shared object that this crate makes, as cargo places it for a test or example.
 ///
 /// # Panics
 ///

@@ -50,7 +50,7 @@ impl State {
         Ok(Judged { request, from, to })
     }
 
-    /// Where the bytes come from, some of them read now.
+    /// The source of the bytes, some of which are read now.
     fn source(&mut self, judged: &Judged) -> Result<(Source, bool)> {
         let Request { source: address, len, order, .. } = judged.request;
         let host = judged.from == Place::Pinned;

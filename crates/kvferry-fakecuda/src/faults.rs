@@ -15,6 +15,8 @@ pub enum Fault {
     PinOom,
     /// A host registration fails as if the range were registered (712).
     PinTwice,
+    /// A host registration fails as one of 512 GiB does (1).
+    PinTooLong,
     /// A primary context cannot be created (2).
     ContextOom,
     /// A stream cannot be created (2).
@@ -31,7 +33,7 @@ pub enum Fault {
     EventNeverSignals,
     /// A stream stops before an operation and never goes on.
     StreamStalls,
-    /// The operations of a stream take 100 times their time.
+    /// The operations of a stream take `slow_times` their time, 100 if it is not set.
     StreamSlow,
     /// A batch copy fails at one entry, after some of those before it were submitted.
     BatchEntry,
@@ -65,13 +67,14 @@ pub enum Fault {
 
 impl Fault {
     /// All faults.
-    pub const ALL: [Self; 29] = [
+    pub const ALL: [Self; 30] = [
         Self::NoDevice,
         Self::DriverMismatch,
         Self::MissingSymbol,
         Self::AllocOom,
         Self::PinOom,
         Self::PinTwice,
+        Self::PinTooLong,
         Self::ContextOom,
         Self::StreamOom,
         Self::EventOom,
@@ -107,6 +110,7 @@ impl Fault {
             Self::AllocOom => "alloc_oom",
             Self::PinOom => "pin_oom",
             Self::PinTwice => "pin_twice",
+            Self::PinTooLong => "pin_too_long",
             Self::ContextOom => "context_oom",
             Self::StreamOom => "stream_oom",
             Self::EventOom => "event_oom",
@@ -182,7 +186,7 @@ impl Faults {
         fails
     }
 
-    /// How often the fault has struck.
+    /// Number of times that the fault has struck.
     pub(crate) fn hits(&self, fault: Fault) -> u64 {
         self.hits[fault as usize]
     }

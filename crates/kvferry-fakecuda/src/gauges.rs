@@ -4,6 +4,7 @@ use crate::counters::fork_violations;
 use crate::faults::Fault;
 use crate::memory::Kind;
 use crate::state::State;
+use crate::thread;
 
 /// Names of [`State::counter`], fault hits and calls by symbol excepted.
 pub(crate) const NAMES: [&str; 29] = [
@@ -39,10 +40,14 @@ pub(crate) const NAMES: [&str; 29] = [
 ];
 
 impl State {
-    /// A number by its name: one of [`NAMES`], `call:SYMBOL`, `hit:FAULT`, or `device_used:N`.
+    /// A number by its name: one of [`NAMES`], `call:SYMBOL`, `own_call:SYMBOL` for those of
+    /// the calling thread, `hit:FAULT`, or `device_used:N`.
     pub(crate) fn counter(&self, name: &str) -> Option<u64> {
         if let Some(symbol) = name.strip_prefix("call:") {
             return Some(self.counters.calls.get(symbol).copied().unwrap_or(0));
+        }
+        if let Some(symbol) = name.strip_prefix("own_call:") {
+            return Some(thread::with(|local| local.calls.get(symbol).copied().unwrap_or(0)));
         }
         if let Some(fault) = name.strip_prefix("hit:") {
             return Fault::named(fault).map(|fault| self.faults.hits(fault));

@@ -18,7 +18,7 @@ use crate::state::State;
 
 const MAGIC: [u8; 8] = *b"fakecuda";
 
-/// What a legacy handle says.
+/// Content of a legacy handle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Description {
     pub(crate) process: u32,
@@ -116,7 +116,7 @@ fn checksum(bytes: &[u8]) -> u64 {
     })
 }
 
-/// What a segment's memory is for.
+/// Purpose of a segment's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Use {
     Allocation,

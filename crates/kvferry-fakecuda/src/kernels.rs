@@ -17,7 +17,7 @@ const DRY_BUDGET: u64 = 100_000_000;
 /// Ranges that are kept before they are merged.
 const MERGE_AT: usize = 1 << 16;
 
-/// What a kernel's dry run found.
+/// Findings of a kernel's dry run.
 #[derive(Debug, Default)]
 pub(crate) struct Forecast {
     pub(crate) touches: Vec<Touch>,

@@ -18,7 +18,7 @@ pub const IN_FLIGHT: u8 = 0xE7;
 /// Freed addresses that are kept from other mappings.
 const QUARANTINE: usize = 512;
 
-/// How a device mapping came to be.
+/// Origin of a device mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Allocation,
@@ -54,7 +54,7 @@ pub(crate) struct Mapping {
 pub(crate) struct HostRange {
     pub(crate) base: u64,
     pub(crate) len: u64,
-    /// By `cuMemAllocHost`, and otherwise by `cuMemHostRegister`.
+    /// True for memory of `cuMemAllocHost`, false for memory of `cuMemHostRegister`.
     pub(crate) allocated: bool,
     pub(crate) device: usize,
 }
@@ -69,11 +69,11 @@ pub(crate) struct VmmHandle {
     /// `cuMemCreate`, imports and `cuMemRetainAllocationHandle` each count one. Mappings keep
     /// the memory when it is 0.
     pub(crate) references: u64,
-    /// This process created the memory, and the device's memory counts it.
+    /// True if this process created the memory; the device's memory counts it then.
     pub(crate) charged: bool,
 }
 
-/// What lies at a range of addresses.
+/// Memory at a range of addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
     /// Bytes of the device with this ordinal.
@@ -199,7 +199,7 @@ impl Memory {
             || self.mappings.values().any(|m| m.reserved.as_ref().is_some_and(|r| r.holds(address)))
     }
 
-    /// What the range is. `INVALID_VALUE`: it leaves what it begins in, its device memory is
+    /// Memory of the range. `INVALID_VALUE`: it leaves what it begins in, its device memory is
     /// free, or no device may access it.
     pub(crate) fn place(&self, address: u64, len: u64) -> Result<Place> {
         let end = address.checked_add(len).ok_or(Error::INVALID_VALUE)?;

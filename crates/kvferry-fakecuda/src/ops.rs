@@ -54,7 +54,7 @@ pub(crate) struct Kernel {
     pub(crate) threads: Vec<u64>,
     /// The accesses are recorded when the kernel ends: its dry run failed.
     pub(crate) unknown: bool,
-    /// What the threads so far have touched, and read as read-only.
+    /// Ranges that the threads so far have touched; `read_only` has those read as read-only.
     pub(crate) touches: Vec<Touch>,
     pub(crate) read_only: Vec<Touch>,
 }
@@ -69,7 +69,7 @@ pub(crate) struct Move {
     pub(crate) poisoned: bool,
     /// Parts that have not moved, the next one last.
     pub(crate) parts: Vec<Part>,
-    /// What a fake kernel reads.
+    /// Ranges that a fake kernel reads, by address and length.
     pub(crate) reads: Vec<(u64, u64)>,
     /// The byte that all of `reads` must have.
     pub(crate) expect: Option<u8>,
@@ -112,7 +112,7 @@ pub(crate) struct Part {
 /// The accesses of an operation, by when they may happen.
 #[derive(Debug, Default)]
 pub(crate) struct Touches {
-    /// In stream order.
+    /// Accesses in stream order.
     pub(crate) ordered: Vec<Touch>,
     /// Reads at any time from the call on.
     pub(crate) any: Vec<Touch>,

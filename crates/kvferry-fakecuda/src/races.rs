@@ -24,7 +24,7 @@ pub(crate) struct Point {
     pub(crate) actor: Actor,
     /// The actor's step that ends with this access.
     pub(crate) step: u64,
-    /// What had happened for certain before the access could begin.
+    /// Steps that had happened for certain before the access could begin.
     pub(crate) before: Arc<Clock>,
     pub(crate) what: String,
 }
@@ -113,7 +113,7 @@ impl Checker {
         })
     }
 
-    /// What the host thread knows to have happened.
+    /// Steps that the host thread knows to have happened.
     pub(crate) fn host_clock(&mut self, thread: u64) -> Clock {
         self.host(thread).clock.clone()
     }

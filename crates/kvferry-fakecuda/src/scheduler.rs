@@ -12,7 +12,7 @@ use crate::ops::{Callback, Work};
 use crate::state::{Session, State, contended, wake_hosts, wake_scheduler};
 use crate::thread;
 
-/// What the scheduler can do next.
+/// Next action of the scheduler.
 #[derive(Debug)]
 enum Choice {
     Step(usize),
@@ -135,13 +135,14 @@ impl State {
     fn step(&mut self, handle: usize) {
         let device = self.streams[&handle].device;
         let slow = self.streams[&handle].slow;
+        let times = if slow { self.config.slow_times } else { 1 };
         let stream = self.streams.get_mut(&handle).expect("choices has seen it");
         let op = stream.queue.front_mut().expect("choices has seen it");
         if !op.started {
             let engine = op.engine;
             let first = op.not_before.is_none();
             if first && (slow || self.config.delay_us > 0) {
-                let bound = self.config.delay_us * if slow { 100 } else { 1 };
+                let bound = self.config.delay_us.saturating_mul(times);
                 let delay = Duration::from_micros(self.rng.u64(0..=bound.max(u64::from(slow))));
                 op.not_before = Some(Instant::now() + delay);
                 return;
@@ -181,7 +182,7 @@ impl State {
             Work::Kernel(kernel) => self.run_some(device, kernel, &op.point),
         };
         if self.config.step_us > 0 {
-            let pause = Duration::from_micros(self.config.step_us * if slow { 100 } else { 1 });
+            let pause = Duration::from_micros(self.config.step_us.saturating_mul(times));
             op.not_before = Some(Instant::now() + pause);
         }
         self.streams.get_mut(&handle).expect("choices has seen it").queue.push_front(op);

@@ -29,7 +29,7 @@ pub(crate) struct State {
     pub(crate) rng: fastrand::Rng,
     /// Choices that a call makes, apart from the scheduler's, so that each repeats by itself.
     pub(crate) call_rng: fastrand::Rng,
-    /// By visible ordinal.
+    /// Devices by visible ordinal.
     pub(crate) devices: Vec<Device>,
     pub(crate) memory: Memory,
     pub(crate) streams: FxHashMap<usize, Stream>,
@@ -297,7 +297,9 @@ impl State {
         self.drop_work(device);
     }
 
+    /// Ends the device's work. The host learns of it: nothing touches what was submitted any more.
     fn drop_work(&mut self, device: usize) {
+        self.join_device(device);
         for stream in self.streams.values_mut().filter(|stream| stream.device == device) {
             for op in stream.queue.drain(..) {
                 self.pending.remove(&op.id);

@@ -15,7 +15,7 @@ use crate::streams::{Event, EventRecord, Stream};
 use crate::thread;
 use crate::timeline::Engine;
 
-/// What [`State::submit`] is asked to submit.
+/// An operation for [`State::submit`].
 #[derive(Debug)]
 pub(crate) struct Order {
     pub(crate) work: Work,
@@ -109,8 +109,8 @@ impl State {
         let point = self.edges(handle, clock, &touches, &what);
         let id = self.new_op();
         let stalled = self.faults.hit(Fault::StreamStalls);
-        let slow = self.streams[&handle].slow;
-        let end = self.timeline.book(device, engine, ready, if slow { ns * 100 } else { ns });
+        let times = if self.streams[&handle].slow { self.config.slow_times } else { 1 };
+        let end = self.timeline.book(device, engine, ready, ns.saturating_mul(times));
         let stream = self.stream(handle)?;
         stream.end = end;
         stream.last = id;

@@ -5,6 +5,8 @@ use std::ffi::c_int;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use rustc_hash::FxHashMap;
+
 use crate::abi::CAPTURE_GLOBAL;
 use crate::races::Point;
 
@@ -18,6 +20,8 @@ pub(crate) struct Local {
     pub(crate) capture_mode: c_int,
     /// The operation whose host function this thread runs.
     pub(crate) callback: Option<Arc<Point>>,
+    /// Calls that this thread has made, by symbol.
+    pub(crate) calls: FxHashMap<&'static str, u64>,
 }
 
 thread_local! {
@@ -26,6 +30,7 @@ thread_local! {
         contexts: Vec::new(),
         capture_mode: CAPTURE_GLOBAL,
         callback: None,
+        calls: FxHashMap::default(),
     });
 }
 

@@ -36,6 +36,8 @@ pub struct AgentFabric {
     pub secret: Option<&'static str>,
     /// Amount of work that the scenarios do.
     pub effort: Effort,
+    /// The longest that one healthy operation may take on a loaded machine.
+    pub patience: Duration,
 }
 
 impl AgentFabric {
@@ -50,6 +52,7 @@ impl AgentFabric {
             io_threads: None,
             secret: None,
             effort: Effort::Full,
+            patience: Duration::from_secs(20),
         }
     }
 
@@ -84,6 +87,10 @@ impl Fabric for AgentFabric {
 
     fn effort(&self) -> Effort {
         self.effort
+    }
+
+    fn patience(&self) -> Duration {
+        self.patience
     }
 
     fn confirms_cancel(&self) -> bool {

@@ -185,7 +185,8 @@ pub enum Aim {
     Honest,
     /// Uses a description with forged bounds and access: only the target can check them.
     Forged,
-    /// Uses an address in the target's process: only the target can check it. Host memory only.
+    /// Uses an address in the target's process: only the target can check it. Only for memory that
+    /// has one ([`Memory::address`]).
     Address,
 }
 

@@ -59,9 +59,9 @@ impl Fabric for FileFabric {
     }
 
     fn pair(&self) -> std::result::Result<Pair, Failure> {
-        let between = self.between()?;
+        let agent_pair = self.agent_pair()?;
         let [near, far] = [0, 1].map(|side| FileEnd {
-            between: Arc::clone(&between),
+            agent_pair: Arc::clone(&agent_pair),
             side,
             memories: Memories::default(),
             closed: AtomicBool::new(false),
@@ -71,7 +71,7 @@ impl Fabric for FileFabric {
 }
 
 impl FileFabric {
-    fn between(&self) -> std::result::Result<Arc<Between>, Failure> {
+    fn agent_pair(&self) -> std::result::Result<Arc<AgentPair>, Failure> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let name = format!("kvferry-between-{}-{number}", std::process::id());
@@ -83,7 +83,7 @@ impl FileFabric {
         file.set_len(FILE_BYTES).expect("the file system has files with holes");
         let (near, near_file) = self.agent("near", &file).map_err(failure)?;
         let (far, far_file) = self.agent("far", &file).map_err(failure)?;
-        Ok(Arc::new(Between {
+        Ok(Arc::new(AgentPair {
             agents: [near, far],
             files: [near_file, far_file],
             file,
@@ -94,7 +94,7 @@ impl FileFabric {
 }
 
 /// Two agents, each with its region of the file.
-struct Between {
+struct AgentPair {
     agents: [Agent; 2],
     files: [FileRegion; 2],
     file: fs::File,
@@ -119,12 +119,12 @@ impl Notes {
 
 /// A transfer's place in the file.
 struct Place {
-    between: Arc<Between>,
+    agent_pair: Arc<AgentPair>,
     start: u64,
     len: u64,
 }
 
-impl Between {
+impl AgentPair {
     /// Takes the first gap that is long enough. It is a hole.
     fn place(self: &Arc<Self>, len: u64) -> Place {
         let len = len.max(1);
@@ -138,7 +138,7 @@ impl Between {
         }
         assert!(start + len <= FILE_BYTES, "the file is too short for the scenario");
         places.insert(start, start + len);
-        Place { between: Arc::clone(self), start, len }
+        Place { agent_pair: Arc::clone(self), start, len }
     }
 }
 
@@ -146,8 +146,8 @@ impl Drop for Place {
     fn drop(&mut self) {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         // Where the file system makes no holes, no other transfer gets the place.
-        if fallocate(&self.between.file, flags, self.start, self.len).is_ok() {
-            self.between.places.lock().remove(&self.start);
+        if fallocate(&self.agent_pair.file, flags, self.start, self.len).is_ok() {
+            self.agent_pair.places.lock().remove(&self.start);
         }
     }
 }
@@ -165,7 +165,7 @@ struct Steps {
 impl Steps {
     /// Refuses what either agent would refuse, before a byte moves.
     fn new(end: &FileEnd, way: Way, moves: &[Move]) -> std::result::Result<Self, Failure> {
-        let between = &end.between;
+        let agent_pair = &end.agent_pair;
         let stats = TransferStats {
             bytes: moves.iter().fold(0u64, |sum, m| sum.saturating_add(m.len)),
             descriptors: moves.len(),
@@ -175,7 +175,7 @@ impl Steps {
             Way::Read => (1 - end.side, end.side),
         };
         // Bytes beyond any memory are refused below, for the range that has them.
-        let place = between.place(stats.bytes.min(FILE_BYTES / 64));
+        let place = agent_pair.place(stats.bytes.min(FILE_BYTES / 64));
         let (mut write, mut read) = (Batch::new(), Batch::new());
         let mut at = place.start;
         for m in moves {
@@ -186,7 +186,7 @@ impl Steps {
                 Way::Read => (remote, local),
             };
             let push = |batch: &mut Batch, (region, offset): (kvferry::Region, u64), side| {
-                let file: &FileRegion = &between.files[side];
+                let file: &FileRegion = &agent_pair.files[side];
                 batch.push(&region, offset, &file.remote(), at, m.len).map_err(failure)
             };
             push(&mut write, from, source)?;
@@ -196,12 +196,12 @@ impl Steps {
         Ok(Self { place, source, write, read, stats })
     }
 
-    fn between(&self) -> &Between {
-        &self.place.between
+    fn agent_pair(&self) -> &AgentPair {
+        &self.place.agent_pair
     }
 
     fn target(&self) -> &Agent {
-        &self.between().agents[1 - self.source]
+        &self.agent_pair().agents[1 - self.source]
     }
 
     /// A step has failed. While its device may still write, nothing else gets the place.
@@ -215,7 +215,7 @@ impl Steps {
 }
 
 struct FileEnd {
-    between: Arc<Between>,
+    agent_pair: Arc<AgentPair>,
     side: usize,
     memories: Memories,
     closed: AtomicBool,
@@ -223,7 +223,7 @@ struct FileEnd {
 
 impl FileEnd {
     fn agent(&self) -> &Agent {
-        &self.between.agents[self.side]
+        &self.agent_pair.agents[self.side]
     }
 
     fn other(&self) -> usize {
@@ -237,7 +237,7 @@ impl FileEnd {
             Aim::Honest | Aim::Forged => (named, m.remote_offset),
             Aim::Address => {
                 let address = (named.addr() as u64).wrapping_add(m.remote_offset);
-                let owner = &self.between.agents[self.other()];
+                let owner = &self.agent_pair.agents[self.other()];
                 let at = usize::try_from(address).expect("a 64-bit system");
                 let holding = owner.region_holding(at, m.len);
                 let region = holding.ok_or_else(|| Failure::new("not_registered"))?;
@@ -260,7 +260,7 @@ impl FileEnd {
 
     fn deliver(&self, options: &Options<'_>) {
         if let Some(note) = &options.notify {
-            self.between.notes[self.other()].push(note.clone());
+            self.agent_pair.notes[self.other()].push(note.clone());
         }
     }
 }
@@ -289,7 +289,7 @@ impl Endpoint for FileEnd {
     fn transfer(&self, way: Way, moves: &[Move], options: &Options<'_>) -> Outcome {
         let began = Instant::now();
         let steps = Steps::new(self, way, moves)?;
-        let source = self.between.agents[steps.source].files();
+        let source = self.agent_pair.agents[steps.source].files();
         if let Err(e) = source.write(&steps.write, &within(options, began)) {
             return Err(steps.failed(e));
         }
@@ -303,7 +303,7 @@ impl Endpoint for FileEnd {
 
     fn start(&self, way: Way, moves: &[Move], options: &Options<'_>) -> Box<dyn Handle> {
         let note =
-            options.notify.clone().map(|note| (Arc::clone(&self.between), self.other(), note));
+            options.notify.clone().map(|note| (Arc::clone(&self.agent_pair), self.other(), note));
         let relay = Arc::new(Relay {
             state: Mutex::default(),
             changed: Condvar::new(),
@@ -313,7 +313,7 @@ impl Endpoint for FileEnd {
             Err(e) => relay.end(Err(e)),
             Ok(steps) => {
                 let (began, timeout) = (Instant::now(), options.timeout);
-                let source = self.between.agents[steps.source].files();
+                let source = self.agent_pair.agents[steps.source].files();
                 let first = source.write_async(&steps.write, &within(options, began));
                 relay.run(&first);
                 let next = Arc::clone(&relay);
@@ -329,8 +329,8 @@ impl Endpoint for FileEnd {
                             Ok(_) => Ok(steps.stats),
                             Err(e) => Err(steps.failed(e)),
                         };
-                        if let (Ok(_), Some((between, side, note))) = (&outcome, note) {
-                            between.notes[side].push(note);
+                        if let (Ok(_), Some((agent_pair, side, note))) = (&outcome, note) {
+                            agent_pair.notes[side].push(note);
                         }
                         next.end(outcome);
                     });
@@ -345,16 +345,16 @@ impl Endpoint for FileEnd {
         note: Notification,
         _options: &Options<'_>,
     ) -> std::result::Result<(), Failure> {
-        self.between.notes[self.other()].push(note);
+        self.agent_pair.notes[self.other()].push(note);
         Ok(())
     }
 
     fn take_notes(&self) -> Vec<Notification> {
-        self.between.notes[self.side].arrived.lock().drain(..).collect()
+        self.agent_pair.notes[self.side].arrived.lock().drain(..).collect()
     }
 
     fn wait_note(&self, timeout: Duration) -> Option<Notification> {
-        let notes = &self.between.notes[self.side];
+        let notes = &self.agent_pair.notes[self.side];
         let arrived = notes.arrived.lock();
         notes.changed.wait_while(arrived, timeout, |notes| notes.is_empty()).pop_front()
     }
@@ -364,7 +364,7 @@ impl Endpoint for FileEnd {
         let mut gauges = vec![
             ("transfers_in_flight", stats.transfers_in_flight),
             ("regions", stats.regions),
-            ("notifications", self.between.notes[self.side].arrived.lock().len() as u64),
+            ("notifications", self.agent_pair.notes[self.side].arrived.lock().len() as u64),
         ];
         if self.closed.load(Ordering::SeqCst) {
             gauges.push(("gates", stats.gates));
@@ -447,12 +447,12 @@ mod tests {
 
     #[test]
     fn a_place_has_no_bytes_of_the_transfer_before() {
-        let between = FileFabric { engine: "posix" }.between().expect("two agents");
-        let before = between.place(10);
-        between.file.write_all_at(&[7; 10], before.start).expect("room");
+        let agent_pair = FileFabric { engine: "posix" }.agent_pair().expect("two agents");
+        let before = agent_pair.place(10);
+        agent_pair.file.write_all_at(&[7; 10], before.start).expect("room");
         drop(before);
         let mut bytes = [1; 10];
-        between.file.read_exact_at(&mut bytes, between.place(10).start).expect("inside");
+        agent_pair.file.read_exact_at(&mut bytes, agent_pair.place(10).start).expect("inside");
         assert_eq!(bytes, [0; 10]);
     }
 }

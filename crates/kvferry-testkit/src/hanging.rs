@@ -47,6 +47,10 @@ struct Shared {
     renames: AtomicUsize,
     /// Operations that are lost until the device is released.
     lost: AtomicUsize,
+    /// Writes fail with `EINTR`.
+    interrupts: AtomicBool,
+    /// Writes that have failed so.
+    interrupted: AtomicUsize,
 }
 
 impl HangingDisk {
@@ -121,6 +125,16 @@ impl HangingDisk {
     /// Like [`HangingDisk::lose_reads`], for writes past the page cache. They are carried out when they are answered.
     pub fn lose_direct_writes(&self, count: usize) {
         self.shared.writes_to_lose.store(count, SeqCst);
+    }
+
+    /// Has all writes fail with `EINTR` from now on, although there is no signal.
+    pub fn interrupt_writes(&self) {
+        self.shared.interrupts.store(true, SeqCst);
+    }
+
+    /// Writes that have failed with `EINTR`.
+    pub fn interrupted(&self) -> usize {
+        self.shared.interrupted.load(SeqCst)
     }
 
     /// Has the device answer everything, in the order in which it was asked.
@@ -489,7 +503,13 @@ impl Server {
             return;
         };
         let node = if opcode == 26 { ROOT } else { node };
-        let answer = self.nodes.carry_out(opcode, node, &request[40..]);
+        let answer = match opcode == WRITE && self.shared.interrupts.load(SeqCst) {
+            true => {
+                self.shared.interrupted.fetch_add(1, SeqCst);
+                Err(libc::EINTR)
+            }
+            false => self.nodes.carry_out(opcode, node, &request[40..]),
+        };
         let (error, body) = match answer {
             Ok(body) => (0, body),
             Err(errno) => (-errno, Vec::new()),

@@ -34,7 +34,9 @@ pub enum MemoryKind {
     Host,
     /// Memory that behaves like a device ([`SlowMemory`]).
     Slow,
-    /// The same, with an error that the suite must notice.
+    /// The same with addresses of this process, as a GPU's memory has them.
+    Addressed,
+    /// The same with an error that the suite must notice.
     Broken(DeviceFault),
     /// Memory of a device that the test program provides ([`provide`]). It can't be held or made to fail.
     Provided,
@@ -51,6 +53,9 @@ pub trait ProvidedMemory: Send + Sync {
     /// `len` bytes from `at` on, to be registered.
     fn memory(&self, at: usize, len: usize) -> DeviceMemory;
 
+    /// The address of the byte at `at`, if [`ProvidedMemory::memory`] has addresses of this process.
+    fn address(&self, at: usize) -> Option<u64>;
+
     /// Errors of the users of the device since it was made.
     fn misuse(&self) -> Vec<String>;
 }
@@ -66,7 +71,7 @@ pub fn provide(make: MakeMemory) {
 }
 
 impl MemoryKind {
-    /// Every kind that keeps its promises.
+    /// The kinds that every fabric has.
     pub const ALL: [Self; 2] = [Self::Host, Self::Slow];
 }
 
@@ -75,6 +80,7 @@ impl fmt::Display for MemoryKind {
         f.write_str(match self {
             Self::Host => "host",
             Self::Slow => "slow",
+            Self::Addressed => "addressed",
             Self::Broken(_) => "broken",
             Self::Provided => "provided",
         })
@@ -123,12 +129,20 @@ impl Memory {
             let mapping = mapped();
             let device =
                 SlowMemory::with_fault(Arc::clone(&mapping), GUARD_BYTES, len, len as u64, fault);
-            (Bytes::Mapped(mapping), Some(device))
+            (Bytes::Mapped(mapping), device)
+        };
+        let addressed = |fault| {
+            let (bytes, device) = slow(fault);
+            (bytes, Some(device.with_addresses()))
         };
         let (bytes, device) = match kind {
             MemoryKind::Host => (Bytes::Mapped(mapped()), None),
-            MemoryKind::Slow => slow(None),
-            MemoryKind::Broken(fault) => slow(Some(fault)),
+            MemoryKind::Slow => {
+                let (bytes, device) = slow(None);
+                (bytes, Some(device))
+            }
+            MemoryKind::Addressed => addressed(None),
+            MemoryKind::Broken(fault) => addressed(Some(fault)),
             MemoryKind::Provided => {
                 let make = PROVIDED.get().expect("the test program provides memory");
                 (Bytes::Provided(make(whole)), None)
@@ -152,7 +166,7 @@ impl Memory {
         self.0.len == 0
     }
 
-    /// The kind of memory; a device with an error is slow memory, too.
+    /// The kind of memory; a device with addresses or with an error is slow memory, too.
     pub fn kind(&self) -> MemoryKind {
         match &self.0.bytes {
             Bytes::Provided(_) => MemoryKind::Provided,
@@ -174,7 +188,16 @@ impl Memory {
         }
     }
 
-    /// The address of offset 0. Slow memory must not be accessed through it.
+    /// The address of offset 0 by which callers name the memory, if it has addresses of this process.
+    pub fn address(&self) -> Option<u64> {
+        match (&self.0.bytes, &self.0.device) {
+            (_, Some(device)) => device.address(),
+            (Bytes::Provided(memory), None) => memory.address(GUARD_BYTES),
+            (Bytes::Mapped(_), None) => Some(self.as_ptr().expose_provenance() as u64),
+        }
+    }
+
+    /// The start of the bytes of offset 0. Slow memory must not be accessed through it.
     pub fn as_ptr(&self) -> *mut u8 {
         self.span(0, self.len()).as_ptr()
     }

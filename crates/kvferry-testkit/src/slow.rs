@@ -8,7 +8,13 @@
 //! - two running copies of the same device bytes or the same staging bytes, if one of them writes
 //!   those bytes;
 //! - a copy beyond the memory, or of more pieces than a batch may have.
-//!
+
+mod addresses;
+mod fault;
+
+pub use fault::DeviceFault;
+
+use addresses::Addresses;
 use fastrand::Rng;
 use kvferry::{After, Device, DeviceCopy, DeviceMemory, DevicePiece, Happened, StagePool};
 use kvferry_sys::HostSpan;
@@ -40,30 +46,6 @@ pub enum Direction {
     In,
 }
 
-/// An error that a device could have. The conformance suite must notice each of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum DeviceFault {
-    /// Completes a copy before its last part, which it copies when the next copy starts.
-    EarlyCompletion,
-    /// Leaves out one part of a copy that has several.
-    LostPiece,
-    /// Copies pieces from the device to the stage in the reverse order.
-    ReversedPieces,
-}
-
-impl DeviceFault {
-    /// Every fault.
-    pub const ALL: [Self; 3] = [Self::EarlyCompletion, Self::LostPiece, Self::ReversedPieces];
-
-    /// The name of the scenario that must find it.
-    pub const fn breaks(self) -> &'static str {
-        match self {
-            Self::EarlyCompletion => "done_means_all_bytes_are_there",
-            Self::LostPiece | Self::ReversedPieces => "scattered_blocks_land_where_they_were_aimed",
-        }
-    }
-}
-
 /// Called once, on the worker thread, when the copy has ended.
 pub type Done = Box<dyn FnOnce(io::Result<()>) + Send>;
 
@@ -71,6 +53,8 @@ pub type Done = Box<dyn FnOnce(io::Result<()>) + Send>;
 #[derive(Clone)]
 pub struct SlowMemory {
     shared: Arc<Shared>,
+    /// `None`: the memory's addresses are the device's own, from zero on.
+    addresses: Option<Arc<Addresses>>,
     // Ends the worker when the last clone is dropped.
     _handle: Arc<Handle>,
 }
@@ -388,7 +372,7 @@ impl SlowMemory {
             .name("slow-memory".into())
             .spawn(move || worker.work())
             .expect("the machine has room for one more thread");
-        Self { _handle: Arc::new(Handle(Arc::clone(&shared))), shared }
+        Self { _handle: Arc::new(Handle(Arc::clone(&shared))), addresses: None, shared }
     }
 
     /// Bytes of the device memory.
@@ -408,7 +392,12 @@ impl SlowMemory {
 
     /// `len` bytes of the memory from `offset` on.
     pub fn part(&self, offset: usize, len: usize) -> DeviceMemory {
-        DeviceMemory::new(Arc::new(self.clone()), offset as u64, len as u64)
+        let device = Arc::new(self.clone());
+        match self.address() {
+            Some(start) => DeviceMemory::new(device, start + offset as u64, len as u64)
+                .with_process_addresses(),
+            None => DeviceMemory::new(device, offset as u64, len as u64),
+        }
     }
 
     /// How many copies were started, and how many pieces they had.
@@ -489,7 +478,10 @@ impl SlowMemory {
         drop(state);
         // SAFETY: the worker calls `done`, which owns the batch, when it has stopped to use the span.
         let host = unsafe { HostSpan::new(copy.as_ptr(), copy.len()) };
-        let pieces = copy.pieces().to_vec();
+        let mut pieces = copy.pieces().to_vec();
+        let start = self.address().unwrap_or(0);
+        // An address before the memory becomes one beyond it, which is misuse.
+        pieces.iter_mut().for_each(|piece| piece.address = piece.address.wrapping_sub(start));
         self.start(direction, &pieces, host, Box::new(|result| copy.complete(result)));
     }
 
@@ -527,6 +519,11 @@ impl SlowMemory {
     /// Stops the device: copies can be started but make no progress.
     pub fn hold(&self) {
         self.shared.state().held = true;
+    }
+
+    /// True if the device makes no progress.
+    pub fn is_held(&self) -> bool {
+        self.shared.state().held
     }
 
     /// Lets a stopped device continue.

@@ -21,6 +21,11 @@ const PATIENT: Settings = Settings {
     patience: Some(Duration::from_secs(40)),
 };
 
+/// The time after which a measurement that waits for a kernel is given up: longer than a thread stops before.
+const STUCK: Duration = Duration::from_secs(5);
+/// The timeout of writes while a kernel is held.
+const BRIEF: Duration = Duration::from_secs(20);
+
 /// Writes from GPU 0, with memory that is registered until the value is dropped.
 struct Writes {
     _agents: [kvferry::Agent; 2],
@@ -99,9 +104,10 @@ fn batches_of_few_or_of_large_pieces_and_a_setting_keep_a_gpu_from_being_measure
         Settings::give(Some(settings));
         let writes = Writes::new(&rig, count, piece);
         writes.write(BATCHES + 1);
-        let before = rig.calls();
-        std::thread::sleep(Duration::from_millis(50));
-        assert_eq!(rig.calls(), before, "{count} pieces of {piece}");
+        let allocations = || rig.fake.counter("call:cuMemAlloc_v2");
+        let before = allocations();
+        rig.becomes_idle(Duration::from_millis(50));
+        assert_eq!(allocations(), before, "{count} pieces of {piece}");
         assert_eq!(calibration(), Calibration::default());
         drop(writes);
         eventually("no GPU is in use", || Gpu::all().is_empty());
@@ -120,11 +126,7 @@ fn a_slow_gpu_is_not_measured_for_longer_than_the_limit() {
     let of_test = rig.fake.counter("call:cuMemAlloc_v2");
     writes.write(1);
     eventually("measurements begin", || rig.fake.counter("call:cuMemAlloc_v2") > of_test);
-    eventually("they end", || {
-        let before = rig.calls();
-        std::thread::sleep(Duration::from_millis(50));
-        rig.calls() == before
-    });
+    rig.becomes_idle(Duration::from_millis(50));
     assert_eq!(calibration(), Calibration::default());
     rig.fake.set("delay_us", "0");
     writes.write(2);
@@ -168,7 +170,7 @@ fn the_end_of_a_measurement_does_not_wait_for_a_kernel_that_runs() {
     let launches = rig.fake.counter("call:cuLaunchKernel");
     writes.write(1);
     eventually("it ends", || rig.fake.counter("call:cuLaunchKernel") > launches);
-    let brief = Options { timeout: Some(Duration::from_secs(5)), ..options() };
+    let brief = Options { timeout: Some(BRIEF), ..options() };
     let outcome = (0..20).try_for_each(|_| {
         std::thread::sleep(Duration::from_millis(2));
         writes.peer.write(&writes.batch, &brief).map(drop)
@@ -186,7 +188,7 @@ fn the_end_of_a_measurement_does_not_wait_for_a_kernel_that_runs() {
 fn a_measurement_that_waits_for_a_kernel_holds_up_no_batch_of_the_copy_engine() {
     let _bound = Watchdog::new(LIMIT);
     let Some(rig) = FakeRig::new(&[("delay_us", "0")]) else { return };
-    Settings::give(Some(Settings { patience: Some(Duration::from_secs(1)), ..PATIENT }));
+    Settings::give(Some(Settings { patience: Some(STUCK), ..PATIENT }));
     let writes = Writes::new(&rig, 40, 1024);
     writes.write(BATCHES - 1);
     // A kernel of the engine takes the whole GPU.
@@ -194,7 +196,7 @@ fn a_measurement_that_waits_for_a_kernel_holds_up_no_batch_of_the_copy_engine() 
     let launches = rig.fake.counter("call:cuLaunchKernel");
     writes.write(1);
     eventually("a launch is measured", || rig.fake.counter("call:cuLaunchKernel") > launches);
-    let brief = Options { timeout: Some(Duration::from_secs(5)), ..options() };
+    let brief = Options { timeout: Some(BRIEF), ..options() };
     let outcome = (0..20).try_for_each(|_| writes.peer.write(&writes.batch, &brief).map(drop));
     rig.release();
     outcome.expect("written while the kernel runs");

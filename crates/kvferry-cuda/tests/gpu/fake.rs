@@ -30,6 +30,21 @@ impl FakeMachine {
     }
 }
 
+/// Counters of what a program makes and ends.
+const OBJECTS: [&str; 11] = [
+    "streams",
+    "events",
+    "modules",
+    "host_registrations",
+    "host_allocations",
+    "ipc_mappings",
+    "vmm_handles",
+    "vmm_mappings",
+    "pending",
+    "contexts",
+    "allocations",
+];
+
 impl Machine for FakeMachine {
     fn devices(&self) -> i32 {
         Driver::get().expect("the fake driver").device_count().expect("they are counted")
@@ -84,7 +99,7 @@ impl Machine for FakeMachine {
     }
 
     fn ends_clean(&self) {
-        for name in ["streams", "events", "host_registrations", "contexts", "allocations"] {
+        for name in OBJECTS {
             eventually(name, || self.fake.counter(name) == 0);
         }
     }

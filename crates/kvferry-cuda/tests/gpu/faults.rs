@@ -5,6 +5,7 @@ use crate::machine::Kernel;
 use kvferry::{Access, ErrorKind, TransportKind};
 use kvferry_cuda::{Edge, Error, Gpu};
 use kvferry_fakecuda::Fault;
+use kvferry_fakecuda::control::ALL_ENGINES;
 use kvferry_sys::cuda::{DeviceAllocation, Stream};
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::{Watchdog, eventually};
@@ -101,26 +102,133 @@ fn counters_are_quiet() -> bool {
 #[test]
 fn memory_that_can_not_be_pinned_is_copied_one_piece_after_the_other() {
     let _bound = Watchdog::new(LIMIT);
-    let Some(rig) = FakeRig::new(&[]) else { return };
-    rig.fake.fault(Fault::PinOom, 1, u64::MAX / 2);
+    for fault in [Fault::PinOom, Fault::PinTwice, Fault::PinTooLong] {
+        let Some(rig) = FakeRig::new(&[]) else { return };
+        rig.fake.fault(fault, 1, u64::MAX / 2);
+        let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
+        let (count, piece) = (200, 1024);
+        let len = 2 * count * piece;
+        let gpu = rig.memory(0, len, 1);
+        let to = far.allocate(len, Access::READ_WRITE).expect("memory");
+        let batch = scattered(&register(&near, &gpu), &to, count, piece);
+        let peer = peer_of(&near, &far);
+        peer.write(&batch, &options()).expect("written");
+        peer.read(&batch, &options()).expect("read");
+        let (mut got, sent) = (vec![0; len], Pattern::new(1).bytes(len));
+        to.read_at(0, &mut got).expect("inside");
+        assert!(
+            (0..count).map(|i| 2 * i * piece).all(|at| got[at..at + piece] == sent[at..at + piece])
+        );
+        let counters = counters();
+        assert!(counters.unpinned_stages > 0 && counters.pinned_stages == 0, "{counters:?}");
+        assert_eq!(counters.batch_calls, 0, "{fault:?}");
+        rig.fake.clear_faults();
+        drop((near, far, batch, peer, to));
+        eventually("no GPU is in use", || Gpu::all().is_empty());
+    }
+}
+
+#[test]
+fn a_context_that_is_destroyed_under_load_ends_all_transfers_of_its_gpu_and_no_others() {
+    let _bound = Watchdog::new(LIMIT);
+    for kind in KINDS {
+        let Some(rig) = FakeRig::new(&[]) else { return };
+        let (near, far) = (agent(kind), agent(kind));
+        let (lost, well) = ([(); 8].map(|()| rig.memory(0, 8192, 1)), rig.memory(1, 8192, 2));
+        let lost_regions = lost.each_ref().map(|it| register(&near, it));
+        let well_region = register(&near, &well);
+        let to = [(); 8].map(|()| far.allocate(8192, Access::READ_WRITE).expect("memory"));
+        let peer = peer_of(&near, &far);
+        let batches =
+            [0, 1, 2, 3, 4, 5, 6, 7].map(|i| scattered(&lost_regions[i], &to[i], 4, 1024));
+        rig.fake.hold(ALL_ENGINES);
+        let running: Vec<_> = (0..8)
+            .map(|i| match i % 2 {
+                0 => peer.write_async(&batches[i], &options()),
+                _ => peer.read_async(&batches[i], &options()),
+            })
+            .collect();
+        eventually("the driver has a copy", || rig.fake.counter("pending") > 0);
+        rig.fake.destroy_context(0);
+        for transfer in &running {
+            let error = ended(transfer).expect_err("the context is gone");
+            assert_eq!(error.quiesced(), Some(true), "{error}");
+            let text = format!("{error:?}");
+            let is_told = ["CONTEXT_IS_DESTROYED", "restart the process"];
+            assert!(is_told.iter().any(|it| text.contains(it)), "{text}");
+        }
+        rig.release();
+        let batch = scattered(&well_region, &to[0], 4, 1024);
+        peer.write(&batch, &options()).expect("written");
+        for region in lost_regions.iter().chain([&well_region]) {
+            near.unregister(region).expect("nothing copies");
+        }
+        drop((running, batches, batch, lost_regions, well_region, lost, well));
+        rig.releases_contexts();
+        assert_eq!(rig.findings(), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn a_call_that_finds_its_context_destroyed_fails_its_transfers_at_most_and_leaks_nothing() {
+    let _bound = Watchdog::new(LIMIT);
+    for at in 1..=24 {
+        let Some(rig) = FakeRig::new(&[]) else { return };
+        let gpu = rig.memory(0, 8192, 1);
+        let Pair { near, far, region, to, peer } = Pair::new(KINDS[at % 2], &gpu);
+        let batch = scattered(&region, &to, 4, 1024);
+        rig.fake.fault(Fault::ContextDestroyed, at as u64, 1);
+        for write in [true, false, true] {
+            let outcome = match write {
+                true => peer.write(&batch, &options()).map(drop),
+                false => peer.read(&batch, &options()).map(drop),
+            };
+            if let Err(error) = outcome {
+                assert_eq!(error.quiesced(), Some(true), "call {at}: {error}");
+            }
+        }
+        assert_eq!(counters().leaked, 0, "call {at}");
+        near.unregister(&region).expect("nothing copies");
+        drop((near, far, region, to, peer, batch, gpu));
+        rig.releases_contexts();
+        rig.fake.clear_faults();
+        assert_eq!(rig.findings(), Vec::<String>::new(), "call {at}");
+    }
+}
+
+#[test]
+fn a_slow_stream_of_one_gpu_slows_no_other_gpu() {
+    let _bound = Watchdog::new(LIMIT);
+    // A call of a slow stream takes up to 11 days.
+    let Some(rig) = FakeRig::new(&[("delay_us", "1000"), ("slow_times", "1000000000")]) else {
+        return;
+    };
     let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
-    let (count, piece) = (200, 1024);
-    let len = 2 * count * piece;
-    let gpu = rig.memory(0, len, 1);
-    let to = far.allocate(len, Access::READ_WRITE).expect("memory");
-    let batch = scattered(&register(&near, &gpu), &to, count, piece);
+    let len = 2 * 32 * 4096;
+    let gpus = [0, 1].map(|device| rig.memory(device, len, 1 + device as u64));
+    let regions = gpus.each_ref().map(|it| register(&near, it));
+    let to = [(); 2].map(|()| far.allocate(len, Access::READ_WRITE).expect("memory"));
     let peer = peer_of(&near, &far);
-    peer.write(&batch, &options()).expect("written");
-    peer.read(&batch, &options()).expect("read");
-    let (mut got, sent) = (vec![0; len], Pattern::new(1).bytes(len));
-    to.read_at(0, &mut got).expect("inside");
-    assert!(
-        (0..count).map(|i| 2 * i * piece).all(|at| got[at..at + piece] == sent[at..at + piece])
-    );
-    let counters = counters();
-    assert!(counters.unpinned_stages > 0 && counters.pinned_stages == 0, "{counters:?}");
-    assert_eq!(counters.batch_calls, 0);
+    let [slow, quick] = [0, 1].map(|i| scattered(&regions[i], &to[i], 32, 4096));
+    // Two streams for each direction.
+    rig.fake.fault(Fault::StreamSlow, 1, 4);
+    let running = peer.write_async(&slow, &options());
+    eventually("the driver has a copy", || rig.fake.counter("pending") > 0);
+    assert_eq!(rig.fake.counter("hit:stream_slow"), 4);
+    for _ in 0..5 {
+        peer.write(&quick, &options()).expect("written");
+        peer.read(&quick, &options()).expect("read");
+    }
+    assert!(running.wait(Duration::ZERO).is_none(), "it takes days");
     rig.fake.clear_faults();
+    ended(&running).expect("written");
+    for (to, seed) in to.iter().zip([1, 2]) {
+        let (mut got, sent) = (vec![0; len], Pattern::new(seed).bytes(len));
+        to.read_at(0, &mut got).expect("inside");
+        let mut pieces = (0..32).map(|i| 2 * i * 4096);
+        assert!(pieces.all(|at| got[at..at + 4096] == sent[at..at + 4096]), "{seed}");
+    }
+    assert_eq!(rig.findings(), Vec::<String>::new());
 }
 
 #[test]
@@ -183,12 +291,9 @@ fn an_error_that_a_call_did_not_cause_fails_its_transfer_at_most() {
 fn an_event_that_never_signals_holds_up_no_batch_behind_it() {
     let _bound = Watchdog::new(LIMIT);
     let Some(rig) = FakeRig::new(&[]) else { return };
-    let [near, far] = [(); 2].map(|()| impatient(TransportKind::TCP, Duration::from_secs(5)));
     let gpu = rig.memory(0, 8192, 1);
-    let region = register(&near, &gpu);
-    let to = far.allocate(8192, Access::READ_WRITE).expect("memory");
+    let Pair { near, far: _far, region, to, peer } = Pair::new(TransportKind::TCP, &gpu);
     let batch = scattered(&region, &to, 4, 1024);
-    let peer = peer_of(&near, &far);
     rig.fake.fault(Fault::EventNeverSignals, 1, 1);
     let first = peer.write_async(&batch, &options());
     assert!(first.wait(Duration::from_millis(200)).is_none(), "no event tells of its end");

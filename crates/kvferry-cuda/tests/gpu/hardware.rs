@@ -10,7 +10,7 @@ use kvferry_sys::cuda::{
 use kvferry_sys::map::Mapping;
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::process::{Child, ChildRegion, Resources};
-use kvferry_testkit::{Watchdog, eventually};
+use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use serde_json::{Value, json};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -20,14 +20,14 @@ const MIB: usize = 1 << 20;
 const ALONE: &str = "KVFERRY_GPU_TEST_ALONE";
 
 /// Runs `body` in a process of its own, which a fault may leave unusable.
-fn alone(body: impl FnOnce()) {
+pub(crate) fn alone(body: impl FnOnce()) {
     let thread = std::thread::current();
     let test = thread.name().expect("the test's name");
     if std::env::var(ALONE).is_ok_and(|name| name == test) {
         return body();
     }
     let mut command = Command::new(std::env::current_exe().expect("a program"));
-    let command = command.args(["--exact", test, "--nocapture"]);
+    let command = command.args(["--exact", test, "--include-ignored", "--nocapture"]);
     let ran = command.env(ALONE, test).output().expect("it starts");
     let text = [&ran.stdout, &ran.stderr].map(|it| String::from_utf8_lossy(it).into_owned());
     println!("{}", text[0]);
@@ -125,10 +125,14 @@ fn a_forked_child_is_refused_the_gpu_and_its_parent_goes_on() {
     });
 }
 
+/// The silence limit of peers in these tests: none ends a session by silence.
+const SILENCE: Duration = PATIENCE;
+
 /// A peer in a process of its own, with `len` bytes of host memory that hold the pattern of seed 2.
 fn peer_process(kind: TransportKind, len: usize) -> (Child, String, ChildRegion) {
     let transports = if kind == TransportKind::TCP { "tcp" } else { "local,tcp" };
-    let config = json!({"name": "peer", "silence_ms": 2000, "transports": transports});
+    let config =
+        json!({"name": "peer", "silence_ms": SILENCE.as_millis() as u64, "transports": transports});
     let (mut child, address) = Child::with_agent(config);
     let region = child.allocate(len, "rw", 2);
     (child, address, region)
@@ -145,46 +149,52 @@ fn blocks(region: &kvferry::Region, remote: &kvferry::RemoteRegion, block: usize
 #[test]
 fn a_peer_killed_while_it_is_written_or_read_ends_the_transfer_and_no_late_byte_comes() {
     let _bound = Watchdog::new(LIMIT);
-    const LEN: usize = 64 * MIB;
     let rig = Rig::new(&[]);
     for kind in [TransportKind::TCP, TransportKind::LOCAL] {
         for write in [true, false] {
-            let near = impatient(kind, Duration::from_secs(2));
-            let gpu = rig.memory(0, LEN, 1);
-            let region = register(&near, &gpu);
-            let (mut child, address, remote) = peer_process(kind, LEN);
-            let peer = near.peer(&address).expect("an address");
-            let batch = blocks(&region, &remote.remote, 256 << 10);
-            peer.write(&batch, &options()).expect("written");
-            // Many equal transfers, so that the peer dies in the middle of one.
-            let began = Instant::now();
-            let mut transfers: Vec<_> = (0..64)
-                .map(|_| match write {
-                    true => peer.write_async(&batch, &options()),
-                    false => peer.read_async(&batch, &options()),
-                })
-                .collect();
-            // Long before the last one can have ended.
-            std::thread::sleep(Duration::from_millis(15));
-            child.kill();
-            let outcomes: Vec<_> = transfers.drain(..).map(|it| ended(&it)).collect();
-            let died = outcomes.iter().filter(|it| it.is_err()).count();
-            println!(
-                "FIGURE: {kind}, write {write}: {died} of 64 ended with an error, {:?}",
-                began.elapsed()
-            );
-            assert!(died > 0, "all had ended before the peer died");
-            // After a write, nothing tells that the dead peer's memory is left alone.
-            for error in outcomes.into_iter().filter_map(Result::err).filter(|_| !write) {
-                assert_eq!(error.quiesced(), Some(true), "{error}");
-            }
-            rig.write(&gpu, 0, &vec![0xa5; LEN]);
-            std::thread::sleep(Duration::from_millis(200));
-            assert!(rig.bytes(&gpu, 0, LEN).iter().all(|byte| *byte == 0xa5), "a late byte");
-            near.unregister(&region).expect("nothing copies");
+            // All transfers may end before the kill, if this thread stops.
+            while killed_during_transfers(&rig, kind, write) == 0 {}
         }
     }
     assert_eq!(rig.findings(), Vec::<String>::new());
+}
+
+/// Kills a peer that is written or read. Returns how many of the transfers its death has ended.
+fn killed_during_transfers(rig: &Rig, kind: TransportKind, write: bool) -> usize {
+    const LEN: usize = 64 * MIB;
+    let near = agent(kind);
+    let gpu = rig.memory(0, LEN, 1);
+    let region = register(&near, &gpu);
+    let (mut child, address, remote) = peer_process(kind, LEN);
+    let peer = near.peer(&address).expect("an address");
+    let batch = blocks(&region, &remote.remote, 256 << 10);
+    peer.write(&batch, &options()).expect("written");
+    // Many equal transfers, so that the peer dies in the middle of one.
+    let began = Instant::now();
+    let mut transfers: Vec<_> = (0..64)
+        .map(|_| match write {
+            true => peer.write_async(&batch, &options()),
+            false => peer.read_async(&batch, &options()),
+        })
+        .collect();
+    // Usually before the last one has ended.
+    std::thread::sleep(Duration::from_millis(15));
+    child.kill();
+    let outcomes: Vec<_> = transfers.drain(..).map(|it| ended(&it)).collect();
+    let died = outcomes.iter().filter(|it| it.is_err()).count();
+    println!(
+        "FIGURE: {kind}, write {write}: {died} of 64 ended with an error, {:?}",
+        began.elapsed()
+    );
+    // After a write, nothing tells that the dead peer's memory is left alone.
+    for error in outcomes.into_iter().filter_map(Result::err).filter(|_| !write) {
+        assert_eq!(error.quiesced(), Some(true), "{error}");
+    }
+    rig.write(&gpu, 0, &vec![0xa5; LEN]);
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(rig.bytes(&gpu, 0, LEN).iter().all(|byte| *byte == 0xa5), "a late byte");
+    near.unregister(&region).expect("nothing copies");
+    died
 }
 
 #[test]
@@ -194,7 +204,7 @@ fn a_killed_writer_leaves_no_late_bytes_in_memory_of_a_gpu() {
     let rig = Rig::new(&[]);
     for kind in [TransportKind::TCP, TransportKind::LOCAL] {
         for block in [LEN, 16 << 10] {
-            let near = impatient(kind, Duration::from_secs(2));
+            let near = agent(kind);
             let gpu = rig.memory(0, LEN, 1);
             let region = register(&near, &gpu);
             let (mut child, _, from) = peer_process(kind, LEN);
@@ -315,7 +325,7 @@ fn calls_that_transfers_make_do_not_wait_for_a_kernel_that_runs() {
         let began = Instant::now();
         call();
         println!("FIGURE: while a kernel runs, {what} takes {:?}", began.elapsed());
-        assert!(began.elapsed() < Duration::from_secs(5), "{what} has waited for the kernel");
+        assert_eq!(stuck.query(), Ok(false), "{what} has waited for the kernel");
     };
     let (mut stream, mut event, mut pinned) = (None, None, None);
     timed("making a stream", &mut || stream = Stream::new(&context).ok());

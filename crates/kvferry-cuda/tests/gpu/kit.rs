@@ -144,6 +144,22 @@ impl FakeRig {
         let counters = self.fake.counters().into_iter();
         counters.filter(|(name, _)| name.starts_with("call:cu")).collect()
     }
+
+    /// Waits until each context that was retained is released. A late release of a destroyed context would end its successor.
+    pub(crate) fn releases_contexts(&self) {
+        let [retained, released] = ["Retain", "Release_v2"]
+            .map(|it| move || self.fake.counter(&format!("call:cuDevicePrimaryCtx{it}")));
+        kvferry_testkit::eventually("contexts are released", || retained() == released());
+    }
+
+    /// Waits until the driver has not been called for this time: a thread may end its last call after the transfer.
+    pub(crate) fn becomes_idle(&self, time: Duration) {
+        kvferry_testkit::eventually("no call of the driver", || {
+            let before = self.calls();
+            std::thread::sleep(time);
+            self.calls() == before
+        });
+    }
 }
 
 impl std::ops::Deref for FakeRig {

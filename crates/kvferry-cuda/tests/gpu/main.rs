@@ -2,6 +2,7 @@
 
 #![cfg(any(debug_assertions, feature = "testing"))]
 
+mod absent;
 mod bytes;
 mod calibrate;
 mod fake;
@@ -14,6 +15,7 @@ mod order;
 mod ptx;
 mod real;
 mod refused;
+mod released;
 mod stress;
 mod suite;
 

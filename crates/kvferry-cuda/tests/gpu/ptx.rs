@@ -1,4 +1,4 @@
-//! The kernel that gathers and scatters, compiled by the driver: `tests/kernel.rs` has the promises of the kernel.
+//! The kernel that gathers and scatters, compiled by the driver: `tests/integration/kernel.rs` has the promises of the kernel.
 
 use crate::kit::*;
 use kvferry_cuda::{Job, ptx};

@@ -107,7 +107,14 @@ fn without_edges_some_rounds_have_wrong_bytes() {
         let compute = Stream::new(&rig.context(0)).expect("a stream");
         let batch = whole(&region, &host, LEN);
         let (mut written, mut read, mut found) = (0, 0, 0);
-        for round in 0..rounds {
+        let has_seen = |written: usize, read: usize, found: usize| match rig.is_fake() {
+            true => found > 0,
+            false => written > 0 && read > 0,
+        };
+        // A thread that stops may make all the first rounds right.
+        let most = 100 * rounds;
+        let mut round = 0;
+        while round < rounds || (round < most && !has_seen(written, read, found)) {
             let [computed, fetched] = [0, 1].map(|i| (2 * round + i) as u8);
             let delay_ns = DELAY_NS;
             let name = "computes";
@@ -130,11 +137,12 @@ fn without_edges_some_rounds_have_wrong_bytes() {
             read += usize::from(findings.iter().any(|it| it.contains("reads last")));
             found += findings.len();
             rig.clear_findings();
+            round += 1;
         }
         println!(
-            "FIGURE: {kind}: of {rounds} rounds without edges, {written} sent and {read} overwrote wrong bytes"
+            "FIGURE: {kind}: of {round} rounds without edges, {written} sent and {read} overwrote wrong bytes"
         );
-        let has_seen = if rig.is_fake() { found > 0 } else { written > 0 && read > 0 };
+        let has_seen = has_seen(written, read, found);
         assert!(has_seen, "{kind}: transfers have waited for kernels that they do not know");
     }
 }

@@ -13,22 +13,26 @@ struct GpuMemory {
 }
 
 impl GpuMemory {
-    fn address(&self, at: usize) -> u64 {
+    fn at(&self, at: usize) -> u64 {
         self.allocation.address() + at as u64
     }
 }
 
 impl ProvidedMemory for GpuMemory {
     fn load(&self, at: usize, bytes: &mut [u8]) {
-        self.machine.read(self.allocation.context(), self.address(at), bytes);
+        self.machine.read(self.allocation.context(), self.at(at), bytes);
     }
 
     fn store(&self, at: usize, bytes: &[u8]) {
-        self.machine.write(self.allocation.context(), self.address(at), bytes);
+        self.machine.write(self.allocation.context(), self.at(at), bytes);
     }
 
     fn memory(&self, at: usize, len: usize) -> DeviceMemory {
-        kvferry_cuda::memory(self.address(at), len as u64, None).expect("memory of a GPU")
+        kvferry_cuda::memory(self.at(at), len as u64, None).expect("memory of a GPU")
+    }
+
+    fn address(&self, _: usize) -> Option<u64> {
+        None
     }
 
     fn misuse(&self) -> Vec<String> {

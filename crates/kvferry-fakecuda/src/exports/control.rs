@@ -4,6 +4,7 @@
 //! 500 for a name that means nothing.
 
 use std::ffi::{c_char, c_int, c_void};
+use std::time::Instant;
 
 use super::{In, Out, Text, enter_early};
 use crate::abi::{Error, Result};
@@ -89,6 +90,12 @@ pub(crate) unsafe extern "C" fn fakecuda_clear_faults() -> c_int {
             }
             if !in_stream {
                 session.pending.remove(&op);
+            }
+        }
+        for stream in session.streams.values_mut().filter(|stream| stream.slow) {
+            stream.slow = false;
+            if let Some(op) = stream.queue.front_mut() {
+                op.not_before = op.not_before.map(|_| Instant::now());
             }
         }
         for device in &mut session.devices {

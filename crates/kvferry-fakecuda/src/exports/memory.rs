@@ -138,7 +138,7 @@ fn pin(session: &mut Session, len: u64) -> Result {
     if session.faults.hit(Fault::PinOom) {
         return Err(Error::OUT_OF_MEMORY);
     }
-    if len >= session.config.pin_limit {
+    if len >= session.config.pin_limit || session.faults.hit(Fault::PinTooLong) {
         return Err(Error::INVALID_VALUE);
     }
     let pinned: u64 = session.memory.hosts.values().map(|range| range.len).sum();

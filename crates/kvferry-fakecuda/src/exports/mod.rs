@@ -115,6 +115,7 @@ fn enter_early(name: &'static str, call: impl FnOnce(&mut Session) -> Result) ->
         }
         let mut session = Session::lock();
         *session.counters.calls.entry(name).or_insert(0) += 1;
+        thread::with(|local| *local.calls.entry(name).or_insert(0) += 1);
         call(&mut session)
     };
     match catch_unwind(AssertUnwindSafe(run)) {

@@ -88,7 +88,7 @@ pub(crate) unsafe extern "C" fn cuStreamSynchronize(stream: usize) -> c_int {
     })
 }
 
-/// What the stream's operations so far amount to.
+/// Clock and number of the stream's last operation.
 fn seen(
     session: &mut Session,
     handle: usize,

@@ -63,7 +63,7 @@ pub(super) enum Special {
     WarpSize,
 }
 
-/// What an instruction reads.
+/// Operand of an instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Value {
     Register(usize),

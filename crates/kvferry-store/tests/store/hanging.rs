@@ -226,8 +226,8 @@ impl Four {
         paths.iter().for_each(|it| std::fs::create_dir(it).expect("a folder"));
         let disk = HangingDisk::mount(&paths[2])?;
         let others = [0, 1, 3].map(|it| HangingDisk::mount(&paths[it]).expect("as the third"));
-        // For io_uring, the kernel writes to files of such file systems one after the other if their inodes fall into the
-        // same of 64 classes, whatever device they are on.
+        // For io_uring, the kernel begins writes to files of such file systems one after the other if their inodes fall into
+        // the same of 64 classes, whatever device they are on.
         let agent = Agent::builder().name("engine").setting("file_engine", "posix");
         let agent = agent.start().expect("an agent");
         let pool = agent.allocate(PLACES as usize * SHORT as usize, Access::NONE).expect("memory");

@@ -124,6 +124,22 @@ impl Loaded {
         }
     }
 
+    /// Whether a thread is held in `cuInit`, for which `STUB_HELD_INIT` is set.
+    pub(crate) fn is_in_init(&self) -> bool {
+        // SAFETY: the type is that of the stub.
+        let is_in = unsafe { self.0.get::<unsafe extern "C" fn() -> i32>(b"stub_in_init\0") };
+        // SAFETY: as above. The function reads an atomic variable.
+        unsafe { is_in.expect("it is there")() != 0 }
+    }
+
+    /// Lets the thread that is held in `cuInit` go on.
+    pub(crate) fn release_init(&self) {
+        // SAFETY: the type is that of the stub.
+        let release = unsafe { self.0.get::<unsafe extern "C" fn()>(b"stub_release_init\0") };
+        // SAFETY: as above. The function writes an atomic variable.
+        unsafe { release.expect("it is there")() };
+    }
+
     /// Number of contexts that are pushed on this thread, and its capture mode.
     pub(crate) fn thread(&self) -> (i32, u32) {
         // SAFETY: the types are those of the stub.

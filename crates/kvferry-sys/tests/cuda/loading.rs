@@ -275,12 +275,15 @@ fn a_forked_child_hears_why_its_parent_has_no_driver() {
 #[test]
 fn a_child_that_was_forked_during_the_first_use_is_refused() {
     let test = "loading::a_child_that_was_forked_during_the_first_use_is_refused";
-    let stub_of = Stub { environment: &[("STUB_SLOW_INIT", "1")], ..Stub::default() };
+    let stub_of = Stub { environment: &[("STUB_HELD_INIT", "1")], ..Stub::default() };
     with_stub(test, &stub_of, || {
+        let stub = stub();
         let loading = std::thread::spawn(|| Driver::get().is_ok());
-        // The thread is in `cuInit` for a second.
-        std::thread::sleep(std::time::Duration::from_millis(300));
+        while !stub.is_in_init() {
+            std::thread::yield_now();
+        }
         assert!(in_child(|| Driver::get().is_err_and(|why| *why == Unavailable::Forked)));
+        stub.release_init();
         assert!(loading.join().expect("no panic"));
     });
 }

@@ -9,6 +9,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -39,6 +40,11 @@ int stub_depth(void) { return depth; }
 unsigned stub_mode(void) { return mode; }
 void stub_set_mode(unsigned to) { mode = to; }
 
+// 1 while a thread is held in cuInit, which STUB_HELD_INIT in the environment makes it be.
+static atomic_int in_init;
+int stub_in_init(void) { return atomic_load(&in_init); }
+void stub_release_init(void) { atomic_store(&in_init, 0); }
+
 __attribute__((constructor)) static void start(void) {
     const char *list = getenv("STUB_FAIL");
     if (list) stub_fail(list);
@@ -68,7 +74,14 @@ __attribute__((format(printf, 2, 3))) static int record(const char *name, const 
 #define NEW(place) (*(place) = (Handle)(next_handle += 0x10))
 
 CUresult cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
-CUresult cuInit(unsigned flags) { if (getenv("STUB_SLOW_INIT")) sleep(1); CALL("cuInit", " %u", flags); return 0; }
+CUresult cuInit(unsigned flags) {
+    if (getenv("STUB_HELD_INIT")) {
+        atomic_store(&in_init, 1);
+        while (atomic_load(&in_init)) usleep(1000);
+    }
+    CALL("cuInit", " %u", flags);
+    return 0;
+}
 CUresult cuDeviceGetCount(int *n) { CALL("cuDeviceGetCount", "%s", ""); *n = getenv("STUB_DEVICES") ? atoi(getenv("STUB_DEVICES")) : 2; return 0; }
 CUresult cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 CUresult cuDeviceGetName(char *to, int n, int device) { snprintf(to, n, "Stub %d", device); return 0; }

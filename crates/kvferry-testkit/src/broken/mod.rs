@@ -157,6 +157,23 @@ impl Fault {
                 | Self::PrefersBig
         )
     }
+
+    /// Whether it shows only when the suite has lost its patience: it waits for what does not come.
+    const fn shows_late(self) -> bool {
+        self.hangs()
+            || matches!(
+                self,
+                Self::NotificationLost
+                    | Self::NotificationsReordered
+                    | Self::SilentEventFd
+                    | Self::SleepyWait
+                    | Self::DropCancels
+                    | Self::DeadlinesIgnored
+                    | Self::LeakedCounter
+                    | Self::LeakedSession
+                    | Self::OneDeviceBlocksAll
+            )
+    }
 }
 
 /// The transport in memory.
@@ -170,7 +187,7 @@ pub struct InMemory {
 impl InMemory {
     /// A fabric without a fault.
     pub const fn correct() -> Self {
-        Self { fault: None, effort: Effort::Full, patience: Duration::from_secs(20) }
+        Self { fault: None, effort: Effort::Full, patience: Duration::from_secs(60) }
     }
 
     /// A fabric without a fault that asks the suite for less work.
@@ -178,9 +195,11 @@ impl InMemory {
         Self { fault: None, effort: Effort::Brief, patience: Duration::from_secs(60) }
     }
 
-    /// A fabric with one fault. Asks the suite for less work and a patience of 2.5 s.
+    /// A fabric with one fault. Asks the suite for less work; and for little patience, but more than a busy machine takes,
+    /// if the suite loses it because of the fault.
     pub const fn broken(fault: Fault) -> Self {
-        Self { fault: Some(fault), effort: Effort::Brief, patience: Duration::from_millis(2500) }
+        let patience = Duration::from_secs(if fault.shows_late() { 5 } else { 60 });
+        Self { fault: Some(fault), effort: Effort::Brief, patience }
     }
 }
 

@@ -3,7 +3,7 @@
 //! Jobs wait in one queue. A worker takes the first, moves a slice of it and puts it at the end,
 //! so that small ones are not starved. A piece is moved inside the gates of both regions;
 //! `unregister` closes a gate and waits until every worker has left it. A timer ends a job that is
-//! past its deadline while its worker waits for a device.
+//! past its deadline while it waits in the queue, or its worker for a device that makes no progress.
 
 mod side;
 
@@ -13,15 +13,15 @@ use crate::fabric::{
 };
 use crate::memory::{Memory, MemoryKind};
 use crate::pattern::MARKER;
-use crate::slow::Direction;
+use crate::slow::{Direction, SlowMemory};
 use kvferry::{Access, Notification, Options};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::poll::EventFd;
 use kvferry_sys::sync::{Condvar, Mutex, RwLock};
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -48,7 +48,6 @@ pub(super) fn pair(fault: Option<Fault>) -> Pair {
         shared_buffer: Mutex::new(Arc::new(buffer())),
         cache: Mutex::default(),
         penalty: Mutex::new(None),
-        fills_until: OnceLock::new(),
         was_full: AtomicBool::new(false),
         refusals: AtomicU64::new(0),
     });
@@ -93,7 +92,6 @@ struct Wire {
     shared_buffer: Mutex<Arc<Mapping>>,
     cache: Mutex<HashMap<(u64, u64, usize), Vec<u8>>>,
     penalty: Mutex<Option<Instant>>,
-    fills_until: OnceLock<Instant>,
     was_full: AtomicBool,
     refusals: AtomicU64,
 }
@@ -191,6 +189,12 @@ impl Job {
         let mut moves = self.moves.iter();
         moves.any(|m| m.local.memory.kind() != m.remote.memory.kind())
     }
+
+    /// True if one of its devices makes no progress.
+    fn is_held(&self) -> bool {
+        let mut regions = self.moves.iter().flat_map(|m| [&m.local, &m.remote]);
+        regions.any(|region| region.memory.device().is_some_and(SlowMemory::is_held))
+    }
 }
 
 fn early(kind: &str, quiesced: bool) -> Outcome {
@@ -251,7 +255,7 @@ impl Wire {
     }
 
     fn next_job(&self, queue: &mut VecDeque<Arc<Job>>) -> Option<Arc<Job>> {
-        if self.is_filling(queue) {
+        if self.is_filling() {
             return None;
         }
         let big = |job: &Arc<Job>| job.moved().bytes > PIECE_BYTES as u64;
@@ -262,14 +266,9 @@ impl Wire {
         }
     }
 
-    /// Whether the wire lies still until its queue is full, for a second at most: one that is as
-    /// fast as its callers never has a full queue.
-    fn is_filling(&self, queue: &VecDeque<Arc<Job>>) -> bool {
-        self.has(Fault::FullQueue)
-            && !queue.is_empty()
-            && !self.was_full.load(SeqCst)
-            && Instant::now()
-                < *self.fills_until.get_or_init(|| Instant::now() + Duration::from_secs(1))
+    /// Whether the wire lies still until its queue is full: one that is as fast as its callers never has a full queue.
+    fn is_filling(&self) -> bool {
+        self.has(Fault::FullQueue) && !self.was_full.load(SeqCst)
     }
 
     fn watch_deadlines(self: &Arc<Self>) {
@@ -286,8 +285,12 @@ impl Wire {
                     .collect()
             };
             for job in late {
-                job.cancelled.store(true, SeqCst);
-                self.complete(&job, early("deadline", false));
+                // A worker that moves a piece ends the job afterwards: it may not have read the source yet.
+                let unmoved = job.progress.try_lock();
+                if unmoved.is_some() || job.is_held() {
+                    job.cancelled.store(true, SeqCst);
+                    self.complete(&job, early("deadline", false));
+                }
             }
         }
     }
@@ -375,10 +378,10 @@ impl Wire {
         let _device = (self.has(Fault::OneDeviceBlocksAll)
             && job.moves.iter().any(|m| m.remote.memory.kind() == MemoryKind::Slow))
         .then(|| self.whole_jobs.lock());
+        let mut progress = job.progress.lock();
         if let Some(step) = self.early_end(job) {
             return step;
         }
-        let mut progress = job.progress.lock();
         if progress.resolved.is_none() {
             if let (true, Some(note)) = (self.has(Fault::NotificationBeforeData), &job.note) {
                 self.deliver(1 - job.side, note.clone());
