@@ -7,11 +7,11 @@ const PENALTY: Duration = Duration::from_millis(900);
 
 const REFUSED: [&str; 3] = ["out_of_bounds", "not_registered", "invalid_argument"];
 
-/// Forms in which a move can name memory of a kind.
-fn aims(kind: MemoryKind) -> &'static [Aim] {
-    match kind {
-        MemoryKind::Host => &[Aim::Honest, Aim::Forged, Aim::Address],
-        _ => &[Aim::Honest, Aim::Forged],
+/// Forms in which a move can name some memory.
+fn aims(memory: &Memory) -> &'static [Aim] {
+    match memory.address() {
+        Some(_) => &[Aim::Honest, Aim::Forged, Aim::Address],
+        None => &[Aim::Honest, Aim::Forged],
     }
 }
 
@@ -24,16 +24,16 @@ fn beyond(near: &Region, far: &Region) -> Vec<(String, Move)> {
         (m.remote_offset, m.len, m.aim) = (offset, len, aim);
         cases.push((format!("{what}, {aim:?}"), m));
     };
-    if far.memory.kind() == MemoryKind::Host {
+    if let Some(address) = far.memory.address() {
         case("a byte before", u64::MAX, 1, Aim::Address);
         case("across the start", 8u64.wrapping_neg(), 16, Aim::Address);
         case("far before", (40 * KIB as u64).wrapping_neg(), 4096, Aim::Address);
-        let base = far.memory.span(far.offset, 1).as_ptr() as u64;
+        let base = address + far.offset as u64;
         let last = (u64::MAX - 7).wrapping_sub(base);
         case("around the end of all addresses", last, 16, Aim::Address);
         case("around the null page", 0u64.wrapping_sub(base), 64, Aim::Address);
     }
-    for aim in aims(far.memory.kind()) {
+    for aim in aims(&far.memory) {
         case("a byte after", end, 1, *aim);
         case("across the end", end - 8, 16, *aim);
         case("one byte too long", 0, end + 1, *aim);
@@ -94,7 +94,7 @@ pub(super) fn unregistered_ranges_are_refused(rig: &Rig<'_>) -> Result {
     rig.moved(Write, &[Move::new(&near, 0, &gone, 0, 4096)], "a write while it is registered")?;
     rig.unregister(Side::Far, &gone)?;
     let kinds = ["not_registered", "revoked"];
-    for aim in aims(rig.kind) {
+    for aim in aims(&gone.memory) {
         for way in Way::ALL {
             let what = format!("a {way} of an unregistered region, {aim:?}");
             rig.refused(way, &[Move::new(&near, 0, &gone, 0, 4096).aimed(*aim)], &kinds, &what)?;
@@ -121,7 +121,7 @@ pub(super) fn neighbouring_regions_are_not_one(rig: &Rig<'_>) -> Result {
     let left = rig.register(Side::Far, &memory, 0, 64 * KIB, Access::READ_WRITE)?;
     let right = rig.register(Side::Far, &memory, 64 * KIB, 64 * KIB, Access::READ_WRITE)?;
     for (offset, len) in [(64 * KIB - 8, 16), (0, 128 * KIB), (64 * KIB - 1, 2)] {
-        for aim in aims(rig.kind) {
+        for aim in aims(&memory) {
             let m = [Move::new(&near, 0, &left, offset, len).aimed(*aim)];
             let what = format!("{len} bytes at {offset} across two regions, {aim:?}");
             for way in Way::ALL {
@@ -138,7 +138,7 @@ pub(super) fn a_region_allows_only_what_its_owner_said(rig: &Rig<'_>) -> Result 
     let (near, far) = rig.both(64 * KIB)?;
     for access in [Access::NONE, Access::READ, Access::WRITE, Access::READ_WRITE] {
         let region = rig.area(Side::Far, 64 * KIB, access)?;
-        for aim in aims(rig.kind) {
+        for aim in aims(&region.memory) {
             let moves = [Move::new(&near, 0, &region, 128, 40_000).aimed(*aim)];
             for (way, allowed) in [(Write, access.write), (Read, access.read)] {
                 let what = format!("a {way} with {access:?}, {aim:?}");

@@ -2,8 +2,6 @@
 
 use super::*;
 
-/// The time in which the bytes that an unconfirmed cancel left in a kernel have landed.
-const SOON: Duration = Duration::from_millis(100);
 const WATCHED: Duration = Duration::from_millis(40);
 
 /// A batch of one big descriptor, or of many small ones.
@@ -26,10 +24,9 @@ fn pause(time: Duration) {
 }
 
 pub(super) fn a_cancelled_transfer_ends_as_cancelled_or_done(rig: &Rig<'_>) -> Result {
-    let (near, far) = rig.both(rig.amount(12 * MIB, 3 * MIB))?;
+    let len = rig.amount(12 * MIB, 3 * MIB);
     for (i, delay) in delays(rig) {
-        near.memory.refill();
-        far.memory.refill();
+        let (near, far) = rig.both(len)?;
         let moves = batch(&near, &far, i % 2 == 1);
         let way = if i % 4 < 2 { Write } else { Read };
         let handle = rig.start(way, &moves);
@@ -43,23 +40,22 @@ pub(super) fn a_cancelled_transfer_ends_as_cancelled_or_done(rig: &Rig<'_>) -> R
             rig.check("a transfer cancelled too late")?;
         } else {
             let failure = failed(outcome, &["cancelled"], "a cancelled transfer")?;
-            if rig.fabric.confirms_cancel() {
-                ensure!(failure.is_quiet(), "the peer is live and did not confirm: {failure}");
-            } else {
-                thread::sleep(SOON);
-            }
-            rig.settle()?;
-            near.memory.accept();
-            far.memory.accept();
+            ensure!(
+                failure.is_quiet() || !rig.fabric.confirms_cancel(),
+                "the peer is live and did not confirm: {failure}"
+            );
         }
         handle.cancel();
+        rig.unregister(Side::Near, &near)?;
+        rig.unregister(Side::Far, &far)?;
     }
+    let (near, far) = rig.both(len)?;
     rig.moved(Write, &batch(&near, &far, true), "a write after all those cancels")
 }
 
 pub(super) fn nothing_lands_after_a_confirmed_cancel(rig: &Rig<'_>) -> Result {
-    let (near, far) = rig.both(rig.amount(16 * MIB, 4 * MIB))?;
     for (i, delay) in delays(rig) {
+        let (near, far) = rig.both(rig.amount(16 * MIB, 4 * MIB))?;
         let moves = batch(&near, &far, i % 2 == 0);
         let (way, target) = if i % 4 != 3 { (Write, &far) } else { (Read, &near) };
         let handle = rig.start(way, &moves);
@@ -67,15 +63,13 @@ pub(super) fn nothing_lands_after_a_confirmed_cancel(rig: &Rig<'_>) -> Result {
         handle.cancel();
         let outcome = rig.ended(&*handle, "a cancelled transfer")?;
         println!("cancelled after {delay:?}: {outcome:?}");
-        if outcome.as_ref().is_err_and(|e| !e.is_quiet()) {
-            rig.settle()?;
-            thread::sleep(WATCHED);
-            target.memory.accept();
-            continue;
+        if !outcome.as_ref().is_err_and(|e| !e.is_quiet()) {
+            target.memory.refill();
+            let what = format!("memory after a cancelled transfer ended ({outcome:?})");
+            watch(&target.memory, WATCHED, &what)?;
         }
-        target.memory.refill();
-        let what = format!("memory after a cancelled transfer ended ({outcome:?})");
-        watch(&target.memory, WATCHED, &what)?;
+        rig.unregister(Side::Near, &near)?;
+        rig.unregister(Side::Far, &far)?;
     }
     Ok(())
 }
@@ -84,10 +78,11 @@ pub(super) fn a_cancel_is_not_confirmed_while_the_device_copies(rig: &Rig<'_>) -
     if !needs_device(rig, "a cancel while a device copies") {
         return Ok(());
     }
-    let (near, far) = rig.both(MIB)?;
-    let moves = batch(&near, &far, false);
-    let device = far.device();
+    let near = rig.area(Side::Near, MIB, Access::NONE)?;
     for _ in 0..3 {
+        let far = rig.area(Side::Far, MIB, Access::READ_WRITE)?;
+        let moves = batch(&near, &far, false);
+        let device = far.device();
         device.hold();
         let handle = rig.start(Write, &moves);
         rig.wait_for_copies(device)?;
@@ -103,14 +98,12 @@ pub(super) fn a_cancel_is_not_confirmed_while_the_device_copies(rig: &Rig<'_>) -
             watch(&far.memory, WATCHED, &what)?;
         }
         rig.ended_or_failed(&*handle, &moves, &["cancelled"], "a cancelled write")?;
-        rig.settle()?;
-        thread::sleep(Duration::from_millis(10));
-        far.memory.accept();
+        rig.unregister(Side::Far, &far)?;
     }
     Ok(())
 }
 
-/// Fills the source with the marker right after a transfer ended, and looks for it at the target.
+/// Fills the source with the marker right after a transfer ended, and looks for it at the target. Unregisters the target.
 fn source_is_left_alone(rig: &Rig<'_>, near: &Region, far: &Region, outcome: &Outcome) -> Result {
     near.memory.mark();
     let end = Instant::now() + WATCHED;
@@ -121,15 +114,16 @@ fn source_is_left_alone(rig: &Rig<'_>, near: &Region, far: &Region, outcome: &Ou
             "what was written to the source after the call returned arrived ({outcome:?})"
         );
     }
-    rig.settle()?;
-    far.memory.accept();
+    rig.unregister(Side::Far, far)?;
     near.memory.refill();
     Ok(())
 }
 
 pub(super) fn a_source_is_never_read_after_its_call_returned(rig: &Rig<'_>) -> Result {
-    let (near, far) = rig.both(rig.amount(24 * MIB, 8 * MIB))?;
+    let len = rig.amount(24 * MIB, 8 * MIB);
+    let near = rig.area(Side::Near, len, Access::NONE)?;
     for (i, ms) in [0, 1, 1, 2, 5, 10, 20_000].into_iter().enumerate() {
+        let far = rig.area(Side::Far, len, Access::READ_WRITE)?;
         let timeout = Duration::from_millis(ms).min(rig.patience());
         let moves = batch(&near, &far, i % 2 == 1);
         let outcome = rig.near.transfer(Write, &moves, &within(timeout));
@@ -142,8 +136,10 @@ pub(super) fn a_source_is_never_read_after_its_call_returned(rig: &Rig<'_>) -> R
 }
 
 pub(super) fn a_source_is_never_read_after_a_confirmed_cancel(rig: &Rig<'_>) -> Result {
-    let (near, far) = rig.both(rig.amount(16 * MIB, 4 * MIB))?;
+    let len = rig.amount(16 * MIB, 4 * MIB);
+    let near = rig.area(Side::Near, len, Access::NONE)?;
     for (i, delay) in delays(rig) {
+        let far = rig.area(Side::Far, len, Access::READ_WRITE)?;
         let handle = rig.start(Write, &batch(&near, &far, i % 2 == 0));
         pause(delay);
         handle.cancel();

@@ -55,8 +55,8 @@ struct Held {
 impl Held {
     fn start(rig: &Rig<'_>, side: Side, way: Way) -> Result<Self> {
         let (near, far) = match side {
-            Side::Near => (MemoryKind::Slow, MemoryKind::Host),
-            Side::Far => (MemoryKind::Host, MemoryKind::Slow),
+            Side::Near => (rig.kind, MemoryKind::Host),
+            Side::Far => (MemoryKind::Host, rig.kind),
         };
         let near = area(rig, Side::Near, near, 3 * MIB)?;
         let far = area(rig, Side::Far, far, 3 * MIB)?;
@@ -95,9 +95,8 @@ pub(super) fn a_confirmed_cancel_leaves_no_copy_between_host_and_device(rig: &Ri
             held.what
         );
         rig.ended_or_failed(&*held.handle, &held.moves, &["cancelled"], &held.what)?;
-        rig.settle()?;
-        held.moves[0].local.memory.accept();
-        held.moves[0].remote.memory.accept();
+        rig.unregister(Side::Near, &held.moves[0].local)?;
+        rig.unregister(Side::Far, &held.moves[0].remote)?;
     }
     Ok(())
 }

@@ -117,7 +117,8 @@ macro_rules! scenarios {
         ];
 
         /// One `#[test]` per scenario and kind of memory for a [`Fabric`](crate::Fabric);
-        /// with `host: Host` after it, for host memory only.
+        /// with `host: Host` after it, for host memory only. A fabric without sessions names slow memory by address:
+        /// `host: Host, addressed: Addressed`.
         #[macro_export]
         macro_rules! conformance {
             ($d transport:ident, $d fabric:expr $d(,)?) => {

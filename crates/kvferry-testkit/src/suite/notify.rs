@@ -104,8 +104,10 @@ pub(super) fn a_failed_batch_notifies_nobody(rig: &Rig<'_>) -> Result {
 }
 
 pub(super) fn a_cancelled_batch_notifies_only_with_all_of_its_data(rig: &Rig<'_>) -> Result {
-    let (near, far) = rig.both(rig.amount(8 * MIB, 2 * MIB))?;
+    let len = rig.amount(8 * MIB, 2 * MIB);
+    let near = rig.area(Side::Near, len, Access::NONE)?;
     for us in [0, 100, 600, 2_000, 5_000] {
+        let far = rig.area(Side::Far, len, Access::READ_WRITE)?;
         near.memory.refill();
         let moves = [Move::new(&near, 0, &far, 0, far.len)];
         let handle = rig.near.start(Write, &moves, &rig.noting("maybe", us));
@@ -123,7 +125,7 @@ pub(super) fn a_cancelled_batch_notifies_only_with_all_of_its_data(rig: &Rig<'_>
             let again = rig.far.wait_note(NOTHING_COMES);
             ensure!(again.is_none(), "a cancelled write's notification came twice");
         }
-        far.memory.accept();
+        rig.unregister(Side::Far, &far)?;
     }
     Ok(())
 }

@@ -34,10 +34,11 @@ fn only_outcome(handle: &dyn Handle, patience: Duration, time: Duration) -> Resu
 }
 
 pub(super) fn an_outcome_never_changes(rig: &Rig<'_>) -> Result {
-    let (near, far) = rig.both(MIB)?;
-    let whole = [Move::new(&near, 0, &far, 0, MIB)];
-    let outside = [Move::new(&near, 0, &far, MIB, 64).aimed(Aim::Forged)];
+    let near = rig.area(Side::Near, MIB, Access::NONE)?;
     for round in 0..rig.amount(12, 6) {
+        let far = rig.area(Side::Far, MIB, Access::READ_WRITE)?;
+        let whole = [Move::new(&near, 0, &far, 0, MIB)];
+        let outside = [Move::new(&near, 0, &far, MIB, 64).aimed(Aim::Forged)];
         let (moves, cancelled) = match round % 3 {
             0 => (&whole, false),
             1 => (&outside, false),
@@ -60,22 +61,23 @@ pub(super) fn an_outcome_never_changes(rig: &Rig<'_>) -> Result {
         ensure!(seen.iter().all(|o| *o == seen[0]), "watchers saw different outcomes: {seen:?}");
         ensure!(!(round % 3 == 0 && seen[0].is_err()), "a healthy write failed: {:?}", seen[0]);
         ensure!(!(round % 3 == 1 && seen[0].is_ok()), "a write out of bounds was done");
-        far.memory.accept();
+        rig.unregister(Side::Far, &far)?;
     }
     Ok(())
 }
 
 pub(super) fn the_event_fd_is_readable_once_it_ended(rig: &Rig<'_>) -> Result {
-    let (near, far) = rig.both(2 * MIB)?;
-    let healthy = [Move::new(&near, 0, &far, 0, 2 * MIB)];
-    let outside = [Move::new(&near, 0, &far, 2 * MIB, 1).aimed(Aim::Forged)];
-    for (moves, cancel, after_end) in [
-        (&healthy, false, false),
-        (&healthy, false, true),
-        (&outside, false, false),
-        (&healthy, true, false),
-    ] {
-        let handle = rig.start(Write, moves);
+    let len = 2 * MIB;
+    let near = rig.area(Side::Near, len, Access::NONE)?;
+    for (is_healthy, cancel, after_end) in
+        [(true, false, false), (true, false, true), (false, false, false), (true, true, false)]
+    {
+        let far = rig.area(Side::Far, len, Access::READ_WRITE)?;
+        let moves = match is_healthy {
+            true => [Move::new(&near, 0, &far, 0, len)],
+            false => [Move::new(&near, 0, &far, len, 1).aimed(Aim::Forged)],
+        };
+        let handle = rig.start(Write, &moves);
         if cancel {
             handle.cancel();
         }
@@ -97,10 +99,12 @@ pub(super) fn the_event_fd_is_readable_once_it_ended(rig: &Rig<'_>) -> Result {
             );
         }
         ensure!(handle.poll().is_some(), "the event fd is readable before there is an outcome");
-        far.memory.accept();
+        rig.unregister(Side::Far, &far)?;
     }
     // Not readable while the transfer runs: only a held device makes certain that it does.
+    let far = rig.area(Side::Far, len, Access::READ_WRITE)?;
     if let Some(device) = far.memory.device() {
+        let healthy = [Move::new(&near, 0, &far, 0, len)];
         device.hold();
         let handle = rig.start(Write, &healthy);
         let ready = wait_one(handle.event_fd(), Interest::Read, Some(Duration::from_millis(40)));
@@ -139,14 +143,17 @@ pub(super) fn waiting_does_not_end_a_transfer(rig: &Rig<'_>) -> Result {
 
 pub(super) fn a_wait_ends_with_its_transfer(rig: &Rig<'_>) -> Result {
     let len = rig.amount(8 * MIB, 2 * MIB);
-    let (near, far) = rig.both(len)?;
-    let healthy = [Move::new(&near, 0, &far, 0, len)];
-    let outside = [Move::new(&near, 0, &far, len, 1).aimed(Aim::Forged)];
+    let near = rig.area(Side::Near, len, Access::NONE)?;
     let allowed = rig.patience();
     // Longer than anything that may be waited for here.
     let timeout = rig.patience() + Duration::from_secs(3600);
-    for (moves, cancel) in [(&healthy, false), (&outside, false), (&healthy, true)] {
-        let handle = rig.start(Write, moves);
+    for (is_healthy, cancel) in [(true, false), (false, false), (true, true)] {
+        let far = rig.area(Side::Far, len, Access::READ_WRITE)?;
+        let moves = match is_healthy {
+            true => [Move::new(&near, 0, &far, 0, len)],
+            false => [Move::new(&near, 0, &far, len, 1).aimed(Aim::Forged)],
+        };
+        let handle = rig.start(Write, &moves);
         let late = thread::scope(|scope| {
             let (tell, told) = mpsc::channel();
             for _ in 0..3 {
@@ -174,7 +181,7 @@ pub(super) fn a_wait_ends_with_its_transfer(rig: &Rig<'_>) -> Result {
             (0..3).any(|_| told.recv_timeout(allowed).is_err())
         });
         ensure!(!late, "a transfer has an outcome and a thread that waits for it does not notice");
-        far.memory.accept();
+        rig.unregister(Side::Far, &far)?;
     }
     Ok(())
 }
@@ -232,10 +239,7 @@ fn deadlines_while_held(rig: &Rig<'_>, near: &Region, far: &Region, device: &Slo
             "a deadline of {timeout:?} was answered after {took:?}"
         );
     }
-    rig.settle()?;
-    thread::sleep(Duration::from_millis(20));
-    far.memory.accept();
-    Ok(())
+    rig.settle()
 }
 
 pub(super) fn a_deadline_is_honoured(rig: &Rig<'_>) -> Result {
@@ -268,11 +272,13 @@ pub(super) fn a_deadline_is_honoured(rig: &Rig<'_>) -> Result {
         rig.unregister(Side::Far, &far)?;
     }
     near.memory.accept();
+    let held = rig.area(Side::Far, len, Access::READ_WRITE)?;
+    if let Some(device) = held.memory.device() {
+        deadlines_while_held(rig, &near, &held, device)?;
+    }
+    rig.unregister(Side::Far, &held)?;
     let far = rig.area(Side::Far, len, Access::READ_WRITE)?;
     let moves = [Move::new(&near, 0, &far, 0, len)];
-    if let Some(device) = far.memory.device() {
-        deadlines_while_held(rig, &near, &far, device)?;
-    }
     rig.moved(Write, &moves, "a write after all those deadlines")
 }
 

@@ -62,8 +62,8 @@ pub(super) fn nothing_is_read_after_unregister_returned(rig: &Rig<'_>) -> Result
 
 pub(super) fn a_local_region_is_left_alone_after_unregister_returned(rig: &Rig<'_>) -> Result {
     let len = rig.amount(16 * MIB, 4 * MIB);
-    let far = rig.area(Side::Far, len, Access::READ_WRITE)?;
     for (i, delay) in delays(rig) {
+        let far = rig.area(Side::Far, len, Access::READ_WRITE)?;
         let near = rig.area(Side::Near, len, Access::NONE)?;
         let moves = [Move::new(&near, 0, &far, 0, len)];
         let way = Way::ALL[i % 2];
@@ -82,7 +82,7 @@ pub(super) fn a_local_region_is_left_alone_after_unregister_returned(rig: &Rig<'
             !far.memory.holds_marker(),
             "a write sent bytes that were there only after unregister returned"
         );
-        far.memory.accept();
+        rig.unregister(Side::Far, &far)?;
     }
     Ok(())
 }
