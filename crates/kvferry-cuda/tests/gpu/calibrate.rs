@@ -7,7 +7,7 @@ use kvferry_cuda::gpu::Settings;
 use kvferry_cuda::{Calibration, DeviceKey, Gpu, Method};
 use kvferry_fakecuda::Fault;
 use kvferry_sys::cuda::Stream;
-use kvferry_testkit::{Watchdog, eventually};
+use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::time::Duration;
 
 /// Batches of small pieces after which a GPU is measured.
@@ -18,7 +18,7 @@ const PATIENT: Settings = Settings {
     method: None,
     is_uncalibrated: false,
     blocks_max: None,
-    patience: Some(Duration::from_secs(40)),
+    patience: Some(PATIENCE),
 };
 
 /// The time after which a measurement that waits for a kernel is given up: longer than a thread stops before.
