@@ -158,28 +158,32 @@ pub(super) fn a_region_allows_only_what_its_owner_said(rig: &Rig<'_>) -> Result 
 }
 
 pub(super) fn one_bad_descriptor_fails_the_batch_and_lands_nothing_beyond(rig: &Rig<'_>) -> Result {
-    let (near, far) = rig.both(512 * KIB)?;
+    let (near, other) = rig.both(512 * KIB)?;
     let protected = rig.area(Side::Far, 64 * KIB, Access::READ)?;
     let count = 100;
-    let good: Vec<_> =
-        (0..count).map(|i| Move::new(&near, i * 4096, &far, i * 4096, 3000)).collect();
-    let bad = [
-        ("out of bounds", Move::new(&near, 0, &far, far.len - 100, 4096).aimed(Aim::Forged)),
-        ("protected", Move::new(&near, 0, &protected, 0, 4096).aimed(Aim::Forged)),
-    ];
     let denied = if rig.fabric.names_regions() { "access_denied" } else { "not_registered" };
-    for (what, bad) in bad {
+    for what in ["out of bounds", "protected"] {
         for place in [0, count / 2, count] {
             near.memory.refill();
-            let mut moves = good.clone();
-            moves.insert(place, bad.clone());
+            let far = rig.area(Side::Far, 512 * KIB, Access::READ_WRITE)?;
+            let mut moves: Vec<_> =
+                (0..count).map(|i| Move::new(&near, i * 4096, &far, i * 4096, 3000)).collect();
+            let bad = match what {
+                "protected" => Move::new(&near, 0, &protected, 0, 4096),
+                _ => Move::new(&near, 0, &far, far.len - 100, 4096),
+            };
+            moves.insert(place, bad.aimed(Aim::Forged));
             let what = format!("a batch with a descriptor that is {what} at place {place}");
             failed(rig.transfer(Write, &moves), &["out_of_bounds", denied], &what)?;
-            for m in &good {
+            // The others may land until then.
+            rig.unregister(Side::Far, &far)?;
+            moves.remove(place);
+            for m in &moves {
                 far.memory.accept_range(m.remote_offset as usize, m.len as usize);
             }
+            far.memory.check(&what)?;
             rig.check(&what)?;
-            healthy(rig, &near, &far, &what)?;
+            healthy(rig, &near, &other, &what)?;
         }
     }
     Ok(())

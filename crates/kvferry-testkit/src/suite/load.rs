@@ -144,15 +144,17 @@ pub(super) fn gauges_return_to_zero(rig: &Rig<'_>) -> Result {
         let refused = rig.start(Write, &outside);
         rig.ended(&*healthy, "a write")?.map_err(|e| Violation::new(e.to_string()))?;
         drop(rig.ended(&*refused, "a refused write")?);
-        let cancelled = rig.start(Read, &whole);
+        // The peer may serve at any time what was sent before a cancel or a deadline: in regions of their own.
+        let [source, target] = [(); 2].map(|()| rig.area(Side::Far, MIB, Access::READ_WRITE));
+        let (source, target) = (source?, target?);
+        let cancelled = rig.start(Read, &[Move::new(&near, 0, &source, 0, MIB)]);
         cancelled.cancel();
         drop(rig.ended(&*cancelled, "a cancelled read")?);
-        // What was sent before the deadline may arrive at any time: into a region of its own.
-        let aside = rig.area(Side::Far, MIB, Access::READ_WRITE)?;
-        let to_aside = [Move::new(&near, 0, &aside, 0, MIB)];
-        let late = rig.near.start(Write, &to_aside, &within(Duration::from_micros(300)));
+        let to_target = [Move::new(&near, 0, &target, 0, MIB)];
+        let late = rig.near.start(Write, &to_target, &within(Duration::from_micros(300)));
         drop(rig.ended(&*late, "a late write")?);
-        rig.unregister(Side::Far, &aside)?;
+        rig.unregister(Side::Far, &source)?;
+        rig.unregister(Side::Far, &target)?;
         drop(rig.near.start(Write, &to_doomed, &rig.noting("done", round)));
         drop(rig.far.wait_note(rig.patience()));
         rig.settle()?;

@@ -86,46 +86,64 @@ pub(super) fn notifications_keep_the_order_of_their_caller(rig: &Rig<'_>) -> Res
 }
 
 pub(super) fn a_failed_batch_notifies_nobody(rig: &Rig<'_>) -> Result {
-    let (near, far) = rig.both(64 * KIB)?;
+    let near = rig.area(Side::Near, 64 * KIB, Access::NONE)?;
     let read_only = rig.area(Side::Far, 4 * KIB, Access::READ)?;
-    let refused = [
-        Move::new(&near, 0, &far, far.len - 10, 20).aimed(Aim::Forged),
-        Move::new(&near, 0, &read_only, 0, 20).aimed(Aim::Forged),
-    ];
-    for m in refused {
-        let moves = [Move::new(&near, 0, &far, 0, 100), m];
+    for is_protected in [false, true] {
+        let far = rig.area(Side::Far, 64 * KIB, Access::READ_WRITE)?;
+        let refused = match is_protected {
+            false => Move::new(&near, 0, &far, far.len - 10, 20),
+            true => Move::new(&near, 0, &read_only, 0, 20),
+        };
+        let moves = [Move::new(&near, 0, &far, 0, 100), refused.aimed(Aim::Forged)];
         let outcome = rig.near.transfer(Write, &moves, &rig.noting("refused", 0));
         ensure!(outcome.is_err(), "a refused batch was done");
         let note = rig.far.wait_note(NOTHING_COMES);
         ensure!(note.is_none(), "a batch failed and its notification came");
+        // The first descriptor may land until then.
+        rig.unregister(Side::Far, &far)?;
         far.memory.accept_range(0, 100);
+        far.memory.check("after a refused batch")?;
     }
     Ok(())
 }
 
 pub(super) fn a_cancelled_batch_notifies_only_with_all_of_its_data(rig: &Rig<'_>) -> Result {
     let len = rig.amount(8 * MIB, 2 * MIB);
-    let near = rig.area(Side::Near, len, Access::NONE)?;
-    for us in [0, 100, 600, 2_000, 5_000] {
-        let far = rig.area(Side::Far, len, Access::READ_WRITE)?;
-        near.memory.refill();
-        let moves = [Move::new(&near, 0, &far, 0, far.len)];
-        let handle = rig.near.start(Write, &moves, &rig.noting("maybe", us));
+    let mut batches = Vec::new();
+    for (batch, us) in [0, 100, 600, 2_000, 5_000].into_iter().enumerate() {
+        let (near, far) = rig.both(len)?;
+        let moves = [Move::new(&near, 0, &far, 0, len)];
+        let handle = rig.near.start(Write, &moves, &rig.noting("maybe", batch));
+        batches.push((near, far.clone(), false));
         thread::sleep(Duration::from_micros(us));
         handle.cancel();
         if rig.ended(&*handle, "a cancelled write")?.is_ok() {
-            let note = rig.far.wait_note(rig.patience());
-            ensure!(note.is_some(), "a write was done and its notification never came");
-        } else if rig.far.wait_note(NOTHING_COMES).is_some() {
-            // The cancel crossed the answer on its way: all of the data is there.
-            ensure!(
-                far.memory.load(0, far.len) == near.memory.load(0, far.len),
-                "a cancelled write's notification came without its data"
-            );
-            let again = rig.far.wait_note(NOTHING_COMES);
-            ensure!(again.is_none(), "a cancelled write's notification came twice");
+            while !batches[batch].2 {
+                let came = whole_batch_notifies(rig, &mut batches, rig.patience())?;
+                ensure!(came, "a write was done and its notification never came");
+            }
         }
+        while whole_batch_notifies(rig, &mut batches, NOTHING_COMES)? {}
         rig.unregister(Side::Far, &far)?;
     }
     Ok(())
+}
+
+/// Takes a notification of one of these batches, if one comes in this time: their sources, their targets, and whether
+/// each has notified. That of a cancelled batch may come late: the cancel crossed the answer on its way.
+fn whole_batch_notifies(
+    rig: &Rig<'_>,
+    batches: &mut [(Region, Region, bool)],
+    time: Duration,
+) -> Result<bool> {
+    let Some(note) = rig.far.wait_note(time) else { return Ok(false) };
+    let batch = batches.get_mut(number(&note)?);
+    let (near, far, has_notified) =
+        batch.ok_or_else(|| Violation::new(format!("of no batch: {note:?}")))?;
+    ensure!(
+        far.memory.load(0, far.len) == near.memory.load(0, near.len),
+        "a cancelled write's notification came without its data"
+    );
+    ensure!(!std::mem::replace(has_notified, true), "a cancelled write's notification came twice");
+    Ok(true)
 }

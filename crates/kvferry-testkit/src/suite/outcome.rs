@@ -286,18 +286,26 @@ pub(super) fn a_failing_device_fails_its_transfer(rig: &Rig<'_>) -> Result {
     if !needs_device(rig, "a failing device") {
         return Ok(());
     }
-    let (near, far) = rig.both(MIB)?;
-    let moves = [Move::new(&near, 0, &far, 0, MIB)];
-    for (side, way) in [(&near, Write), (&near, Read), (&far, Write), (&far, Read)] {
-        side.device().fail_next(1);
+    let (near, mut far) = rig.both(MIB)?;
+    for (side, way) in
+        [(Side::Near, Write), (Side::Near, Read), (Side::Far, Write), (Side::Far, Read)]
+    {
+        let failing = if side == Side::Near { &near } else { &far };
+        failing.device().fail_next(1);
         ensure!(
-            rig.transfer(way, &moves).is_err(),
+            rig.transfer(way, &[Move::new(&near, 0, &far, 0, MIB)]).is_err(),
             "a copy failed on the device and the transfer says done"
         );
-        rig.settle()?;
-        thread::sleep(Duration::from_millis(20));
+        // What the peer has not read yet it serves later, as long as the region is registered.
+        rig.unregister(Side::Far, &far)?;
+        far = match rig.fabric.names_regions() {
+            // Late requests name the region before. The device is the same.
+            true => rig.register(Side::Far, &far.memory, 0, MIB, Access::READ_WRITE)?,
+            false => rig.area(Side::Far, MIB, Access::READ_WRITE)?,
+        };
         near.memory.accept();
         far.memory.accept();
+        let moves = [Move::new(&near, 0, &far, 0, MIB)];
         rig.lands(Write, &moves, "a write after the device failed one copy")?;
     }
     Ok(())
@@ -315,9 +323,11 @@ pub(super) fn a_stuck_device_does_not_stop_other_regions(rig: &Rig<'_>) -> Resul
     device.hold();
     let moves = [Move::new(&near, 0, &stuck, 0, MIB)];
     let held = rig.start(Write, &moves);
-    let result = (0..5).try_for_each(|_| {
-        near.memory.accept();
-        rig.moved(Write, &other, "a write to a healthy region while a device is stuck")
+    let result = rig.wait_for_copies(device).and_then(|()| {
+        (0..5).try_for_each(|_| {
+            near.memory.accept();
+            rig.moved(Write, &other, "a write to a healthy region while a device is stuck")
+        })
     });
     device.release();
     result?;
