@@ -71,7 +71,7 @@ faults! {
     MergedNeighbours => neighbouring_regions_are_not_one,
     /// Does not check the access of a region.
     UncheckedAccess => a_region_allows_only_what_its_owner_said,
-    /// Pauses all traffic for a second after a refusal.
+    /// Holds the next transfer up for a second after a refusal.
     PenaltyAfterRefusal => out_of_bounds_is_refused_and_nothing_lands,
     /// Fails concurrent transfers after a refusal.
     RefusalFailsAll => refusals_do_not_disturb_healthy_traffic,

@@ -47,7 +47,7 @@ pub(super) fn pair(fault: Option<Fault>) -> Pair {
         whole_jobs: Mutex::new(()),
         shared_buffer: Mutex::new(Arc::new(buffer())),
         cache: Mutex::default(),
-        penalty: Mutex::new(None),
+        penalty: AtomicBool::new(false),
         was_full: AtomicBool::new(false),
         refusals: AtomicU64::new(0),
     });
@@ -91,7 +91,8 @@ struct Wire {
     whole_jobs: Mutex<()>,
     shared_buffer: Mutex<Arc<Mapping>>,
     cache: Mutex<HashMap<(u64, u64, usize), Vec<u8>>>,
-    penalty: Mutex<Option<Instant>>,
+    /// The next transfer is held up.
+    penalty: AtomicBool,
     was_full: AtomicBool,
     refusals: AtomicU64,
 }
@@ -238,9 +239,8 @@ impl Wire {
                 continue;
             };
             drop(queue);
-            let penalty = *self.penalty.lock();
-            if let Some(until) = penalty {
-                thread::sleep(until.saturating_duration_since(Instant::now()));
+            if self.penalty.swap(false, SeqCst) {
+                thread::sleep(Duration::from_secs(1));
             }
             let mut step = self.step(&job, &own);
             while turn.is_some() && matches!(step, Step::Again) {
@@ -460,7 +460,7 @@ impl Wire {
     fn refuse(&self, job: &Job, failure: Failure) -> Step {
         self.refusals.fetch_add(1, SeqCst);
         if self.has(Fault::PenaltyAfterRefusal) {
-            *self.penalty.lock() = Some(Instant::now() + Duration::from_secs(1));
+            self.penalty.store(true, SeqCst);
         }
         Step::End(if self.has(Fault::SwallowedError) { Ok(job.moved()) } else { Err(failure) })
     }
@@ -527,6 +527,10 @@ impl Wire {
         });
         enter(source)?;
         enter(target)?;
+        if [source, target].into_iter().any(|it| ignores_gates(it) && !it.alive.load(SeqCst)) {
+            // The owner has the time to write all of the memory anew.
+            thread::sleep(Duration::from_millis(20));
+        }
         let shared = self.has(Fault::SharedBuffer).then(|| Arc::clone(&self.shared_buffer.lock()));
         let span = shared.as_ref().unwrap_or(own).span(0, len);
         let at = |region: &Registered, at: u64| (region.offset as u64).wrapping_add(at) as isize;

@@ -105,8 +105,8 @@ pub(super) fn a_close_waits_for_the_copies_of_its_devices(rig: &Rig<'_>) -> Resu
     if !needs_device(rig, "a close while a device copies") {
         return Ok(());
     }
-    // The near device is written by a read, the far one by a write.
-    for (side, way) in [(Side::Near, Read), (Side::Far, Write)] {
+    // The near device is written by a read, the far one by a write. Each twice: a thread that is late to close sees no copy.
+    for (side, way) in [(Side::Near, Read), (Side::Far, Write)].repeat(2) {
         let rig = Rig::new(rig.fabric, rig.kind)?;
         let held = Held::start(&rig, side, way)?;
         let device = held.device().device();
