@@ -52,7 +52,7 @@ impl AgentFabric {
             io_threads: None,
             secret: None,
             effort: Effort::Full,
-            patience: Duration::from_secs(20),
+            patience: Duration::from_secs(60),
         }
     }
 

@@ -39,7 +39,7 @@ pub trait Fabric: Send + Sync {
 
     /// The longest that one healthy operation may take on a loaded machine.
     fn patience(&self) -> Duration {
-        Duration::from_secs(20)
+        Duration::from_secs(60)
     }
 }
 

@@ -54,8 +54,8 @@ fn on_gpu() -> AgentFabric {
         settings: &[("mooncake", "true")],
         has_sessions: false,
         effort: Effort::Brief,
-        // Each descriptor is a request of its own, and a copy of the GPU: 7000 take a minute.
-        patience: PATIENCE / 2,
+        // Each descriptor is a request of its own, and a copy of the GPU: 7000 take a minute on an idle machine.
+        patience: 2 * PATIENCE,
         ..AgentFabric::new("mooncake")
     }
 }
