@@ -30,7 +30,7 @@ fn small_agent() -> Agent {
 fn write_once(agent: &Agent, address: &str, region: &ChildRegion) {
     let from = source(agent, 1024, 1);
     let peer = agent.peer(address).expect("an address");
-    peer.write(&batch(&from, &region.remote, 1024), &within(within_ten())).expect("a session");
+    peer.write(&batch(&from, &region.remote, 1024), &within(PATIENCE)).expect("a session");
 }
 
 #[test]
@@ -126,7 +126,7 @@ fn further_streams_beyond_a_quarter_of_the_descriptors_are_refused_and_transfers
         let peer = agent.peer(&address).expect("an address");
         let moves = batch(&from, &region.remote, 64 * KIB);
         for _ in 0..3 {
-            let options = Options { streams: Some(64), ..within(within_ten()) };
+            let options = Options { streams: Some(64), ..within(PATIENCE) };
             peer.write(&moves, &options).expect("there is one stream at least");
         }
         assert!(child.matches(&region, number as u64));
@@ -143,10 +143,10 @@ fn processes_that_copy_by_themselves_beyond_their_share_of_the_descriptors_go_ov
     let agents: Vec<_> = (0..10).map(|_| agent_over("local,tcp")).collect();
     let moved = agents.iter().enumerate().map(|(number, agent)| {
         let peer = agent.peer(&address).expect("an address");
-        peer.connect(within_ten()).expect("there is room for its session");
+        peer.connect(PATIENCE).expect("there is room for its session");
         let from = source(agent, 64 * KIB, number as u64);
         let moves = batch(&from, &region.remote, 4096);
-        peer.write(&moves, &within(within_ten())).expect("local or tcp").transport
+        peer.write(&moves, &within(PATIENCE)).expect("local or tcp").transport
     });
     let local = moved.filter(|kind| *kind == Some(kvferry::TransportKind::LOCAL)).count();
     // A quarter of 80 descriptors, three for each process.

@@ -241,10 +241,14 @@ fn a_killed_peer_fails_writes_at_once_and_a_restarted_peer_is_reconnected() {
 fn writes_to_a_stopped_peer_succeed_and_it_finds_the_bytes_when_it_resumes() {
     let _bound = bounded();
     let Pair { agent: _agent, from, mut child, region, peer, .. } = local_pair_within(MIB, SILENCE);
-    peer.connect(PATIENCE).expect("it is there");
-    child.stop();
     let moves = batch(&from, &region.remote, 4096);
-    peer.write(&moves, &Options::default()).expect("its memory is there");
+    // A process that does not run for a part of the limit ends the session, once.
+    eventually("a write while its memory is there and it does not run", || {
+        child.resume();
+        let is_there = peer.connect(PATIENCE).is_ok();
+        child.stop();
+        is_there && peer.write(&moves, &Options::default()).is_ok()
+    });
     // A notification needs an answer of the peer.
     let note = kvferry::Notification::new("n", "m");
     let options = Options { notify: Some(note), ..within(NEVER) };
@@ -254,7 +258,7 @@ fn writes_to_a_stopped_peer_succeed_and_it_finds_the_bytes_when_it_resumes() {
     child.resume();
     assert!(child.matches(&region, 1));
     refill(&from, 3);
-    peer.write(&moves, &Options::default()).expect("the first call to a resumed peer");
+    eventually("a call to a resumed peer", || peer.write(&moves, &Options::default()).is_ok());
     assert!(child.matches(&region, 3));
     let names = child.call(json!({"op": "notifications"}));
     assert_eq!(
@@ -406,7 +410,7 @@ fn falls_back(what: &str, prepare: impl Fn(&mut Child), words: &[&str]) {
     // From this process to the child, and back: at least one direction is refused.
     let summary = peer.connect(PATIENCE).expect("there is tcp");
     let back = child.call(json!({
-        "op": "connect", "peer": agent.advertised(), "timeout_ms": 5_000,
+        "op": "connect", "peer": agent.advertised(), "timeout_ms": 60_000,
     }));
     println!("{what}: {:?}; the other way {}", summary.fallback, back["fallback"]);
     let ours = private(&agent, MIB, Access::READ_WRITE, 1);
@@ -582,7 +586,7 @@ fn another_network_namespace_falls_back_to_tcp_and_is_named() {
     let mut target = Child::spawn_in(&network.far);
     config["listen"] = json!(format!("{}:0", Network::FAR));
     let address = target.start(config);
-    let summary = writer.call(json!({"op": "connect", "peer": address, "timeout_ms": 5_000}));
+    let summary = writer.call(json!({"op": "connect", "peer": address, "timeout_ms": 60_000}));
     assert_eq!(summary["transport"], "tcp");
     let fallback = summary["fallback"].as_str().expect("a reason");
     assert!(fallback.contains("another network namespace"), "{fallback}");

@@ -64,7 +64,7 @@ fn a_wrong_or_missing_secret_is_a_clear_error_on_both_sides() {
         assert_eq!(stats["sessions"], 0, "{what}");
         // The same from the other side.
         let theirs = child
-            .try_call(json!({"op": "connect", "peer": agent.advertised(), "timeout_ms": 5000}));
+            .try_call(json!({"op": "connect", "peer": agent.advertised(), "timeout_ms": 60_000}));
         let mirrored = match kind {
             ErrorKind::AuthRequired => ErrorKind::AuthUnsupported,
             ErrorKind::AuthUnsupported => ErrorKind::AuthRequired,
