@@ -12,7 +12,7 @@ from typing import Any
 import kvferry
 import pytest
 from fake_gpu import COMPUTE, LIBRARY, Array, Driver, Event, Stream
-from kit import eventually
+from kit import NEVER, PATIENCE, eventually
 
 NBYTES = 1 << 18
 BLOCK = 4096
@@ -29,6 +29,11 @@ def driver(loaded: Driver) -> Iterator[Driver]:
     yield loaded
     loaded.hold(0)
     assert loaded.findings() == ""
+
+
+@pytest.fixture(autouse=True)
+def _no_session_ends_by_silence(_settings_come_from_the_tests: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_SILENCE_MS", str(int(NEVER * 1000)))
 
 
 @pytest.fixture
@@ -74,7 +79,7 @@ def test_a_gpu_array_goes_to_a_file_and_back_after_what_computes_it(
     transfer = files.write_async(batch, after=stream)
     assert transfer.wait(0.02) is None, "the kernel has not run"
     driver.hold(0)
-    assert transfer.wait(30) is not None
+    assert transfer.wait(PATIENCE) is not None
     assert path.read_bytes() == bytes([7]) * NBYTES
     content = b"".join(bytes([number]) * BLOCK for number in range(NBYTES // BLOCK))
     array.content = content
@@ -126,7 +131,7 @@ def test_a_write_comes_after_what_it_names(driver: Driver, agent: kvferry.Agent,
     transfer = agent.peer(far.address).write_async(batch, after=after)
     assert transfer.wait(0.02) is None, "the kernel has not run"
     driver.hold(0)
-    assert transfer.wait(30) is not None
+    assert transfer.wait(PATIENCE) is not None
     assert host == bytes([7]) * NBYTES
 
 
@@ -171,10 +176,10 @@ def test_an_agents_order_counts_for_what_names_none(
     for transfer in transfers:
         assert transfer.wait(0.02) is None, "the kernel has not run"
     # What a transfer names itself counts alone.
-    assert peer.write_async(named, after=Stream(driver)).wait(30) is not None
+    assert peer.write_async(named, after=Stream(driver)).wait(PATIENCE) is not None
     driver.hold(0)
     for transfer in transfers:
-        assert transfer.wait(30) is not None
+        assert transfer.wait(PATIENCE) is not None
     assert host == (tmp_path / "cache").read_bytes() == bytes([7]) * NBYTES
     with pytest.raises(TypeError, match="after must be a stream"):
         agent.set_after("now")  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import vllm_stand_in as vllm
 from fake_gpu import COMPUTE, LIBRARY, Array, Driver, Stream
+from kit import NEVER, PATIENCE
 from kvferry._engine.identity.vllm import LayerFacts
 from vllm_stand_in import Request
 
@@ -115,7 +116,7 @@ class Engine:
         self.received |= results.finished_recving
         self.failed |= results.failed_recving
 
-    def until(self, has_ended: Callable[[], bool], seconds: float = 20) -> bool:
+    def until(self, has_ended: Callable[[], bool], seconds: float = PATIENCE) -> bool:
         """Runs steps without requests until the condition holds. False if it does not within `seconds`."""
         deadline = time.monotonic() + seconds
         while not has_ended():
@@ -139,6 +140,7 @@ def driver() -> Driver:
 @pytest.fixture
 def engines(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Engine]]:
     vllm.install(monkeypatch)
+    monkeypatch.setenv("KVFERRY_SILENCE_MS", str(int(NEVER * 1000)))
     module = importlib.import_module("kvferry.vllm._connector")
     monkeypatch.setattr(module, "check_connector", lambda: None)
     monkeypatch.setattr(module, "of_vllm", lambda *_: SimpleNamespace(properties=lambda: {"model": "m"}))

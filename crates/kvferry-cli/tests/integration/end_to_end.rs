@@ -160,7 +160,9 @@ fn demo_with_a_killed_engine(requests: usize) -> (Output, String) {
     }
     let pid = line.split([' ', ',']).nth(4).and_then(|pid| pid.parse().ok()).expect("its number");
     std::thread::sleep(Duration::from_millis(100));
-    kill(pid, Signal::KILL);
+    // The demo may have ended, and its engine with it.
+    let engine = Pid::from_raw(pid).expect("not zero");
+    let _ = kill_process(engine, Signal::KILL);
     let mut errors = String::new();
     said.read_to_string(&mut errors).expect("text");
     (demo.wait_with_output().expect("it ends"), errors)

@@ -24,7 +24,7 @@ impl MessageHandler for NoMessages {
 
 fn agent() -> Agent {
     let any = std::net::SocketAddr::from(([127, 0, 0, 1], 0));
-    Agent::builder().listen(any).start().expect("an agent")
+    Agent::builder().listen(any).silence(PATIENCE).start().expect("an agent")
 }
 
 /// The agent's control thread takes the rank's lock for each message and sends the heartbeats.

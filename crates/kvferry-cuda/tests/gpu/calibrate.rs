@@ -24,7 +24,7 @@ const PATIENT: Settings = Settings {
 /// The time after which a measurement that waits for a kernel is given up: longer than a thread stops before.
 const STUCK: Duration = Duration::from_secs(5);
 /// The timeout of writes while a kernel is held.
-const BRIEF: Duration = Duration::from_secs(20);
+const BRIEF: Duration = Duration::from_secs(60);
 
 /// Writes from GPU 0, with memory that is registered until the value is dropped.
 struct Writes {

@@ -141,7 +141,7 @@ fn notifications_can_be_waited_for_with_a_descriptor() {
             let note = Notification::new(format!("note {round}"), vec![i]);
             peer.notify(note, &Options::default()).expect("delivered");
         }
-        assert!(readable(fd, Duration::from_secs(5)), "five are queued");
+        assert!(readable(fd, PATIENCE), "five are queued");
         let got: Vec<_> = far.notifications().into_iter().map(|n| n.message).collect();
         assert_eq!(got, [[0], [1], [2], [3], [4]]);
         assert!(!readable(fd, Duration::from_millis(20)), "none is queued any more");
@@ -234,7 +234,7 @@ fn a_batch_holds_regions_of_one_incarnation_only() {
     let peer = near.peer(far.advertised()).expect("an address");
     assert_eq!(kind(peer.write(&wrong, &Options::default())), ErrorKind::StaleIncarnation);
     let wrong = peer.write_async(&wrong, &Options::default());
-    let outcome = wrong.wait(Duration::from_secs(5)).expect("refused at once");
+    let outcome = wrong.wait(PATIENCE / 2).expect("refused at once");
     assert_eq!(kind(outcome), ErrorKind::StaleIncarnation);
     peer.write(&mixed, &Options::default()).expect("the right incarnation");
 }
@@ -284,7 +284,7 @@ fn a_peer_reports_its_name_and_its_accessible_regions() {
     let far = builder().name("far away").start().expect("an agent");
     let peer = near.peer(far.advertised()).expect("an address");
     assert_eq!(peer.transport(), None, "no call has connected yet");
-    let summary = peer.connect(Duration::from_secs(5)).expect("it is there");
+    let summary = peer.connect(PATIENCE).expect("it is there");
     assert_eq!(summary.name, "far away");
     assert_eq!(summary.incarnation, Some(far.incarnation()));
     assert_eq!((summary.transport, summary.fallback), (TransportKind::LOCAL, None));
@@ -296,12 +296,12 @@ fn a_peer_reports_its_name_and_its_accessible_regions() {
     let wanted: Vec<_> =
         (0..3000).map(|_| far.allocate(64, Access::READ).expect("memory").remote()).collect();
     far.allocate(64, Access::NONE).expect("memory");
-    let mut listed = peer.regions(Duration::from_secs(5)).expect("it answers");
+    let mut listed = peer.regions(PATIENCE).expect("it answers");
     listed.sort_by_key(|r| r.id);
     assert_eq!(listed, wanted, "all accessible regions, and no other");
     peer.disconnect();
     assert_eq!(peer.transport(), None);
-    peer.connect(Duration::from_secs(5)).expect("connected again");
+    peer.connect(PATIENCE).expect("connected again");
     assert_eq!(kind(near.peer("no port here")), ErrorKind::InvalidArgument);
 }
 
@@ -389,7 +389,7 @@ fn a_shutdown_during_transfers_returns() {
                     scope.spawn(|| {
                         while !ended.load(Ordering::Relaxed) {
                             let transfer = peer.write_async(&moves, &Options::default());
-                            let outcome = transfer.wait(Duration::from_secs(10));
+                            let outcome = transfer.wait(PATIENCE / 2);
                             drop(outcome.expect("every transfer ends"));
                         }
                     })
@@ -402,7 +402,7 @@ fn a_shutdown_during_transfers_returns() {
                 stopping.shutdown();
                 let _ = done.send(());
             });
-            let stopped = stopped.recv_timeout(Duration::from_secs(10));
+            let stopped = stopped.recv_timeout(PATIENCE / 2);
             ended.store(true, Ordering::Relaxed);
             stopped.expect("a shutdown ends");
             callers.into_iter().for_each(|c| c.join().expect("callers don't panic"));
@@ -602,7 +602,7 @@ fn every_shutdown_and_unregister_call_waits_for_the_copies_of_a_device() {
         };
         let ended = ended_late(&far, &device, &calls);
         assert_eq!(ended, outcomes.map(|outcome| (outcome, false)), "{case}");
-        let outcome = writing.wait(Duration::from_secs(20)).expect("it ends");
+        let outcome = writing.wait(PATIENCE / 2).expect("it ends");
         assert!(case != "shutdowns" || outcome.is_err(), "the peer is gone");
         assert!(!to.is_quarantined());
     }
@@ -613,10 +613,10 @@ fn healthy_write(near: &Agent, far: &Agent, when: &str) {
     let from = filled(near, 4096, Access::NONE, 7);
     let to = far.allocate(4096, Access::READ_WRITE).expect("memory");
     let peer = near.peer(far.advertised()).expect("an address");
-    let options = Options { timeout: Some(Duration::from_secs(10)), ..Options::default() };
+    let options = Options { timeout: Some(PATIENCE / 2), ..Options::default() };
     for _ in 0..3 {
         let writing = peer.write_async(&batch(&from, &to.remote(), 512), &options);
-        let outcome = writing.wait(Duration::from_secs(20)).expect("it ends");
+        let outcome = writing.wait(PATIENCE / 2).expect("it ends");
         outcome.unwrap_or_else(|e| panic!("a healthy write after {when}: {e:?}"));
     }
     assert!(content(&to) == Pattern::new(7).bytes(4096));
@@ -664,12 +664,12 @@ fn a_device_that_panics_fails_its_transfers_and_no_others() {
     for (what, local, remote) in [("theirs", &host, &theirs), ("ours", &ours, &other)] {
         for write in [true, false] {
             let moves = batch(local, &remote.remote(), 4096);
-            let options = Options { timeout: Some(Duration::from_secs(10)), ..Options::default() };
+            let options = Options { timeout: Some(PATIENCE / 2), ..Options::default() };
             let transfer = match write {
                 true => peer.write_async(&moves, &options),
                 false => peer.read_async(&moves, &options),
             };
-            let outcome = transfer.wait(Duration::from_secs(20)).expect("it ends");
+            let outcome = transfer.wait(PATIENCE / 2).expect("it ends");
             assert_eq!(kind(outcome), ErrorKind::Internal, "{what}, write: {write}");
             healthy_write(&near, &far, "a panic of a device");
             healthy_write(&far, &near, "a panic of a device");
@@ -766,7 +766,7 @@ fn a_message_handler_that_panics_ends_its_session_and_no_other() {
     far.set_message_handler(Arc::new(PanickingHandler)).expect("the first");
     healthy_write(&other, &far, "nothing");
     let peer = near.peer(far.advertised()).expect("an address");
-    let channel = peer.channel(Duration::from_secs(5)).expect("it is there");
+    let channel = peer.channel(PATIENCE).expect("it is there");
     channel.send(b"boo".to_vec()).expect("queued");
     let began = Instant::now();
     while channel.end().is_none() {
@@ -795,7 +795,7 @@ fn a_waker_that_panics_does_not_stop_other_transfers() {
     let waker = Arc::new(PanickingWaker).into();
     assert!(Pin::new(&mut writing).poll(&mut Context::from_waker(&waker)).is_pending());
     device.release();
-    writing.wait(Duration::from_secs(20)).expect("it ends").expect("done");
+    writing.wait(PATIENCE / 2).expect("it ends").expect("done");
     healthy_write(&near, &far, "a panic of a waker");
 }
 
@@ -811,7 +811,7 @@ fn a_callback_gets_the_outcome_once_and_may_panic() {
     writing.on_end(move |outcome| sender.send(outcome.is_ok()).expect("the test waits"));
     assert!(outcomes.try_recv().is_err(), "it has not ended");
     device.release();
-    assert_eq!(outcomes.recv_timeout(Duration::from_secs(20)), Ok(true));
+    assert_eq!(outcomes.recv_timeout(PATIENCE / 2), Ok(true));
     // After the end: at once, on this thread.
     writing.on_end(move |outcome| late.send(outcome.is_ok()).expect("the test waits"));
     assert_eq!(outcomes.try_recv(), Ok(true));
@@ -838,7 +838,7 @@ fn callbacks_that_start_further_ones_do_not_nest() {
     let (device, to) = held_device(&far, 64 * KIB);
     let writing = held_write(&near, &far, &device, &to);
     device.release();
-    writing.wait(Duration::from_secs(20)).expect("it ends").expect("done");
+    writing.wait(PATIENCE / 2).expect("it ends").expect("done");
     let transfer = Arc::new(writing);
     let (sender, end) = std::sync::mpsc::channel();
     ask_again(Arc::clone(&transfer), 100_000, sender.clone());
@@ -857,7 +857,7 @@ fn a_shutdown_ends_a_transfer_with_its_callback() {
     let (sender, outcomes) = mpsc::channel();
     writing.on_end(move |outcome| sender.send(kind(outcome)).expect("the test waits"));
     near.shutdown();
-    assert_eq!(outcomes.recv_timeout(Duration::from_secs(20)), Ok(ErrorKind::Shutdown));
+    assert_eq!(outcomes.recv_timeout(PATIENCE / 2), Ok(ErrorKind::Shutdown));
     device.release();
 }
 

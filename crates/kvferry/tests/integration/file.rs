@@ -33,6 +33,8 @@ impl Rig {
         fs::create_dir_all(&folder).expect("a folder for temporary files");
         let agent = Agent::builder()
             .name("files")
+            // The limit of `unregister`, which no test reaches.
+            .silence(PATIENCE / 5)
             .setting("file_engine", engine)
             .start()
             .expect("an agent");

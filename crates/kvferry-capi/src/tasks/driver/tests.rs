@@ -132,7 +132,7 @@ fn a_sender_can_not_offer_the_memory_of_a_third_agent() {
 fn a_sender_that_advertises_a_name_is_not_looked_up() {
     let _bound = Watchdog::new(PATIENCE);
     let sends = Agent::builder().listen(([127, 0, 0, 1], 0)).advertise("sender.invalid:1");
-    let (sends, receives) = (sends.start().expect("an agent"), agent());
+    let (sends, receives) = (sends.silence(PATIENCE).start().expect("an agent"), agent());
     let (sender, receiver) = (endpoint(&sends), endpoint(&receives));
     let memory = sends.allocate(4096, Access::READ).expect("memory");
     let end = receive(&receiver, "k", 4096);
@@ -185,7 +185,7 @@ fn i2_a_task_whose_read_was_given_up_ends_when_its_device_has_ended_the_copy() {
             let transports = kvferry::Transports::parse(transports).expect("a name");
             let builder = Agent::builder().listen(([127, 0, 0, 1], 0)).transports(transports);
             // Longer than a thread is late on a loaded machine: the sessions must not end by it.
-            builder.silence(Duration::from_secs(5)).start().expect("an agent")
+            builder.silence(Duration::from_secs(8)).start().expect("an agent")
         };
         let (sends, receives) = (brief(), brief());
         let (sender, receiver) = (endpoint(&sends), endpoint(&receives));

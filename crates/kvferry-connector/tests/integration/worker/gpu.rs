@@ -308,7 +308,8 @@ fn strike(rig: &Rig, fault: Fault, end: End, side: Side, at: u64) -> bool {
 const OCCASIONS_MAX: u64 = 8;
 
 fn faults_strike(side: Side) {
-    let _bounded = Watchdog::new(PATIENCE);
+    // Each fault strikes several handoffs, and some of them last as long as `SILENCE`.
+    let _bounded = Watchdog::new(3 * PATIENCE);
     let rig = Rig::new();
     for fault in Fault::ALL {
         let end = match place(fault) {

@@ -2,7 +2,7 @@
 
 use crate::wire::fake::{BASE, Behaviour, Fake as StockPeer};
 use crate::wire::target::{OK, READ, V2, WRITE, connect_at, request, status, write_request};
-use crate::wire::{PAGE, handshake, pattern};
+use crate::wire::{NEVER, PAGE, handshake, pattern};
 use kvferry::Batch;
 use kvferry_cuda::Order;
 use kvferry_fakecuda::control::{COMPUTE, DEVICE_TO_HOST, Fake, FakeKernel, library_path};
@@ -19,8 +19,9 @@ fn use_fake_driver() {
     // SAFETY: each test sets the same values before the driver is looked for.
     unsafe {
         std::env::set_var("KVFERRY_LIBCUDA", library_path());
-        // No test is about measurements of copies.
+        // No test is about measurements of copies, or about the silence limit: a loaded machine delays heartbeats.
         std::env::set_var("KVFERRY_GPU_CALIBRATE", "off");
+        std::env::set_var("KVFERRY_SILENCE_MS", NEVER.as_millis().to_string());
     }
 }
 

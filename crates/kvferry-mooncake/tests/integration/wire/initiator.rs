@@ -8,6 +8,7 @@ use kvferry::{
     Access, Agent, Batch, Device as _, ErrorKind, Notification, Options, Peer, Region, RegionId,
 };
 use kvferry_sys::map::Mapping;
+use kvferry_testkit::ports::KeptPort;
 use kvferry_testkit::region::moved;
 use kvferry_testkit::slow::SlowMemory;
 use kvferry_testkit::user::as_another_user;
@@ -350,8 +351,9 @@ fn a_slow_peer_is_not_silent() {
 
 #[test]
 fn a_peer_that_dies_is_noticed_at_once_and_its_successor_met() {
-    let fake = Fake::start(64 << 20, Behaviour { closes_after: 3, ..Behaviour::default() });
-    let address = fake.address();
+    let port = KeptPort::new();
+    let closing = Behaviour { closes_after: 3, ..Behaviour::default() };
+    let fake = Fake::start_at(port.address(), 64 << 20, closing);
     let agent = agent();
     let peer = peer(&agent, &fake);
     let source = filled(&agent, 1, 64 << 20);
@@ -361,15 +363,15 @@ fn a_peer_that_dies_is_noticed_at_once_and_its_successor_met() {
     drop(fake);
     let e = peer.write(&batch, &options()).expect_err("no process listens");
     assert_eq!(e.kind(), ErrorKind::Unreachable, "{e}");
-    let successor = Fake::start_at(&address, 64 << 20, Behaviour::default());
+    let successor = Fake::start_at(port.address(), 64 << 20, Behaviour::default());
     peer.write(&batch, &options()).expect("the successor takes it");
     assert!(successor.memory() == turned(&bytes_of(&source), 8 << 20));
 }
 
 #[test]
 fn a_peer_that_dies_while_nothing_is_under_way_costs_no_call() {
-    let first = Fake::start(PAGE, Behaviour::default());
-    let address = first.address();
+    let port = KeptPort::new();
+    let first = Fake::start_at(port.address(), PAGE, Behaviour::default());
     let agent = agent();
     let peer = peer(&agent, &first);
     let source = filled(&agent, 1, PAGE);
@@ -377,7 +379,7 @@ fn a_peer_that_dies_while_nothing_is_under_way_costs_no_call() {
     peer.write(&batch, &options()).expect("written");
     drop(first);
     settles("the end of the peer goes unnoticed", || peer.transport().is_none());
-    let _second = Fake::start_at(&address, PAGE, Behaviour::default());
+    let _second = Fake::start_at(port.address(), PAGE, Behaviour::default());
     peer.write(&batch, &options()).expect("the first call after the restart");
     assert_eq!(agent.stats().transfers_failed, 0);
 }
