@@ -35,7 +35,7 @@ faults! {
     LateByte => nothing_lands_after_done,
     /// Leaves out the last byte of a batch.
     LostTail => every_byte_lands_and_nothing_else,
-    /// Reports a failure, and done 6 ms later.
+    /// Reports a failure, and done once the failure was read.
     DoubleOutcome => an_outcome_never_changes,
     /// Reports cancelled and continues.
     IgnoredCancel => nothing_lands_after_a_confirmed_cancel,
@@ -123,7 +123,7 @@ faults! {
     SharedBuffer => ten_callers_at_once_all_land,
     /// Moves batches in the order of arrival, each as a whole.
     Starvation => a_small_batch_is_not_starved_by_big_ones,
-    /// Moves small batches only while there are no big ones.
+    /// Moves twenty big batches before each small one.
     PrefersBig => callers_take_turns,
     /// Forgets transfers beyond a full queue.
     FullQueue => hundreds_of_transfers_in_flight_all_end,

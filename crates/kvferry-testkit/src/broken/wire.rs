@@ -34,6 +34,8 @@ const WORKERS: usize = 4;
 
 /// Time after a deadline in which a worker may notice it before the timer does.
 const GRACE: Duration = Duration::from_millis(30);
+/// Big batches that a transport which prefers them moves before a small one.
+const BIG_FIRST: u64 = 20;
 
 pub(super) fn pair(fault: Option<Fault>) -> Pair {
     let wire = Arc::new(Wire {
@@ -48,6 +50,7 @@ pub(super) fn pair(fault: Option<Fault>) -> Pair {
         shared_buffer: Mutex::new(Arc::new(buffer())),
         cache: Mutex::default(),
         penalty: AtomicBool::new(false),
+        bigs: AtomicU64::new(0),
         was_full: AtomicBool::new(false),
         refusals: AtomicU64::new(0),
     });
@@ -93,6 +96,8 @@ struct Wire {
     cache: Mutex<HashMap<(u64, u64, usize), Vec<u8>>>,
     /// The next transfer is held up.
     penalty: AtomicBool,
+    /// Big batches that a worker has taken.
+    bigs: AtomicU64,
     was_full: AtomicBool,
     refusals: AtomicU64,
 }
@@ -157,8 +162,13 @@ struct Job {
     deadline: Option<Instant>,
     cancelled: AtomicBool,
     refusals_before: u64,
+    bigs_before: u64,
     progress: Mutex<Progress>,
     outcome: Mutex<Option<Outcome>>,
+    /// What replaces the outcome once it was read.
+    second: Mutex<Option<Outcome>>,
+    /// Threads that wait for the end.
+    waiting: AtomicUsize,
     ended: Condvar,
     event: EventFd,
 }
@@ -191,11 +201,41 @@ impl Job {
         moves.any(|m| m.local.memory.kind() != m.remote.memory.kind())
     }
 
+    /// The outcome, which only faults replace.
+    fn read(&self, outcome: &mut Option<Outcome>) -> Option<Outcome> {
+        let read = outcome.clone();
+        if read.is_some()
+            && let Some(second) = self.second.lock().take()
+        {
+            *outcome = Some(second);
+        }
+        read
+    }
+
     /// True if one of its devices makes no progress.
     fn is_held(&self) -> bool {
         let mut regions = self.moves.iter().flat_map(|m| [&m.local, &m.remote]);
         regions.any(|region| region.memory.device().is_some_and(SlowMemory::is_held))
     }
+}
+
+/// Waits for a condition, and for no longer than a second.
+fn within_a_second(condition: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(1);
+    while !condition() && Instant::now() < end {
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The last byte of a job, which is in place, and its memory.
+fn last_byte(job: &Job) -> Option<(Memory, isize, Memory)> {
+    let progress = job.progress.lock();
+    let last = progress.resolved.as_ref()?.last().filter(|m| m.len > 0)?;
+    let [_, (target, at)] = last.ends(job.way);
+    let at = (target.offset as u64 + at + last.len - 1) as isize;
+    let byte = Memory::new(MemoryKind::Host, 1);
+    target.memory.transport_copy(Direction::Out, at, byte.span(0, 1)).ok()?;
+    Some((target.memory.clone(), at, byte))
 }
 
 fn early(kind: &str, quiesced: bool) -> Outcome {
@@ -258,12 +298,20 @@ impl Wire {
         if self.is_filling() {
             return None;
         }
-        let big = |job: &Arc<Job>| job.moved().bytes > PIECE_BYTES as u64;
-        let preferred = self.has(Fault::PrefersBig).then(|| queue.iter().position(big)).flatten();
-        match preferred {
-            Some(at) => queue.remove(at),
-            None => queue.pop_front(),
+        if !self.has(Fault::PrefersBig) {
+            return queue.pop_front();
         }
+        let big = |job: &Arc<Job>| job.moved().bytes > PIECE_BYTES as u64;
+        if let Some(at) = queue.iter().position(big) {
+            self.bigs.fetch_add(1, SeqCst);
+            return queue.remove(at);
+        }
+        let bigs = self.bigs.load(SeqCst);
+        let is_due = |job: &Arc<Job>| match job.bigs_before {
+            0 => true,
+            before => bigs >= before + BIG_FIRST,
+        };
+        queue.iter().position(is_due).and_then(|at| queue.remove(at))
     }
 
     /// Whether the wire lies still until its queue is full: one that is as fast as its callers never has a full queue.
@@ -296,11 +344,16 @@ impl Wire {
     }
 
     fn complete(self: &Arc<Self>, job: &Arc<Job>, outcome: Outcome) {
+        if self.has(Fault::SleepyWait) {
+            // Nothing shows while no thread waits.
+            within_a_second(|| job.waiting.load(SeqCst) > 0);
+        }
         let mut slot = job.outcome.lock();
         if slot.is_some() {
             return;
         }
         let failed = outcome.is_err();
+        let last = (self.has(Fault::LateByte) && !failed).then(|| last_byte(job)).flatten();
         if let Some(note) = &job.note
             && (!failed
                 || self.has(Fault::NotificationOfFailure)
@@ -315,11 +368,7 @@ impl Wire {
         *slot = Some(outcome.clone());
         if self.has(Fault::DoubleOutcome) && !failed {
             *slot = Some(Err(Failure::new("peer_reset")));
-            let job = Arc::clone(job);
-            thread::spawn(move || {
-                thread::sleep(Duration::from_millis(6));
-                *job.outcome.lock() = Some(outcome);
-            });
+            *job.second.lock() = Some(outcome);
         }
         drop(slot);
         if !self.has(Fault::SilentEventFd) {
@@ -328,26 +377,12 @@ impl Wire {
         if !self.has(Fault::SleepyWait) {
             job.ended.notify_all();
         }
-        if self.has(Fault::LateByte) && !failed {
-            self.write_last_byte_again(job);
+        if let Some((memory, at, byte)) = last {
+            thread::spawn(move || {
+                thread::sleep(Duration::from_millis(10));
+                drop(memory.transport_copy(Direction::In, at, byte.span(0, 1)));
+            });
         }
-    }
-
-    fn write_last_byte_again(&self, job: &Arc<Job>) {
-        let job = Arc::clone(job);
-        thread::spawn(move || {
-            let Some((memory, at)) = job.progress.lock().resolved.as_ref().and_then(|moves| {
-                let last = moves.last().filter(|m| m.len > 0)?;
-                let [_, (target, at)] = last.ends(job.way);
-                Some((target.memory.clone(), target.offset as u64 + at + last.len - 1))
-            }) else {
-                return;
-            };
-            let byte = Memory::new(MemoryKind::Host, 1);
-            drop(memory.transport_copy(Direction::Out, at as isize, byte.span(0, 1)));
-            thread::sleep(Duration::from_millis(10));
-            drop(memory.transport_copy(Direction::In, at as isize, byte.span(0, 1)));
-        });
     }
 
     fn deliver(&self, side: usize, note: Notification) {
@@ -385,6 +420,9 @@ impl Wire {
         if progress.resolved.is_none() {
             if let (true, Some(note)) = (self.has(Fault::NotificationBeforeData), &job.note) {
                 self.deliver(1 - job.side, note.clone());
+                // Nothing shows before it is taken.
+                let notes = &self.ends[1 - job.side].notes;
+                within_a_second(|| notes.lock().queue.is_empty());
                 thread::sleep(Duration::from_millis(2));
             }
             match self.resolve_all(job) {
@@ -434,6 +472,15 @@ impl Wire {
     }
 
     fn early_end(self: &Arc<Self>, job: &Arc<Job>) -> Option<Step> {
+        let goes_on = self.has(Fault::IgnoredCancel) || self.has(Fault::SourceReadAfterReturn);
+        if goes_on && job.outcome.lock().is_some() {
+            // So slowly that the owner of the memory has the time to write it anew.
+            thread::sleep(Duration::from_millis(2));
+        }
+        if self.has(Fault::RefusalFailsAll) {
+            // The other transfers are under way when one is refused.
+            thread::sleep(Duration::from_millis(2));
+        }
         if job.cancelled.load(SeqCst) {
             let step = match self.fault {
                 Some(Fault::EndlessCancel) => Step::Forget,

@@ -99,6 +99,9 @@ pub(super) fn a_cancel_is_not_confirmed_while_the_device_copies(rig: &Rig<'_>) -
         }
         rig.ended_or_failed(&*handle, &moves, &["cancelled"], "a cancelled write")?;
         rig.unregister(Side::Far, &far)?;
+        if confirmed {
+            far.memory.check("device memory after a confirmed cancel, when nothing copies")?;
+        }
     }
     Ok(())
 }

@@ -73,8 +73,11 @@ impl Endpoint for Side {
             deadline: options.timeout.map(|t| Instant::now() + t),
             cancelled: AtomicBool::new(false),
             refusals_before: wire.refusals.load(SeqCst),
+            bigs_before: wire.bigs.load(SeqCst),
             progress: Mutex::default(),
             outcome: Mutex::default(),
+            second: Mutex::default(),
+            waiting: AtomicUsize::new(0),
             ended: Condvar::new(),
             event: EventFd::new().expect("the process has descriptors left"),
         });
@@ -140,18 +143,20 @@ impl Drop for Running {
 
 impl Handle for Running {
     fn poll(&self) -> Option<Outcome> {
-        self.job.outcome.lock().clone()
+        self.job.read(&mut self.job.outcome.lock())
     }
 
     fn wait(&self, timeout: Duration) -> Option<Outcome> {
         let outcome = self.job.outcome.lock();
-        let outcome = self.job.ended.wait_while(outcome, timeout, |o| o.is_none());
+        self.job.waiting.fetch_add(1, SeqCst);
+        let mut outcome = self.job.ended.wait_while(outcome, timeout, |o| o.is_none());
+        self.job.waiting.fetch_sub(1, SeqCst);
         if outcome.is_none() && self.wire.has(Fault::WaitCancels) {
             drop(outcome);
             self.cancel();
             return None;
         }
-        outcome.clone()
+        self.job.read(&mut outcome)
     }
 
     fn cancel(&self) {

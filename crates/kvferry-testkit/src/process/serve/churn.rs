@@ -2,9 +2,9 @@
 
 use super::command::Command;
 use super::{Outcome, Server, start, transfers};
+use crate::watchdog::PATIENCE;
 use kvferry::{Access, Agent, Batch, Options};
 use serde_json::json;
-use std::time::Duration;
 
 impl Server {
     /// Starts two agents, writes from one to the other, and ends both; `times` times.
@@ -38,7 +38,7 @@ impl Server {
         for _ in 0..command.number("count") {
             let other = Agent::builder().start()?;
             let peer = self.agent().peer(other.advertised())?;
-            peer.connect(Duration::from_secs(5))?;
+            peer.connect(PATIENCE)?;
             self.idle.push((other, peer));
         }
         Ok(json!({}))

@@ -17,7 +17,7 @@ impl Server {
                 peer.write(&batch, &Options::default()).err(),
                 self.agent().allocate(4096, Access::NONE).err(),
                 peer.write_async(&batch, &Options::default())
-                    .wait(Duration::from_secs(5))
+                    .wait(Duration::from_secs(30))
                     .and_then(Result::err),
             ];
             let forked = errors.iter().flatten().filter(|e| e.kind() == ErrorKind::Forked).count();
