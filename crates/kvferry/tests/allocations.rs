@@ -5,6 +5,9 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+/// The longest silence that may be set: a thread that does not run for a while ends no session.
+const NEVER: Duration = Duration::from_secs(600);
+
 /// The system's allocator, counting allocations of all threads.
 struct Counting;
 
@@ -46,7 +49,7 @@ fn a_batch_allocates_nothing_at_either_end() {
     for (names, kind) in [("tcp", TransportKind::TCP), ("local,tcp", TransportKind::LOCAL)] {
         let transports = Transports::parse(names).expect("names");
         let start = |name: &str| {
-            let builder = Agent::builder().name(name).transports(transports);
+            let builder = Agent::builder().name(name).transports(transports).silence(NEVER);
             builder.checksum(Checksum::Off).start().expect("an agent starts")
         };
         let (near, far) = (start("near"), start("far"));

@@ -123,7 +123,7 @@ fn dropping_a_future_does_not_cancel_its_transfer() {
     let waker = Arc::new(Unpark(thread::current())).into();
     drop(Pin::new(&mut transfer).poll(&mut Context::from_waker(&waker)));
     drop(transfer);
-    let note = far.wait_notification(Duration::from_secs(20)).expect("open");
+    let note = far.wait_notification(PATIENCE).expect("open");
     let note = note.expect("the transfer went on");
     assert_eq!(note.from_ip, Some(std::net::Ipv4Addr::LOCALHOST.into()));
     assert!(content(&to) == Pattern::new(1).bytes(len));
@@ -316,7 +316,7 @@ fn calls_to_a_missing_or_mute_peer_fail() {
     let moves = batch(&from, &dead, 64);
     for _ in 0..5 {
         assert_eq!(kind(peer.write(&moves, &Options::default())), ErrorKind::Unreachable);
-        assert_eq!(kind(peer.connect(Duration::from_secs(5))), ErrorKind::Unreachable);
+        assert_eq!(kind(peer.connect(PATIENCE)), ErrorKind::Unreachable);
     }
     // The kernel accepts the connection, and no process answers.
     let mute = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -360,7 +360,7 @@ fn calls_after_a_shutdown_fail_and_no_transfer_is_left() {
     let late = peer.write_async(&moves, &Options::default());
     assert_eq!(kind(late.wait(PATIENCE).expect("at once")), ErrorKind::Shutdown);
     assert_eq!(kind(near.allocate(64, Access::NONE)), ErrorKind::Shutdown);
-    assert_eq!(kind(peer.connect(Duration::from_secs(1))), ErrorKind::Shutdown);
+    assert_eq!(kind(peer.connect(PATIENCE)), ErrorKind::Shutdown);
     assert_eq!(near.stats().transfers_in_flight, 0);
     // The peer notices the shutdown and ends the session.
     eventually("the peer ends the session", || {
@@ -842,10 +842,10 @@ fn callbacks_that_start_further_ones_do_not_nest() {
     let transfer = Arc::new(writing);
     let (sender, end) = std::sync::mpsc::channel();
     ask_again(Arc::clone(&transfer), 100_000, sender.clone());
-    end.recv_timeout(Duration::from_secs(30)).expect("each is called once");
+    end.recv_timeout(PATIENCE).expect("each is called once");
     near.shutdown();
     ask_again(transfer, 100_000, sender);
-    end.recv_timeout(Duration::from_secs(30)).expect("each is called once, after a shutdown, too");
+    end.recv_timeout(PATIENCE).expect("each is called once, after a shutdown, too");
 }
 
 #[test]

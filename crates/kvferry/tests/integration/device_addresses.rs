@@ -29,7 +29,8 @@ fn device_memory_with_addresses_of_the_process_is_named_by_them_at_both_ends() {
     const LEN: usize = 64 << 10;
     for kind in [TransportKind::TCP, TransportKind::LOCAL] {
         let transports = Transports::only(TransportKind::TCP).with(kind);
-        let agent = || Agent::builder().transports(transports).start().expect("an agent starts");
+        let builder = || Agent::builder().transports(transports).silence(PATIENCE / 5);
+        let agent = || builder().start().expect("an agent starts");
         let (near, far) = (agent(), agent());
         let peer = near.peer(far.advertised()).expect("an address");
         let (ours, theirs) = (device(START + LEN, 1), device(START + LEN, 2));

@@ -31,9 +31,9 @@ impl Rig {
         let folder =
             std::env::temp_dir().join(format!("kvferry-file-{}-{count}", std::process::id()));
         fs::create_dir_all(&folder).expect("a folder for temporary files");
+        // `unregister` and `shutdown` wait that long for a loaded device.
         let agent = Agent::builder()
             .name("files")
-            // The limit of `unregister`, which no test reaches.
             .silence(PATIENCE / 5)
             .setting("file_engine", engine)
             .start()
@@ -268,7 +268,7 @@ fn a_deadline_that_has_passed_ends_a_transfer(rig: &Rig) {
             true => rig.agent.files().write(&batch, &options),
             false => {
                 let transfer = rig.agent.files().write_async(&batch, &options);
-                transfer.wait(Duration::from_secs(30)).expect("it ends")
+                transfer.wait(PATIENCE).expect("it ends")
             }
         };
         assert_eq!(e.expect_err("no time").kind(), ErrorKind::Deadline);
@@ -292,7 +292,7 @@ fn a_closed_file_is_refused_and_transfers_that_have_begun_end(rig: &Rig) {
     let transfer =
         rig.agent.files().write_async(&one(&memory, &file, 8 * MIB), &Options::default());
     rig.agent.close_file(&file).expect("open");
-    transfer.wait(Duration::from_secs(30)).expect("it ends").expect("it had begun");
+    transfer.wait(PATIENCE).expect("it ends").expect("it had begun");
     let e = rig.write(&one(&memory, &file, 8)).expect_err("closed");
     assert_eq!((e.kind(), e.context("pair")), (ErrorKind::NotRegistered, Some("0")), "{e}");
     assert_eq!(rig.agent.close_file(&file).expect_err("closed").kind(), ErrorKind::NotRegistered);
@@ -364,7 +364,7 @@ fn shutdown_ends_transfers(rig: &Rig) {
     let late = one(&memory, &file, 8);
     rig.agent.shutdown();
     for transfer in transfers {
-        let outcome = transfer.wait(Duration::from_secs(30)).expect("it ends");
+        let outcome = transfer.wait(PATIENCE).expect("it ends");
         if let Err(e) = outcome {
             assert_eq!(e.kind(), ErrorKind::Shutdown, "{e}");
         }
@@ -435,7 +435,7 @@ fn registered_memory_is_unregistered_while_transfers_run(rig: &Rig) {
         rig.agent.unregister(&memory).expect("registered");
         memory.write_at(0, &vec![0xaa; memory.len()]).expect("inside");
         for transfer in transfers {
-            if let Err(e) = transfer.wait(Duration::from_secs(30)).expect("it ends") {
+            if let Err(e) = transfer.wait(PATIENCE).expect("it ends") {
                 assert_eq!(e.kind(), ErrorKind::Revoked, "{e}");
             }
         }
@@ -541,7 +541,7 @@ fn a_shutdown_ends_a_transfer_without_a_deadline_whose_device_hangs() {
         });
         eventually("the device is asked", || disk.is_asked());
         agent.shutdown();
-        let outcome = told.recv_timeout(Duration::from_secs(60)).expect("the transfer ends");
+        let outcome = told.recv_timeout(PATIENCE).expect("the transfer ends");
         let e = outcome.expect_err("the device has not answered");
         assert_eq!((e.kind(), e.quiesced()), (ErrorKind::Shutdown, Some(false)), "{e}");
         disk.release();

@@ -506,6 +506,7 @@ fn a_file_whose_device_hangs_keeps_its_stages_until_the_device_answers() {
         let stages = device.slow.stages();
         assert!(stages.free() < stages.stages(), "{engine}");
         // The file's device has the stages only, not the memory.
+        eventually("the device has copied to the stages", || device.slow.pending() == 0);
         rig.agent.unregister(&memory).expect("nothing copies it");
         device.slow.free();
         disk.release();

@@ -112,16 +112,17 @@ fn i2_memory_that_a_stopped_process_may_write_is_quarantined_until_it_is_seen_to
         };
         let writer = child.call(writing(&to))["writer"].clone();
         // Stop the writer during a copy. It copies most of the time.
-        let mut tries = 0;
+        let (mut tries, mut before) = (0, 0);
         let error = loop {
             tries += 1;
             assert!(tries < 50, "never stopped during a copy");
-            eventually("something arrives", || agent.stats().bytes_received > 0);
+            eventually("something arrives", || agent.stats().bytes_received > before);
             child.stop();
             match agent.unregister(&to.region) {
                 Ok(()) => {
                     child.resume();
                     to = private(&agent, 32 * MIB, Access::WRITE, 0);
+                    before = agent.stats().bytes_received;
                     child.call(writing(&to));
                 }
                 Err(error) => {
@@ -382,12 +383,13 @@ fn ended_local_sessions_leak_no_descriptor() {
     }
     let mine = std::process::id();
     let fds = |pid| Resources::of(pid).descriptors;
+    // Those that are still being closed are in it.
     let before = comes_to_rest(|| (fds(mine), fds(child.pid())));
     for _ in 0..50 {
         peer.connect(PATIENCE).expect("there");
         peer.disconnect();
     }
-    eventually("descriptors are closed", || (fds(mine), fds(child.pid())) == before);
+    eventually("descriptors are closed", || fds(mine) <= before.0 && fds(child.pid()) <= before.1);
 }
 
 const SECRET: &str = "a secret of both agents";

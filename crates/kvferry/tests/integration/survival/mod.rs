@@ -52,12 +52,29 @@ const SILENCE: Duration = Duration::from_secs(2);
 /// all agents whose test names no other.
 const NEVER: Duration = Duration::from_secs(600);
 
+/// Tries of what a thread or process disturbs that does not run for most of a silence limit: its sessions end. What is
+/// wrong shows in each try.
+const TRIES: usize = 6;
+
+/// Tries until a try succeeds.
+fn in_one_try<T>(mut attempt: impl FnMut() -> Result<T, String>) -> T {
+    let mut failures = Vec::new();
+    while failures.len() < TRIES {
+        match attempt() {
+            Ok(done) => return done,
+            Err(failure) => failures.push(failure),
+        }
+    }
+    panic!("in each try: {failures:#?}");
+}
+
 /// Aborts a test that hangs.
 fn bounded() -> Watchdog {
     Watchdog::new(PATIENCE)
 }
 
-/// Looks until three looks in a row, 50 ms apart, have seen the same.
+/// Looks until three looks in a row, 50 ms apart, have seen the same. A thread that does not run meanwhile may change it
+/// later.
 fn comes_to_rest<T: PartialEq>(mut look: impl FnMut() -> T) -> T {
     let (mut seen, mut times) = (look(), 1);
     eventually("it comes to rest", || {

@@ -29,10 +29,11 @@ fn resources_at_rest(of: &Child) -> Resources {
     Resources { threads, descriptors, ..of.resources() }
 }
 
-/// Waits for threads and descriptors to end: the kernel may list them for a while.
+/// Waits for threads and descriptors to end: the kernel may list them for a while, `then`, too.
 fn assert_no_growth(then: &Resources, of: &Child, what: &str) {
-    eventually(&format!("threads and descriptors are as many as before {what}"), || {
-        threads_and_descriptors(of) == (then.threads, then.descriptors)
+    eventually(&format!("threads and descriptors are no more than before {what}"), || {
+        let (threads, descriptors) = threads_and_descriptors(of);
+        threads <= then.threads && descriptors <= then.descriptors
     });
     let grown = of.resources().memory_bytes.saturating_sub(then.memory_bytes);
     assert!(grown <= GROWTH, "{grown} bytes more after {what}");
@@ -43,7 +44,7 @@ fn started_and_stopped_agents_leak_nothing(transport: &str) {
     let mut child = Child::spawn();
     // Each round starts two agents.
     let start_and_stop = |child: &mut Child, times: u32| {
-        let config = json!({"transports": transport});
+        let config = json!({"transports": transport, "silence_ms": NEVER.as_millis() as u64});
         child.call(json!({"op": "start_and_stop", "times": times, "config": config}));
     };
     start_and_stop(&mut child, 20);
@@ -79,10 +80,14 @@ fn connected_and_disconnected_peers_leak_nothing(transport: &str) {
 #[test]
 fn an_idle_agent_with_eight_sessions_uses_no_cpu() {
     let _bound = bounded();
-    let (mut child, _) = Child::with_agent(json!({}));
-    child.call(json!({"op": "sessions", "count": 8}));
-    let stats = child.stats();
-    assert_eq!(stats["sessions"], 8, "{stats}");
+    // With the default silence limit, by which a process that does not run for a while ends its sessions.
+    let child = in_one_try(|| {
+        let (mut child, _) = Child::with_agent(json!({}));
+        let connected = child.try_call(json!({"op": "sessions", "count": 8}));
+        connected.map_err(|refusal| refusal.text)?;
+        let stats = child.stats();
+        if stats["sessions"] == 8 { Ok(child) } else { Err(stats.to_string()) }
+    });
     thread::sleep(Duration::from_millis(300));
     let time = Duration::from_secs(3);
     // That process has nine agents; 0.5 % of a core for each, times three.
@@ -229,7 +234,8 @@ fn an_agent_prints_nothing_and_its_threads_block_all_signals() {
         }
     }
     // Cause errors of several kinds.
-    child.call(json!({"op": "start_and_stop", "times": 3, "config": {}}));
+    let config = json!({"silence_ms": NEVER.as_millis() as u64});
+    child.call(json!({"op": "start_and_stop", "times": 3, "config": config}));
     let agent = agent();
     let gone = agent.allocate(64 * KIB, Access::WRITE).expect("memory");
     let from = child.allocate(64 * KIB, "", 1);

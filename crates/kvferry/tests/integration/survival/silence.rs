@@ -310,8 +310,7 @@ fn calls_to_a_peer_known_to_be_silent_fail_at_once_until_a_probe_finds_it_back()
     let _bound = bounded();
     let Pair { agent, from, child, region, peer, .. } = pair_within(MIB, SILENCE);
     let moves = batch(&from, &region.remote, 4096);
-    // Silence is noticed during a transfer, or while connecting.
-    for connected in [true, false] {
+    let first_call_after_a_probe = |connected: bool| {
         if connected {
             eventually("a healthy write", || peer.write(&moves, &Options::default()).is_ok());
         } else {
@@ -337,6 +336,11 @@ fn calls_to_a_peer_known_to_be_silent_fail_at_once_until_a_probe_finds_it_back()
         }
         child.resume();
         eventually("a probe finds the peer back", || peer.transport().is_some());
-        eventually("a call after a probe", || peer.write(&moves, &Options::default()).is_ok());
+        let first = peer.write(&moves, &Options::default());
+        first.map_err(|e| format!("connected: {connected}: the first call after a probe: {e:?}"))
+    };
+    // Silence is noticed during a transfer, or while connecting.
+    for connected in [true, false] {
+        in_one_try(|| first_call_after_a_probe(connected));
     }
 }

@@ -75,7 +75,8 @@ pub(super) struct RawPeer {
 }
 
 impl RawPeer {
-    pub(super) fn call(address: &str, config: SessionConfig) -> Result<Self, CloseReason> {
+    pub(super) fn call(address: &str, mut config: SessionConfig) -> Result<Self, CloseReason> {
+        config.handshake_timeout = PATIENCE;
         let mut control = TcpStream::connect(address).expect("the agent listens");
         control.set_read_timeout(Some(Duration::from_millis(50))).expect("a socket");
         let mut session = Session::initiator(config, None, nonce(), clock());
@@ -131,7 +132,8 @@ pub(super) fn begun(address: &str, config: SessionConfig) -> TcpStream {
 }
 
 pub(super) fn config() -> SessionConfig {
-    SessionConfig::new(Incarnation(0x57), "raw_peer")
+    let config = SessionConfig::new(Incarnation(0x57), "raw_peer");
+    SessionConfig { handshake_timeout: PATIENCE, ..config }
 }
 
 /// Opens a connection with these bytes. Returns it and the answer.
@@ -216,6 +218,7 @@ impl ElsewherePeer {
             let mut socket = accept(&listener);
             let mut config = SessionConfig::new(incarnation, "elsewhere");
             config.capabilities = CAPABILITY_LOCAL;
+            config.handshake_timeout = PATIENCE;
             let mut session = Session::acceptor(config, SessionId(1), nonce(), clock());
             let mut buffer = [0; 4096];
             while !until.load(Ordering::Relaxed) {
@@ -332,7 +335,10 @@ fn bytes_of_no_known_protocol_are_no_failed_handshake_whoever_sends_them() {
 fn i11_a_data_stream_sends_nothing_to_another_user_who_has_taken_the_peers_port() {
     let _bound = bounded();
     let (listener, address) = listen();
-    let config = SessionConfig::new(Incarnation(0x59), "leaves its port");
+    let config = SessionConfig {
+        handshake_timeout: PATIENCE,
+        ..SessionConfig::new(Incarnation(0x59), "leaves its port")
+    };
     let (closed, is_closed) = std::sync::mpsc::channel();
     let (end, is_over) = std::sync::mpsc::channel::<()>();
     let serving = thread::spawn(move || {
