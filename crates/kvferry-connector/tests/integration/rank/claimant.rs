@@ -5,7 +5,7 @@ use kvferry_connector::HandoffId;
 use kvferry_proto::handoff::HandoffMessage;
 use kvferry_proto::rank_message::RankMessage;
 use kvferry_proto::{MAGIC, Session, SessionConfig, SessionEvent, SessionId, Timestamp, WireCode};
-use kvferry_testkit::eventually;
+use kvferry_testkit::{PATIENCE, eventually};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -40,8 +40,7 @@ impl Claimant {
     /// Opens a session with an agent as the peer of this incarnation. The agent knows of it when this returns.
     pub(crate) fn call(address: &str, claimed: Incarnation) -> Self {
         let socket = TcpStream::connect(address).expect("the agent listens");
-        let config = SessionConfig::new(claimed, "claimant");
-        let session = Session::initiator(config, None, nonce(), clock());
+        let session = Session::initiator(config(claimed), None, nonce(), clock());
         let mut once = Some((session, socket));
         let claimant = Self::start(String::new(), move |_| once.take());
         let nothing = kvferry_proto::handoff::Expected { id: id("nothing") };
@@ -66,9 +65,11 @@ impl Claimant {
             socket.set_nonblocking(false).expect("a socket");
             let mut magic = [0; MAGIC.len()];
             socket.read_exact(&mut magic).expect("the magic");
-            let config = SessionConfig::new(claimed, "claimant");
             sessions += 1;
-            Some((Session::acceptor(config, SessionId(sessions), nonce(), clock()), socket))
+            Some((
+                Session::acceptor(config(claimed), SessionId(sessions), nonce(), clock()),
+                socket,
+            ))
         })
     }
 
@@ -171,6 +172,12 @@ fn run(mut session: Session, mut socket: TcpStream, to_say: &Receiver<Vec<u8>>, 
             Err(_) => session.handle_timeout(clock()),
         }
     }
+}
+
+/// Settings of a session that ends by no silence.
+fn config(claimed: Incarnation) -> SessionConfig {
+    let config = SessionConfig::new(claimed, "claimant");
+    SessionConfig { handshake_timeout: PATIENCE, silence: PATIENCE, ..config }
 }
 
 fn id(name: &str) -> HandoffId {

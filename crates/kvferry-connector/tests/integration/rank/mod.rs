@@ -20,7 +20,7 @@ const LAYERS: u32 = 4;
 const BLOCKS: u32 = 512;
 /// Bytes of one layer of one block. A block is one token here.
 const BYTES: usize = 4096;
-const BUDGET: Duration = Duration::from_secs(30);
+const BUDGET: Duration = Duration::from_secs(120);
 
 fn bounded() -> Watchdog {
     Watchdog::new(PATIENCE)

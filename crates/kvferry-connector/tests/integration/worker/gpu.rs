@@ -243,9 +243,10 @@ impl Engines {
 }
 
 const BUDGET: Duration = Duration::from_millis(BUDGET_MS as u64);
-/// Budget of a handoff whose copy never ends, and its agents' limit of silence: after it they give up a copy.
+/// Budget of a handoff whose copy never ends, and its agents' limit of silence: after it they give up a copy. Threads that
+/// do not run for half of it may end a session.
 const BRIEF: Duration = Duration::from_millis(500);
-const SILENCE: Duration = Duration::from_secs(10);
+const SILENCE: Duration = Duration::from_secs(14);
 
 /// Has the fault strike at the occasion `at` of a handoff. False if the handoff has fewer occasions.
 fn strike(rig: &Rig, fault: Fault, end: End, side: Side, at: u64) -> bool {

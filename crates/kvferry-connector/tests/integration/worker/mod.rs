@@ -32,10 +32,11 @@ const BLOCKS: u32 = 64;
 const BLOCK_TOKENS: u32 = 4;
 const HEADS: u32 = 4;
 const CONTENT: u32 = 32;
-const BUDGET_MS: u32 = 20_000;
+/// The time limit of fetches of which no test is the end.
+const BUDGET_MS: u32 = 120_000;
 
 fn bounded() -> Watchdog {
-    Watchdog::new(Duration::from_secs(60))
+    Watchdog::new(PATIENCE)
 }
 
 /// The shape of an engine.
@@ -141,6 +142,17 @@ impl Engine {
                 assert!(Instant::now() < until, "{name} stays zero: {:?}", rank.worker.gauges());
                 std::thread::sleep(Duration::from_millis(1));
             }
+        }
+    }
+
+    /// Waits until all ranks have heard that the producer has `request`, or expects it.
+    fn await_answer(&self, request: &str) {
+        for rank in &self.ranks {
+            eventually("the producer answers", || {
+                let notes = rank.worker.reports().notes;
+                let notes = notes.map(|notes| Notes::decode(&notes).expect("just encoded"));
+                notes.is_some_and(|notes| notes.answered.iter().any(|it| it == request))
+            });
         }
     }
 

@@ -95,6 +95,8 @@ fn an_expected_request_is_waited_for_and_one_that_never_arrives_fails_its_consum
     let expect = Expect { request: "a".to_owned(), transfer: id("a") };
     p.apply(&ConnectorMetadata { expects: vec![expect], ..metadata() });
     d.fetch_request("a", &p.address, &here, 0..32);
+    // An offer that all ranks have asked for does not expire.
+    d.await_answer("a");
     std::thread::sleep(BEYOND_SHORT);
     p.compute("a", 1, &there, 0..32);
     d.assert_fetched("a");
@@ -123,7 +125,7 @@ fn the_end_of_an_expected_or_claimed_request_ends_its_handoff_on_the_other_side(
     let expect = Expect { request: "h".to_owned(), transfer: id("h") };
     p.apply(&ConnectorMetadata { expects: vec![expect], ..metadata() });
     d.fetch_request("h", &p.address, &blocks(8, 5), 0..32);
-    p.await_gauge("watched");
+    d.await_answer("h");
     p.hold("h");
     p.assert_sent("h");
     assert_eq!(d.fetched("h")[0].0, WireCode::Busy);

@@ -308,7 +308,7 @@ impl EngineProcess {
             listening: vec![],
             early: vec![],
         };
-        match engine.next(Duration::from_secs(30)) {
+        match engine.next(PATIENCE / 2) {
             Some(Event::Ready { addresses, listening }) => {
                 (engine.addresses, engine.listening) = (addresses, listening);
             }
@@ -365,7 +365,7 @@ impl EngineProcess {
     pub(crate) fn steps(&mut self, count: usize) {
         self.tell(&Order::Steps { count });
         loop {
-            match self.next(Duration::from_secs(60)).expect("it steps") {
+            match self.next(PATIENCE / 2).expect("it steps") {
                 Event::Stepped => return,
                 event => self.keep(event),
             }
@@ -406,7 +406,7 @@ impl EngineProcess {
     pub(crate) fn status(&mut self) -> Status {
         self.tell(&Order::State);
         loop {
-            match self.next(Duration::from_secs(60)).expect("it answers") {
+            match self.next(PATIENCE / 2).expect("it answers") {
                 Event::State(status) => return status,
                 event => self.keep(event),
             }

@@ -13,8 +13,8 @@ const TOKENS: usize = 300;
 const CHUNKS: usize = 5;
 const SAYS: usize = 4;
 
-/// The silence limit where it ends a request. A thread of a healthy process may stop for less.
-const SILENCE_MS: u64 = 4_000;
+/// The silence limit where it ends a request. A thread of a healthy process may stop for half of it.
+const SILENCE_MS: u64 = 6_000;
 
 fn bounded() -> Watchdog {
     Watchdog::new(2 * PATIENCE)
