@@ -327,7 +327,8 @@ fn each_engine_that_has_stored_or_found_a_block_is_told_once_when_it_leaves() {
     for (told, watch) in told.iter_mut().zip(&watches) {
         told.settle(watch, |told| *told == known.iter().filter(is_there).cloned().collect());
         assert!(told.0.len() < known.len());
-        assert_eq!(watch.reports(), 0);
+        // That of a block that left only now may follow.
+        told.settle(watch, |_| watch.reports() == 0);
     }
 }
 

@@ -206,7 +206,7 @@ fn pinned_blocks_stay_until_their_lease_ends() {
 #[test]
 fn a_put_that_may_wait_is_not_refused_by_a_full_store() {
     let folder = Folder::new("put-wait");
-    let options = options(folder.path(), 24 * MIB).put_wait(Duration::from_secs(30));
+    let options = options(folder.path(), 24 * MIB).put_wait(PATIENCE / 2);
     let engine = Engine::open(&options, LEN);
     for seed in 0..200 {
         let put = engine.put(&prompt(seed, 16), 0);

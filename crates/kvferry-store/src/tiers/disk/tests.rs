@@ -252,7 +252,7 @@ fn a_device_that_hangs_while_a_file_is_synced_is_known_to_hang_as_soon_as_by_a_r
     let other = bench.folder.join("a");
     std::fs::create_dir_all(&other).expect("a folder");
     let _other = HangingDisk::mount(&other).expect("as the other");
-    let hang_after = Duration::from_secs(2);
+    let hang_after = Duration::from_secs(5);
     let core = bench.open_with(hang_after);
     core.disk.ensure(1).expect("no device fails");
     device.hold();
