@@ -45,7 +45,7 @@ inline void a_sender_that_is_killed_with_a_waiting_offer_leaves_nothing_and_its_
 
 inline void a_sender_that_stops_during_the_transfer_ends_the_task_long_before_its_deadline() {
     useTcp();
-    setenv("KVFERRY_SILENCE_MS", "6000", 1);
+    setenv("KVFERRY_SILENCE_MS", kSomeSilenceMs, 1);
     Side side;
     Peer sender;
     auto task = stalled(side, sender, 10 * kLongMs);
@@ -85,7 +85,7 @@ inline void a_receiver_that_is_killed_ends_the_send_and_the_next_request_works_a
 
 // S12
 inline void a_receiver_that_stops_ends_the_send_at_the_deadline_or_before() {
-    setenv("KVFERRY_SILENCE_MS", "6000", 1);
+    setenv("KVFERRY_SILENCE_MS", kSomeSilenceMs, 1);
     Side side;
     Peer receiver;
     side.send("first", receiver.address(), "first", kOne, kLongMs);

@@ -31,9 +31,11 @@ using Code = rtp_llm::transfer::TransferErrorCode;
 
 constexpr size_t kMemory = 16u << 20;
 // Fault bound: nothing that is waited for takes this long.
-constexpr int64_t kLongMs = 60000;
+constexpr int64_t kLongMs = 180000;
 // A silence limit that ends no session: a loaded machine delays heartbeats.
 constexpr const char* kNoSilenceMs = "300000";
+// A silence limit that ends the sessions of a stopped process, and not those of one that waits for a processor.
+constexpr const char* kSomeSilenceMs = "8000";
 
 inline int64_t wallClockMs() {
     using namespace std::chrono;

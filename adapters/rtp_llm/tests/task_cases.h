@@ -238,8 +238,8 @@ inline void a_deadline_during_the_transfer_beats_success_and_cancel() {
     for (const bool cancels : {false, true}) {
         Side side;
         Peer peer;
-        auto task = stalled(side, peer, 4000);
-        const int64_t until = wallClockMs() + 4050;
+        auto task = stalled(side, peer, 8000);
+        const int64_t until = wallClockMs() + 8050;
         if (cancels) task->cancel();
         CHECK(eventually([&] { return wallClockMs() > until; }));
         CHECK(task->errorCode() == Code::TIMEOUT);

@@ -6,6 +6,7 @@ use kvferry::{
 };
 use std::net::TcpListener;
 use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
 
 /// A transport that moves nothing, and remembers the agents that it was started with.
 struct Witness;
@@ -51,6 +52,7 @@ fn an_agent_that_was_dropped_leaves_nothing_behind() {
             Agent::builder()
                 .transports(transports)
                 .setting("mooncake", true)
+                .silence(Duration::from_secs(60))
                 .start()
                 .expect("an agent")
         };

@@ -13,5 +13,6 @@ fn an_agent_that_cannot_start_leaves_no_thread_behind() {
     let started = Agent::builder().transports(mooncake).secret(b"secret").start();
     let e = started.expect_err("Mooncake's protocol can't prove a secret");
     assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
-    assert_eq!(threads(), before);
+    // The kernel lists a thread for a moment after its end.
+    kvferry_testkit::eventually("no thread is left", || threads() <= before);
 }

@@ -1,15 +1,24 @@
 //! The Mooncake handshake on the shared port.
 
-use crate::wire::{LONG, frame, settles};
+use crate::wire::{LONG, NEVER, frame, settles};
 use kvferry::{Access, Agent, Batch, ErrorKind, Options, TransportKind, Transports};
 use kvferry_testkit::ports::ClosedPort;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::time::Duration;
 
 fn agent(mooncake: bool) -> Agent {
-    kvferry_mooncake::link();
-    Agent::builder().name("test").setting("mooncake", mooncake).start().expect("loopback has ports")
+    agent_within(NEVER, mooncake)
+}
+
+/// An agent that waits so long for a peer that says nothing.
+fn agent_within(silence: Duration, mooncake: bool) -> Agent {
+    crate::wire::builder()
+        .silence(silence)
+        .setting("mooncake", mooncake)
+        .start()
+        .expect("loopback has ports")
 }
 
 /// Sends a handshake frame and returns type and JSON of the answer; `None` if there is none.
@@ -97,7 +106,8 @@ fn a_probe_is_answered_and_a_notification_delivered() {
 
 #[test]
 fn malformed_handshakes_get_no_answer() {
-    let agent = agent(true);
+    // Some of these could be the beginning of more.
+    let agent = agent_within(Duration::from_secs(3), true);
     for (kind, json) in [
         (1, "{\"name\":"),
         (1, "7"),
@@ -129,7 +139,7 @@ fn malformed_handshakes_get_no_answer() {
 
 #[test]
 fn silent_connections_delay_no_peer_and_are_closed() {
-    let agent = agent(true);
+    let agent = agent_within(Duration::from_secs(8), true);
     let idle: Vec<_> = (0..100)
         .map(|i| {
             let mut stream = TcpStream::connect(agent.advertised()).expect("listening");
@@ -193,6 +203,8 @@ fn a_mute_peer_is_silent_and_a_malformed_answer_is_a_protocol_error() {
         let kind = error.kind();
         assert!(matches!(kind, ErrorKind::Protocol | ErrorKind::PeerReset), "{error}");
     }
+    let agent = agent_within(Duration::from_secs(1), true);
+    let peer = agent.peer(&address).expect("an address");
     let e = peer.connect(2 * LONG).expect_err("the peer does not answer");
     assert_eq!(e.kind(), ErrorKind::PeerSilent);
 }

@@ -1,6 +1,6 @@
 //! kvferry as target: another implementation writes and reads its memory.
 
-use crate::wire::{LONG, PAGE, agent, bytes_of, filled, frame, handshake, pattern, settles};
+use crate::wire::{LONG, NEVER, PAGE, agent, bytes_of, filled, frame, handshake, pattern, settles};
 use kvferry::{Access, Agent};
 use kvferry_testkit::eventually;
 use kvferry_testkit::pattern::MARKER;
@@ -221,7 +221,7 @@ fn when_all_places_are_taken_the_oldest_silent_connection_is_closed() {
         .expect("written");
     assert_eq!(status(&mut stream), OK);
     assert!(ends(&mut first), "the oldest");
-    assert_eq!(agent.stats().streams, 1024);
+    settles("the oldest alone has left", || agent.stats().streams == 1024);
 }
 
 #[test]
@@ -267,7 +267,8 @@ fn an_agent_shuts_down_under_connections() {
 
 #[test]
 fn a_stopped_agent_discards_the_bytes_that_its_kernel_held() {
-    let config = json!({"name": "target", "mooncake": true, "silence_ms": 2000});
+    // A target that a loaded machine stops for some seconds is not one that was suspended.
+    let config = json!({"name": "target", "mooncake": true, "silence_ms": 6000});
     let (mut child, address) = Child::with_agent(config);
     let region = child.allocate(2 * PAGE, "rw", 1);
     let port = data_port(&address);
@@ -280,10 +281,10 @@ fn a_stopped_agent_discards_the_bytes_that_its_kernel_held() {
     settles("the first half is not applied", || written(&child) == PAGE);
     child.stop();
     stream.write_all(second).expect("its kernel takes it");
-    thread::sleep(Duration::from_secs(4));
+    thread::sleep(Duration::from_secs(8));
     child.resume();
     assert!(ends(&mut stream), "no status");
-    assert_eq!(child.stats()["requests_in_flight"], 0);
+    eventually("the request has ended", || child.stats()["requests_in_flight"] == 0);
     assert_eq!(written(&child), PAGE, "the second half came too late");
     // A new connection is served.
     let mut stream = connect_to(port);
@@ -341,6 +342,12 @@ fn i11_another_user_of_the_host_reads_no_memory_by_the_data_port() {
     assert_eq!(status(&mut own), OK);
 }
 
+/// A target that is never long enough stopped to discard what its kernel held.
+fn patient_target() -> (Child, String) {
+    let silence = u64::try_from(NEVER.as_millis()).expect("some minutes");
+    Child::with_agent(json!({"name": "target", "mooncake": true, "silence_ms": silence}))
+}
+
 /// Sends requests on a connection each, and closes them before the agent can accept one.
 fn accepted_late(child: &Child, port: u16, requests: &[Vec<u8>]) {
     child.stop();
@@ -352,7 +359,7 @@ fn accepted_late(child: &Child, port: u16, requests: &[Vec<u8>]) {
 
 #[test]
 fn what_a_peer_of_version_1_has_written_counts_also_where_its_connection_is_accepted_late() {
-    let (mut child, address) = Child::with_agent(json!({"name": "target", "mooncake": true}));
+    let (mut child, address) = patient_target();
     let region = child.allocate(4 * PAGE, "rw", 1);
     let before = child.memory(&region);
     let at = usize::try_from(region.addr).expect("an address");
@@ -382,7 +389,7 @@ fn i11_a_closed_connection_is_refused_where_no_peer_of_version_1_has_shaken_hand
         println!("SKIPPED: closed connections: this kernel does not tell users");
         return;
     }
-    let (mut child, address) = Child::with_agent(json!({"name": "target", "mooncake": true}));
+    let (mut child, address) = patient_target();
     let region = child.allocate(PAGE, "rw", 1);
     let before = child.memory(&region);
     let at = usize::try_from(region.addr).expect("an address");
