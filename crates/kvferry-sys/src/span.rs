@@ -6,6 +6,24 @@ use std::fmt;
 ///
 /// Other threads, other processes and devices may write the memory at any time. So it is never
 /// turned into a slice; it is only passed to the kernel, copied by raw copies, or read by volatile loads.
+///
+/// # Lifetime
+/// A span owns nothing and has no lifetime, as an `iovec` has none, and is `Copy`. So its type does not keep code from using it after
+/// the memory is gone. The rule does: a span and its copies are used only while their owner is held (a mapping, a region with its
+/// gate, a pin, a stage). [`HostSpan::new`] is unsafe for that; `span` of a mapping and the spans that a transport gets of a
+/// batch are not, and their users keep the rule. A lifetime could not say it: spans outlive the call that makes them, in io_uring and
+/// on I/O threads, beside an `Arc` of their owner. Code that is not a transport gets no span: a device gets a
+/// `DeviceCopy`, which owns its stage and copies bytes.
+///
+/// # Races
+/// The copies are `memcpy` and `memmove`, and other writers may race with them. The language has no rule for writers outside
+/// of the process. Of threads it calls such a race undefined, and it has no copy at the speed of `memcpy` that may race. It does
+/// no harm here:
+///
+/// * Every value of a byte is valid, and no pointer, length or lock is in memory that a span names.
+/// * The compiler knows of the memory only that it is copied. Each copy goes to memory of its own before anything is decided by
+///   its bytes, so the decision and the bytes agree ([`HostSpan::for_each_copy`]).
+/// * A mixture of old and new bytes is what a transfer may leave behind that has not ended.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub struct HostSpan(libc::iovec);
