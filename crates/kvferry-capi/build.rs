@@ -1,4 +1,7 @@
 //! The name under which programs find the library. It stays loaded: its threads run until the process ends.
+//!
+//! Symbols have no version (`KVFERRY_0`): rustc gives the linker a version script of its own, without a name. Beside it, GNU
+//! ld refuses a second one, and lld ignores it. The prefix `kvferry_` and the soname keep the symbols apart instead.
 
 fn main() {
     // A sanitizer's functions are in the program.
