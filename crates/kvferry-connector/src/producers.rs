@@ -7,6 +7,7 @@
 
 use crate::address::{ProducerAddress, is_host_name};
 use kvferry::Agent;
+use kvferry_sys::net::InterfaceAddress;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use thiserror::Error;
@@ -63,13 +64,19 @@ impl Producers {
         if agent.config().secret.is_some() {
             return Self { rules: vec![Rule::Any] };
         }
-        let listening = agent.local_addr().ip();
+        let own = kvferry_sys::net::interface_addresses().unwrap_or_default();
+        Self::of_host(agent.local_addr().ip(), agent.advertised(), &own)
+    }
+
+    /// This host, with the addresses `own`, and the network of the interface that has the address `listening`: of each
+    /// interface, if that names none. `advertised`: the `host:port` that peers connect to.
+    fn of_host(listening: IpAddr, advertised: &str, own: &[InterfaceAddress]) -> Self {
         let mut networks = vec![
             Network { base: IpAddr::from([127, 0, 0, 0]), prefix_len: 8 },
             Network::host(std::net::Ipv6Addr::LOCALHOST.into()),
             Network::host(listening),
         ];
-        for own in kvferry_sys::net::interface_addresses().unwrap_or_default() {
+        for own in own {
             networks.push(Network::host(own.address));
             let named = own.address == listening || listening.is_unspecified();
             if named && !own.address.is_loopback() && !is_link_local(own.address) {
@@ -77,7 +84,7 @@ impl Producers {
             }
         }
         let mut rules: Vec<_> = networks.into_iter().map(Rule::Network).collect();
-        if let Some((host, _)) = agent.advertised().rsplit_once(':') {
+        if let Some((host, _)) = advertised.rsplit_once(':') {
             rules.extend(Rule::parse(host));
         }
         rules.dedup();
@@ -367,6 +374,89 @@ mod tests {
         let secured = Producers::of_agent(&agent(Some("a secret of the test, long enough")));
         assert!(secured.check("192.0.2.1:7").is_ok());
         assert!(secured.check("169.254.169.254:80").is_err());
+    }
+
+    /// `lo`, `eth0` and `ib0` of a host, each with IPv4 and IPv6.
+    fn interfaces() -> Vec<InterfaceAddress> {
+        let of = |&(interface, address, prefix_len): &(&str, &str, u8)| InterfaceAddress {
+            interface: interface.to_owned(),
+            address: address.parse().expect("an address"),
+            prefix_len,
+        };
+        let table = [
+            ("lo", "127.0.0.1", 8),
+            ("lo", "::1", 128),
+            ("eth0", "192.0.2.5", 24),
+            ("eth0", "2001:db8:a::5", 64),
+            ("eth0", "fe80::5", 64),
+            ("ib0", "10.9.0.5", 16),
+            ("ib0", "2001:db8:b::5", 64),
+            ("usb0", "169.254.7.5", 16),
+        ];
+        table.iter().map(of).collect()
+    }
+
+    /// Addresses that are accepted, of one of each kind.
+    fn accepted(listening: &str, advertised: &str) -> Vec<&'static str> {
+        let listening = listening.parse().expect("an address");
+        let producers = Producers::of_host(listening, advertised, &interfaces());
+        assert_eq!(Producers::parse(&producers.list()), Ok(producers.clone()));
+        let one_of_each = [
+            "127.0.0.2:7",
+            "[::1]:7",
+            // This host, by its other interfaces.
+            "192.0.2.5:7",
+            "10.9.0.5:7",
+            // Neighbours.
+            "192.0.2.77:7",
+            "[2001:db8:a::77]:7",
+            "10.9.3.77:7",
+            "[2001:db8:b::77]:7",
+            // Others.
+            "192.0.3.77:7",
+            "10.10.0.77:7",
+            "[2001:db8:c::77]:7",
+            "[fe80::77]:7",
+            "169.254.7.77:7",
+            "169.254.169.254:80",
+            "0.0.0.0:7",
+        ];
+        one_of_each.into_iter().filter(|it| producers.check(it).is_ok()).collect()
+    }
+
+    #[test]
+    fn an_agent_without_a_secret_accepts_its_own_host_and_the_network_of_the_interface_that_was_named()
+     {
+        let host = ["127.0.0.2:7", "[::1]:7", "192.0.2.5:7", "10.9.0.5:7"];
+        let with = |network: &[&'static str]| [&host[..], network].concat();
+        let ib = with(&["10.9.3.77:7"]);
+        assert_eq!(accepted("10.9.0.5", "10.9.0.5:7000"), ib);
+        assert_eq!(accepted("192.0.2.5", "192.0.2.5:7000"), with(&["192.0.2.77:7"]));
+        assert_eq!(
+            accepted("2001:db8:b::5", "[2001:db8:b::5]:7000"),
+            with(&["[2001:db8:b::77]:7"])
+        );
+        // What is advertised says who the agent is, and opens no network.
+        assert_eq!(accepted("10.9.0.5", "192.0.2.5:7000"), ib);
+        assert_eq!(accepted("127.0.0.1", "127.0.0.1:7000"), host);
+        assert_eq!(accepted("fe80::5", "[fe80::5]:7000"), host);
+    }
+
+    #[test]
+    fn an_agent_that_listens_on_all_interfaces_without_a_secret_accepts_their_networks_and_no_other()
+     {
+        let all = [
+            "127.0.0.2:7",
+            "[::1]:7",
+            "192.0.2.5:7",
+            "10.9.0.5:7",
+            "192.0.2.77:7",
+            "[2001:db8:a::77]:7",
+            "10.9.3.77:7",
+            "[2001:db8:b::77]:7",
+        ];
+        assert_eq!(accepted("0.0.0.0", "192.0.2.5:7000"), all);
+        assert_eq!(accepted("::", "192.0.2.5:7000"), all);
     }
 
     #[test]
