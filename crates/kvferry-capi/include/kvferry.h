@@ -393,7 +393,8 @@ int kvferry_agent_start(const struct kvferry_agent_options *options,
 // Ends every session, fails every transfer and unregisters every region. Takes at most 0.2 s plus the
 // silence limit. The handle stays valid; other calls with the agent return `KVFERRY_SHUTDOWN`.
 //
-// Any thread, more than once. From a callback it returns at once. After a fork: `KVFERRY_FORKED`.
+// Any thread, more than once. From a callback on a thread of the agent it returns at once, and a thread of its
+// own goes on; a later call waits for it. After a fork: `KVFERRY_FORKED`.
 int kvferry_agent_shutdown(struct kvferry_agent *agent, struct kvferry_error *error);
 
 // Shuts the agent down and frees the handle. Handles of its regions, peers, files and transfers stay

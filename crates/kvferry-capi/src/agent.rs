@@ -144,7 +144,8 @@ pub unsafe extern "C" fn kvferry_agent_start(
 /// Ends every session, fails every transfer and unregisters every region. Takes at most 0.2 s plus the
 /// silence limit. The handle stays valid; other calls with the agent return `KVFERRY_SHUTDOWN`.
 ///
-/// Any thread, more than once. From a callback it returns at once. After a fork: `KVFERRY_FORKED`.
+/// Any thread, more than once. From a callback on a thread of the agent it returns at once, and a thread of its
+/// own goes on; a later call waits for it. After a fork: `KVFERRY_FORKED`.
 ///
 /// # Safety
 /// `error` is null or a structure whose field `size` is right.

@@ -60,26 +60,43 @@ enum Stage {
 
 impl Inner {
     /// Every call returns when the agent is shut down. Exceptions: a call on one of the agent's
-    /// threads and a call from within the shutdown return at once, because the shutdown may wait
-    /// for them.
+    /// threads and a call from within the shutdown return at once, because the shutdown waits for them.
     fn shutdown(&self) {
+        if self.begins_shutdown() {
+            self.run_shutdown();
+        }
+    }
+
+    /// True for one caller, which has to see to the shutdown. For the others, see [`Inner::shutdown`].
+    fn begins_shutdown(&self) -> bool {
         let me = thread::current().id();
         let mut stage = self.stage.lock();
         loop {
             match *stage {
-                Stage::Running => break,
-                Stage::Stopped => return,
-                Stage::Stopping(by) if by == me || self.is_own_thread() => return,
+                Stage::Running => {
+                    *stage = Stage::Stopping(me);
+                    return true;
+                }
+                Stage::Stopped => return false,
+                Stage::Stopping(by) if by == me || self.is_own_thread() => return false,
                 Stage::Stopping(_) => {
                     stage = self.stopped.wait(stage, None);
                 }
             }
         }
-        *stage = Stage::Stopping(me);
-        drop(stage);
+    }
+
+    fn run_shutdown(&self) {
+        *self.stage.lock() = Stage::Stopping(thread::current().id());
         self.stop();
         *self.stage.lock() = Stage::Stopped;
         self.stopped.notify_all();
+    }
+
+    /// Refuses further calls.
+    fn close(&self) {
+        self.core.close();
+        self.core.inbox.close();
     }
 
     fn is_own_thread(&self) -> bool {
@@ -87,8 +104,7 @@ impl Inner {
     }
 
     fn stop(&self) {
-        self.core.close();
-        self.core.inbox.close();
+        self.close();
         self.sessions.close_all(WireCode::Shutdown, Error::shutdown);
         // The control thread runs commands in order: when it runs the marker, it has written the
         // close messages.
@@ -415,15 +431,28 @@ impl Agent {
     /// When it returns, no thread of this agent touches registered memory.
     ///
     /// May be called more than once, by any thread; every call waits until the agent is shut down,
-    /// except a call from a callback of the agent, which returns at once. Takes at most 0.2 s plus
+    /// except a call on one of the agent's threads, as from a callback: it returns at once, other
+    /// calls fail from then on, and a thread of its own shuts the agent down. Takes at most 0.2 s plus
     /// the silence limit. A region that a device or a process of this host may still touch after
     /// that is logged, and [`Region::is_quarantined`] returns true for it.
     ///
     /// [`Region::is_quarantined`]: crate::Region::is_quarantined
     pub fn shutdown(&self) {
-        if !self.core().was_forked() {
-            self.0.shutdown();
+        if self.core().was_forked() || !self.0.begins_shutdown() {
+            return;
         }
+        if self.0.is_own_thread() {
+            self.0.close();
+            let inner = Arc::clone(&self.0);
+            let name = format!("kvferry-{}-end", self.name());
+            match kvferry_sys::thread::spawn(name, move || inner.run_shutdown()) {
+                Ok(_) => return,
+                Err(e) => {
+                    tracing::warn!(error = %e, "an agent is shut down on a thread of its own callbacks")
+                }
+            }
+        }
+        self.0.run_shutdown();
     }
 }
 
