@@ -61,6 +61,7 @@ const PIECES_KEPT: usize = 40 * 1024;
 /// not delay other streams for longer than a large one.
 const STEP_COST: usize = 1024;
 
+#[derive(Debug, PartialEq, Eq)]
 enum Step {
     /// Continue at once.
     On,
@@ -430,6 +431,19 @@ fn copy_to(spans: &[kvferry_sys::HostSpan], early: &[u8]) -> usize {
     done
 }
 
+/// Takes steps until one has to wait or ends the stream, or until this stream has had its turn: `Step::On`.
+/// A step takes the bytes that it moves from the budget.
+fn take_turn(mut step: impl FnMut(&mut usize) -> Step) -> Step {
+    let mut budget = STEP_BYTES;
+    loop {
+        match step(&mut budget) {
+            Step::On if budget == 0 => return Step::On,
+            Step::On => budget = budget.saturating_sub(STEP_COST),
+            other => return other,
+        }
+    }
+}
+
 impl Handler for InboundStream {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.socket.as_fd())
@@ -441,21 +455,17 @@ impl Handler for InboundStream {
             // Reset, or revoked: no byte that is still in the socket may be applied.
             return Next::Close;
         }
-        let mut budget = STEP_BYTES;
-        let interest = loop {
-            match self.step(&mut budget) {
-                Step::On if budget == 0 => {
-                    self.set_busy(!self.lane.is_between());
-                    return Next::Again;
-                }
-                Step::On => budget = budget.saturating_sub(STEP_COST),
-                Step::Read => break Interest::Read,
-                // Initiators never half-close, so this one will not read the answer.
-                Step::Write if cause.ready.peer_closed => return Next::Close,
-                Step::Write => break Interest::Write,
-                Step::Memory => break Interest::None,
-                Step::Over => return Next::Close,
+        let interest = match take_turn(|budget| self.step(budget)) {
+            Step::On => {
+                self.set_busy(!self.lane.is_between());
+                return Next::Again;
             }
+            Step::Read => Interest::Read,
+            // Initiators never half-close, so this one will not read the answer.
+            Step::Write if cause.ready.peer_closed => return Next::Close,
+            Step::Write => Interest::Write,
+            Step::Memory => Interest::None,
+            Step::Over => return Next::Close,
         };
         let is_between = self.lane.is_between();
         self.set_busy(!is_between);
@@ -492,5 +502,31 @@ impl Drop for InboundStream {
         self.socket.shutdown(Shutdown::Both);
         self.core().counters.streams.less_one();
         self.link.backend().inbound_ended(self.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Steps of a stream whose every step moves so many bytes, until another stream has its turn.
+    fn steps(bytes: usize) -> usize {
+        let mut steps = 0;
+        let end = take_turn(|budget| {
+            steps += 1;
+            *budget = budget.saturating_sub(bytes);
+            Step::On
+        });
+        assert_eq!(end, Step::On);
+        steps
+    }
+
+    #[test]
+    fn a_stream_of_notifications_gives_way_to_others_after_a_few_thousand() {
+        assert!(steps(40) <= STEP_BYTES / STEP_COST);
+        assert!(steps(0) <= STEP_BYTES / STEP_COST + 1);
+        assert_eq!(steps(STEP_BYTES), 1);
+        let mut waits = [Step::On, Step::Read].into_iter();
+        assert_eq!(take_turn(|_| waits.next().expect("no further step")), Step::Read);
     }
 }
