@@ -183,7 +183,7 @@ impl Handler for Marker {
 /// One kvferry endpoint in a process: registered memory, sessions with peers, transfers.
 ///
 /// Clones are the same agent. It is shut down by [`Agent::shutdown`], or when the last clone is
-/// dropped. All methods may be called from any thread.
+/// dropped, by the thread that drops it. All methods may be called from any thread.
 ///
 /// ```
 /// use kvferry::{Access, Agent, Batch, Options};
