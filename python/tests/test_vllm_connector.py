@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_connector as handoff
 import vllm_stand_in as vllm
+from kvferry.connector import prompt_id
 from kvferry.vllm._settings import Settings
 from vllm_stand_in import FullAttentionSpec, MambaSpec, Request
 
@@ -201,6 +204,80 @@ def test_the_death_of_a_prefill_is_one_warning_for_all_loads_from_it(
     stats = worker.stats()
     assert stats.data["failed_loads"] == {"closed": 500}
     assert len([it for it in caplog.records if it.levelname == "WARNING"]) == 1
+
+
+@pytest.fixture
+def engines() -> Iterator[tuple[handoff.Engine, handoff.Engine]]:
+    both = handoff.Engine(), handoff.Engine()
+    yield both
+    for engine in both:
+        engine.worker.close()
+        engine.agent.shutdown()
+
+
+class ForwardError(Exception):
+    pass
+
+
+def forward(made: Any, metadata: Any, fails_after: int | None) -> None:
+    """A step as vLLM's first model runner has it. `fails_after`: layers that are computed before it raises."""
+    made.bind_connector_metadata(metadata)
+    try:
+        made.start_load_kv(None)
+        for layer in range(handoff.LAYERS):
+            if layer == fails_after:
+                raise ForwardError
+            made.save_kv_layer(f"layers.{layer}", None, None)
+        if fails_after == handoff.LAYERS:
+            raise ForwardError
+    finally:
+        made.wait_for_save()
+        made.clear_connector_metadata()
+
+
+@pytest.mark.parametrize("extra", [[], ["lora:tuned", "lora:weights"]], ids=["model", "adapter"])
+@pytest.mark.parametrize("fails_after", [0, 1, handoff.LAYERS, None])
+@pytest.mark.parametrize("handles_another", [False, True])
+def test_of_a_forward_pass_that_raised_nothing_is_loaded(
+    module: Any,
+    engines: tuple[handoff.Engine, handoff.Engine],
+    handles_another: bool,
+    fails_after: int | None,
+    extra: list[str],
+) -> None:
+    """The first model runner waits for saves also then. What its caller handles is no failure of the step."""
+    prefill, decode = engines
+    worker = module._Worker(vllm.config(), vllm.caches(FullAttentionSpec()), Settings.of({}))
+    worker._half = prefill.worker
+    worker._layers = {f"layers.{layer}": layer for layer in range(handoff.LAYERS)}
+    made = module.KVFerryConnector.__new__(module.KVFerryConnector)
+    made._worker = made._side = worker
+
+    params = {"do_remote_decode": True}
+    tokens, identity, blocks = len(handoff.PROMPT), prompt_id(handoff.PROMPT, extra), [[3, 1, 2]]
+    prefill.scheduler.arrived("p", tokens, 1, params, identity)
+    metadata = module.KVFerryMetadata(prefill.scheduler.step([("p", 0, tokens, True, blocks)], []), computes=True)
+    try:
+        if handles_another:
+            try:
+                raise KeyError("as of a retry around the step")
+            except KeyError:
+                forward(made, metadata, fails_after)
+        else:
+            forward(made, metadata, fails_after)
+    except ForwardError:
+        assert fails_after is not None
+
+    _, answer = prefill.scheduler.finished("p", tokens, params, identity, "length", blocks)
+    prefill.worker.apply(prefill.scheduler.step([], []))
+    decode.scheduler.arrived("d", tokens, 8, answer, identity)
+    assert decode.scheduler.matched("d", tokens, 0) == tokens
+    decode.scheduler.allocated("d", tokens, 0, tokens, [[7, 9, 8]])
+    decode.until(lambda: bool(decode.received))
+    assert decode.failed == ([] if fails_after is None else ["d"])
+    if fails_after is not None:
+        ((_, _, _, failure),) = decode.worker.take_loads()
+        assert failure is not None and "ForwardError" in failure[1]
 
 
 def test_block_lists_of_a_consumer_are_read_once_and_only_while_it_waits_for_blocks(module: Any) -> None:
