@@ -1,12 +1,14 @@
 """Each row of docs/storage.md "What names KV", changed alone: nothing is found in a store, and no handoff is loaded.
 
 A row without a case here fails. The names come from the adapters' own code; the store and the two engines of a handoff
-are real. What vLLM's own hash of a block has is checked with vLLM: e2e/kvferry_e2e/contract/identity.py.
+are real. Hashes of blocks are made here as vLLM's are; what vLLM's have is checked with vLLM:
+e2e/kvferry_e2e/contract/identity.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import json
 import math
@@ -262,24 +264,35 @@ def _adapter(at: Path) -> tuple[Names, Names]:
     return made[0], made[1]
 
 
+def _hashed(**given: Any) -> Names:
+    """With the store's names of blocks by the adapters' own code, from hashes that are made as vLLM's are."""
+    names = importlib.import_module("kvferry.vllm._offload_adapters")
+    it = request(**given)
+    media = [(each.identifier, each.mm_position.offset) for each in it.mm_features or ()]
+    embeddings = it.prompt_embeds and hashlib.sha256(it.prompt_embeds.tobytes()).digest()
+    hashes, parent = [], b""
+    for tokens in (PROMPT[:4], PROMPT[4:8]):
+        # The tenant is in the first block, and those after it depend on that one.
+        extra = (media, it.cache_salt if not hashes else None, embeddings)
+        parent = hashlib.sha256(repr((parent, tokens, extra)).encode()).digest()
+        hashes.append(parent)
+    blocks = names.RequestNames(None, None).of([block + bytes(4) for block in hashes])
+    return dataclasses.replace(_extra(**given), blocks=tuple(blocks))
+
+
 def _feature(content: str) -> Any:
     return [SimpleNamespace(identifier=content * 64, mm_position=SimpleNamespace(offset=3), data=None)]
 
 
 PROMPT_CHANGES: dict[str, Callable[[Path], tuple[Names, Names]]] = {
     "adapter": _adapter,
-    "media": lambda at: (_extra(mm_features=_feature("a")), _extra(mm_features=_feature("b"))),
-    "embeddings": lambda at: (_extra(prompt_embeds=Tensor(b"a")), _extra(prompt_embeds=Tensor(b"b"))),
-    "tenant": lambda at: (_extra(cache_salt="a"), _extra(cache_salt="b")),
+    "media": lambda at: (_hashed(mm_features=_feature("a")), _hashed(mm_features=_feature("b"))),
+    "embeddings": lambda at: (_hashed(prompt_embeds=Tensor(b"a")), _hashed(prompt_embeds=Tensor(b"b"))),
+    "tenant": lambda at: (_hashed(cache_salt="a"), _hashed(cache_salt="b")),
     "version": lambda at: (_extra(version="1"), _extra(version="2")),
 }
-# In the store these are in vLLM's hash, or in the tenant of the engine's spaces, as the named tests show.
-ELSEWHERE = {
-    "media": None,
-    "embeddings": None,
-    "tenant": None,
-    "version": "test_a_manager_gives_blocks_of_another_version_other_names",
-}
+# In the store this is in the tenant of the engine's spaces, as the named test shows.
+ELSEWHERE = {"version": "test_a_manager_gives_blocks_of_another_version_other_names"}
 
 
 @pytest.mark.parametrize("row", OF_PROMPT)
@@ -289,8 +302,8 @@ def test_nothing_of_a_request_that_differs_in_one_row_is_found_or_loaded(
     importlib.import_module("vllm_stand_in").install(monkeypatch)
     one, other = PROMPT_CHANGES[row](tmp_path)
     check(store, one, other, in_store=row not in ELSEWHERE)
-    if ELSEWHERE.get(row):
-        assert hasattr(importlib.import_module("test_vllm_stores"), str(ELSEWHERE[row]))
+    if row in ELSEWHERE:
+        assert hasattr(importlib.import_module("test_vllm_stores"), ELSEWHERE[row])
 
 
 # Layers.

@@ -161,7 +161,10 @@ def test_the_setting_model_names_the_weights(bench: Bench) -> None:
     assert computed(bench.serve(requests, model="/another/path")) == [to_compute(it) for it in LENGTHS]
 
 
-@pytest.mark.parametrize("name", ["lora_task_id", "multimodal_hashes", "multimodal_positions", "encoder_tokens"])
+@pytest.mark.parametrize(
+    "name",
+    ["lora_task_id", "multimodal_hashes", "multimodal_positions", "prompt_embedding_table", "encoder_tokens"],
+)
 def test_a_request_whose_kv_has_no_name_is_neither_stored_nor_loaded(bench: Bench, name: str) -> None:
     def special() -> list[Request]:
         request = Request(1, prompt(33))
