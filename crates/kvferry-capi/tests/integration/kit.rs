@@ -375,7 +375,7 @@ impl Program {
     }
 
     /// How the program ended, and what it wrote to stderr.
-    fn ran(&self, arguments: &[&str]) -> (ExitStatus, String) {
+    pub(crate) fn ran(&self, arguments: &[&str]) -> (ExitStatus, String) {
         let mut child = Command::new(&self.file)
             .args(arguments)
             // Programs fork, with threads running.

@@ -30,6 +30,17 @@ fn kvferry_h_does_what_it_says() {
 }
 
 #[test]
+fn a_forked_child_with_the_number_of_its_parent_uses_none_of_its_handles() {
+    let program = Program::build("tests/c/pid_namespace.c", Compiler::Gcc, Language::C11, &[]);
+    let Some(program) = program else { return };
+    let (status, errors) = program.ran(&[]);
+    if status.code() == Some(77) {
+        return skipped("pid namespaces can't be made here");
+    }
+    assert!(status.success() && errors.is_empty(), "{status}\n{errors}");
+}
+
+#[test]
 fn memory_of_gpus_is_moved_in_order() {
     runs_on_the_fake_driver("tests/c/gpu.c");
 }
