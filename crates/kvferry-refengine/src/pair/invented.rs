@@ -22,10 +22,8 @@ pub const BLOCKS_EACH: usize = PROMPT / BLOCK_TOKENS;
 const BLOCK_TOKENS: usize = 8;
 /// Blocks of each engine.
 const BLOCKS: u32 = 512;
-/// Made-up requests that arrive per step of the engines.
-const PER_TICK: usize = 8;
-/// A handoff begins with one of so many made-up requests.
-const HANDOFF_EVERY: usize = 200;
+/// Pause between two looks for arrivals while the engines have no work. They sleep as long in a step without progress.
+const LOOK: Duration = Duration::from_micros(200);
 /// Tokens of a handoff's prompt, and those that it generates.
 const HANDOFF: (usize, usize) = (40, 6);
 /// Time that an unanswered load and an unclaimed offer last; 30 s by default.
@@ -108,56 +106,112 @@ pub fn pair(timeout: Duration) -> kvferry::Result<Pair> {
     Ok(Pair::of(Flow::Sequential, node()?, node()?))
 }
 
-/// The ids of the handoffs beside `count` made-up requests.
-pub fn handoffs(count: usize) -> impl Iterator<Item = String> {
-    (0..count).step_by(HANDOFF_EVERY).map(handoff)
+/// Times at which requests arrive. Exhaustive on purpose.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Arrivals {
+    /// So many with each step of the engines.
+    PerTick(usize),
+    /// So many each second, evenly spaced, however many the engines have ended. A latency counts from the time at which
+    /// the request was due.
+    PerSecond(f64),
+}
+
+/// A client that makes up the parameters of its requests, and one whose requests are handed over.
+#[derive(Clone, Copy, Debug)]
+pub struct Clients<'a> {
+    /// Requests of the first client.
+    pub requests: usize,
+    /// Their arrivals.
+    pub arrivals: Arrivals,
+    /// Requests of the first client for each handoff of the second one, which begins with the first of them.
+    pub per_handoff: usize,
+    /// Addresses that the parameters name. Without them the requests are the same, but have no parameters.
+    pub dead: Option<&'a DeadAddresses>,
+}
+
+/// The times of a run.
+#[derive(Clone, Debug)]
+pub struct Times {
+    /// Latencies of the handoffs.
+    pub handoffs: Vec<Duration>,
+    /// Time from the first arrival until no engine had work.
+    pub all: Duration,
+}
+
+impl Clients<'_> {
+    /// The ids of the handoffs.
+    pub fn handoffs(&self) -> impl Iterator<Item = String> {
+        (0..self.requests).step_by(self.per_handoff).map(handoff)
+    }
+
+    /// Sends all requests, and runs to the end. `ticked` is called after each step.
+    ///
+    /// # Panics
+    /// The cases of [`Pair::tick`].
+    pub fn run(&self, pair: &mut Pair, mut ticked: impl FnMut(&Pair)) -> Times {
+        let real = pair.prefill.kvferry_adapter.address(0).to_owned();
+        let mut began: Vec<(String, Instant)> = Vec::new();
+        let first = Instant::now();
+        let mut latencies = Vec::new();
+        let (mut sent, mut ticks) = (0, 0);
+        loop {
+            while sent < self.requests
+                && let Some(due) = self.due(sent, ticks, first)
+            {
+                if self.submit(pair, sent, &real) {
+                    began.push((handoff(sent), due));
+                }
+                sent += 1;
+            }
+            ticks += 1;
+            let worked = pair.tick();
+            began.retain(|(id, at)| {
+                let ended = pair.ended(id).is_some();
+                if ended {
+                    latencies.push(at.elapsed());
+                }
+                !ended
+            });
+            ticked(pair);
+            match (worked, sent < self.requests) {
+                (false, false) => break,
+                (false, true) if self.due(sent, ticks, first).is_none() => std::thread::sleep(LOOK),
+                _ => {}
+            }
+        }
+        Times { handoffs: latencies, all: first.elapsed() }
+    }
+
+    /// The time at which the `n`th request was due after `ticks` steps; `None` if it is not yet due.
+    fn due(&self, n: usize, ticks: usize, first: Instant) -> Option<Instant> {
+        let now = Instant::now();
+        match self.arrivals {
+            Arrivals::PerTick(each) => (n < (ticks + 1) * each).then_some(now),
+            Arrivals::PerSecond(rate) => {
+                let due = first + Duration::from_secs_f64(n as f64 / rate);
+                (due <= now).then_some(due)
+            }
+        }
+    }
+
+    /// Submits the `n`th request, and the handoff that begins with it. True if one does.
+    fn submit(&self, pair: &mut Pair, n: usize, real: &str) -> bool {
+        let (params, is_prefill) = match self.dead {
+            Some(dead) => dead.params(n, real),
+            None => (Params::new(), n.is_multiple_of(KINDS)),
+        };
+        let request = Request::new(name(n).as_str(), prompt(n as u64, PROMPT), 1);
+        let node = if is_prefill { &mut pair.prefill } else { &mut pair.decode };
+        submit(node, request.with_params(params));
+        let begins = n.is_multiple_of(self.per_handoff);
+        if begins {
+            let (tokens, max_tokens) = HANDOFF;
+            pair.hand_off(&handoff(n), prompt(n as u64, tokens), max_tokens);
+        }
+        begins
+    }
 }
 
 fn handoff(n: usize) -> String {
     format!("real-{n}")
-}
-
-/// Sends `count` made-up requests and the handoffs beside them, and runs to the end. Returns the handoffs' latencies.
-/// Without `dead`, the requests are the same, but have no parameters. `ticked` is called after each step.
-///
-/// # Panics
-/// The cases of [`Pair::tick`].
-pub fn run(
-    pair: &mut Pair,
-    count: usize,
-    dead: Option<&DeadAddresses>,
-    mut ticked: impl FnMut(&Pair),
-) -> Vec<Duration> {
-    let real = pair.prefill.kvferry_adapter.address(0).to_owned();
-    let mut began: Vec<(String, Instant)> = Vec::new();
-    let mut latencies = Vec::new();
-    let mut sent = 0;
-    let mut worked = true;
-    while worked || sent < count {
-        for n in sent..(sent + PER_TICK).min(count) {
-            let (params, is_prefill) = match dead {
-                Some(dead) => dead.params(n, &real),
-                None => (Params::new(), n % KINDS == 0),
-            };
-            let request = Request::new(name(n).as_str(), prompt(n as u64, PROMPT), 1);
-            let node = if is_prefill { &mut pair.prefill } else { &mut pair.decode };
-            submit(node, request.with_params(params));
-            if n % HANDOFF_EVERY == 0 {
-                let (tokens, max_tokens) = HANDOFF;
-                pair.hand_off(&handoff(n), prompt(n as u64, tokens), max_tokens);
-                began.push((handoff(n), Instant::now()));
-            }
-        }
-        sent = (sent + PER_TICK).min(count);
-        worked = pair.tick();
-        began.retain(|(id, at)| {
-            let ended = pair.ended(id).is_some();
-            if ended {
-                latencies.push(at.elapsed());
-            }
-            !ended
-        });
-        ticked(pair);
-    }
-    latencies
 }

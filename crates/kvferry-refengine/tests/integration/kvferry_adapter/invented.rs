@@ -1,7 +1,9 @@
 //! A client that makes up `kv_transfer_params`.
 
 use crate::kvferry_adapter::kit::{Asserts, LONG, Pair, prompt};
-use kvferry_refengine::pair::invented::{self, BLOCKS_EACH, DeadAddresses, IDLE, KINDS, PROMPT};
+use kvferry_refengine::pair::invented::{
+    self, Arrivals, BLOCKS_EACH, Clients, DeadAddresses, IDLE, KINDS, PROMPT,
+};
 use kvferry_refengine::{FinishReason, RequestId, continuation};
 use kvferry_testkit::{PATIENCE, Watchdog};
 
@@ -15,7 +17,13 @@ fn run(invented: usize) {
     pair.prefill.kvferry_adapter.take_stats();
 
     let mut most = (0, 0);
-    let latencies = invented::run(&mut pair, invented, Some(&dead), |pair| {
+    let clients = Clients {
+        requests: invented,
+        arrivals: Arrivals::PerTick(8),
+        per_handoff: 200,
+        dead: Some(&dead),
+    };
+    let times = clients.run(&mut pair, |pair| {
         // Without those that the worker half is giving up: when it has done so depends on its threads.
         let unclaimed = pair.prefill.gauge("unclaimed_blocks");
         assert!(
@@ -28,8 +36,8 @@ fn run(invented: usize) {
         most.1 = most.1.max(waiting);
     });
     println!("at most {} blocks were held and {} waited", most.0, most.1);
-    let real: Vec<_> = invented::handoffs(invented).collect();
-    assert_eq!(latencies.len(), real.len(), "handoffs never ended");
+    let real: Vec<_> = clients.handoffs().collect();
+    assert_eq!(times.handoffs.len(), real.len(), "handoffs never ended");
     real.iter().for_each(|id| pair.assert_right(id));
     pair.assert_empty();
     assert_counted(&pair, invented, real.len() as u64);
