@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use crate::child::Child;
 use crate::failure::Failure;
-use crate::{gpu, handoffs, store, transfers};
+use crate::{gpu, handoffs, idle, store, transfers};
 
 /// The first argument of a helper process. The program passes the others to [`run`].
 pub const COMMAND: &str = "bench-helper";
@@ -45,6 +45,9 @@ pub fn run(arguments: &[String]) -> Result<(), Failure> {
         ["gpu-first", gpu] => gpu::first::run_child(device(gpu)?),
         ["producer"] => handoffs::producer::run(),
         ["prefill"] => handoffs::engines::run_prefill(),
+        ["idle", "store", folder] => idle::run_store(Path::new(folder)),
+        ["idle", "connector"] => handoffs::idle::run(),
+        ["idle", "agent", transport] => transfers::sessions::run_idle(transport),
         ["events"] => store::events::run_writer(),
         _ => Err(Failure::Usage(format!("{COMMAND}: no such helper: {}", arguments.join(" ")))),
     }

@@ -71,11 +71,29 @@ pub(crate) fn agent_time() -> std::io::Result<Duration> {
 pub(crate) fn agent_waits() -> std::io::Result<u64> {
     let mut waits = 0;
     for status in files_of_threads("kvferry-", "status")? {
-        let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
-        let count = line.and_then(|count| count.trim().parse::<u64>().ok());
-        waits += count.ok_or(std::io::ErrorKind::InvalidData)?;
+        waits += waits_in(&status)?;
     }
     Ok(waits)
+}
+
+/// The number of threads of this process other than the main one, and of the times that they have slept and been woken.
+pub(crate) fn waits_of_others() -> std::io::Result<(usize, u64)> {
+    let (mut threads, mut waits) = (0, 0);
+    let main = format!("\nPid:\t{}\n", std::process::id());
+    for status in files_of_threads("", "status")? {
+        if !status.contains(&main) {
+            threads += 1;
+            waits += waits_in(&status)?;
+        }
+    }
+    Ok((threads, waits))
+}
+
+/// The times that a thread has slept, from its status.
+fn waits_in(status: &str) -> std::io::Result<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+    let count = line.and_then(|count| count.trim().parse().ok());
+    count.ok_or_else(|| std::io::ErrorKind::InvalidData.into())
 }
 
 fn time_of_threads(prefix: &str) -> std::io::Result<Duration> {

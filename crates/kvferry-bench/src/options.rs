@@ -294,6 +294,17 @@ pub struct GpuBench {
     pub quick: bool,
 }
 
+/// Options of [`crate::idle`]: the flags of `kvferry bench idle`.
+#[derive(Debug, Clone, Args)]
+pub struct IdleBench {
+    /// Seconds for which all of them have nothing to do
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = value_parser!(u32).range(1..=86_400))]
+    pub seconds: u32,
+    /// Where the store is made, and removed in the end [default: the folder of temporary files]
+    #[arg(long, value_name = "FOLDER")]
+    pub folder: Option<PathBuf>,
+}
+
 /// Rows of the bench of GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum GpuRows {

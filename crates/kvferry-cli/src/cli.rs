@@ -123,7 +123,7 @@ mod tests {
         same("bench --quick --op read", "bench transfers --quick --op read");
         same("bench-handoff --only step", "bench handoff --only step");
         let listed = parse("bench --help").expect_err("help").to_string();
-        for bench in ["transfers", "handoff", "file", "store", "offload", "gpu"] {
+        for bench in ["transfers", "handoff", "file", "store", "offload", "idle", "gpu"] {
             assert!(listed.contains(&format!("\n  {bench}")), "{listed}");
         }
     }

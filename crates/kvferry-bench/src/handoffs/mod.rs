@@ -7,6 +7,7 @@
 mod control;
 pub(crate) mod engines;
 mod exposed;
+pub(crate) mod idle;
 mod invented;
 mod plan;
 pub(crate) mod producer;

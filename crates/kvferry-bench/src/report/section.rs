@@ -5,7 +5,7 @@ use crate::units;
 use super::row::{Figure, Row, spread_text};
 
 /// Parts in the order in which their tables are shown, with the titles.
-const TITLES: [(&str, &str); 39] = [
+const TITLES: [(&str, &str); 40] = [
     ("throughput", "Batches of scattered blocks"),
     ("cpu", "The same: processor time of both sides together"),
     ("waits", "The same: times that a thread of either side slept and was woken"),
@@ -37,6 +37,7 @@ const TITLES: [(&str, &str); 39] = [
     ("offload", "Blocks offloaded and onboarded"),
     ("scheduler", "Calls on the scheduler's thread"),
     ("manager", "The block manager by itself, for one block"),
+    ("idle processes", "Processes with nothing to do"),
     ("gpu contiguous", "Memory of the GPU in one piece, to host memory (out) and back (in)"),
     ("gpu scattered", "Blocks of the GPU's memory, to host memory (out) and back (in)"),
     ("gpu peers", "From GPU to GPU between two processes, beside host memory"),

@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::time::Instant;
 
-use kvferry::{Access, Agent, Batch, Options, Peer, Region};
+use kvferry::{Access, Agent, Batch, Options, Peer, Region, Transports};
 
 use crate::child::{Child, die_with_parent, hold};
 use crate::failure::Failure;
@@ -25,6 +25,9 @@ const FIRST: usize = 20;
 /// Agents of a helper process.
 const AGENTS: usize = 250;
 const BLOCK_BYTES: usize = 4096;
+
+/// Sessions of an agent that has nothing to do.
+const IDLE_SESSIONS: usize = 8;
 
 const MEMORY_KIB_MAX: f64 = 64.0;
 const IDLE_PERCENT_MAX: f64 = 1.0;
@@ -49,6 +52,15 @@ pub(crate) fn run_agents(count: usize) -> Result<(), Failure> {
         region: Described(region.remote()),
     };
     hold(agents.iter().map(reach).collect::<Vec<_>>())
+}
+
+/// The helper `idle agent` of `kvferry bench idle`: an agent that has written a block over each of its sessions.
+pub(crate) fn run_idle(transport: &str) -> Result<(), Failure> {
+    let transports = Transports::parse(transport)?;
+    let agent = Agent::builder().name("bench-idle").transports(transports).start()?;
+    let mut peers: Child = helper::spawn(&["agents", &IDLE_SESSIONS.to_string()])?;
+    let _sessions = Sessions::open(&agent, &peers.hello::<Vec<Reach>>()?)?;
+    crate::idle::serve()
 }
 
 pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {

@@ -4,6 +4,7 @@
 mod file;
 mod gpu;
 mod handoff;
+mod idle;
 mod offload;
 mod store;
 mod transfers;
@@ -46,6 +47,8 @@ enum Bench {
     Store(store::StoreArgs),
     /// Measure offloading by the block manager, beside the block store
     Offload(offload::OffloadArgs),
+    /// Measure processor time and wake-ups of processes with nothing to do
+    Idle(idle::IdleArgs),
     /// Measure copies of a GPU's memory, beside the driver's own calls
     Gpu(gpu::GpuArgs),
 }
@@ -57,6 +60,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
         Bench::File(args) => file::run(args),
         Bench::Store(args) => store::run(args),
         Bench::Offload(args) => offload::run(args),
+        Bench::Idle(args) => idle::run(args),
         Bench::Gpu(args) => gpu::run(args),
     }
 }

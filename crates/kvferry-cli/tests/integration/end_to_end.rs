@@ -277,9 +277,38 @@ fn a_quick_bench_of_made_up_requests_compares_handoffs_with_those_beside_plain_r
     // It is too short to judge by, but judged.
     assert!(matches!(code(&output), Some(0 | 1)), "{}", errors(&output));
     let report = json(&output);
-    let row = judged_at_most(&report, "a handoff beside 1 000 made-up requests: p50", 1.2);
-    assert_eq!(row["judged"][0]["of"], "plain requests");
-    assert!(median(row, "kvferry") > 0.0 && median(row, "plain requests") > 0.0, "{row}");
+    for part in ["p50", "p99"] {
+        let name = format!("a handoff beside 1 000 made-up requests: {part}");
+        let row = judged_at_most(&report, &name, 1.2);
+        assert_eq!(row["judged"][0]["of"], "plain requests");
+        assert!(median(row, "kvferry") > 0.0 && median(row, "plain requests") > 0.0, "{row}");
+    }
+    let rows = report["rows"].as_array().expect("rows");
+    let arrive = rows.iter().find(|row| row["work"] == "requests that arrive").expect("a rate");
+    let ended = median(arrive, "requests that the engines end");
+    assert!(median(arrive, "kvferry") < ended / 2.0, "{arrive}");
+}
+
+#[test]
+fn a_short_bench_of_idle_processes_judges_each_and_counts_its_wake_ups() {
+    let _bound = Watchdog::new(PATIENCE);
+    let output = run(&["bench", "idle", "--seconds", "1", "--json"]);
+    // Without --check no figure fails the command.
+    assert_eq!(code(&output), Some(0), "{}", errors(&output));
+    let report = json(&output);
+    assert_eq!(report["schema"], "kvferry.bench-idle/1");
+    for subject in [
+        "agent with 8 sessions over TCP",
+        "agent with 8 sessions within the host",
+        "block store",
+        "connector: scheduler half and worker half",
+    ] {
+        judged_at_most(&report, subject, 0.02);
+        let wakes = format!("{subject}: wake-ups of ");
+        let rows = report["rows"].as_array().expect("rows");
+        let is_wakes = |row: &Value| row["work"].as_str().expect("text").starts_with(&wakes);
+        assert!(rows.iter().any(is_wakes), "{subject}: {report}");
+    }
 }
 
 #[test]
