@@ -26,7 +26,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command command-dist wheel wheel-published wheel-dist wheel-measured demo test test-build test-wheel test-rust test-slow test-docs test-python test-yama test-gpu gpu-pack soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-scheduler bench-vllm bench-offload bench-sglang bench-gpu \
+.PHONY: help build command command-dist wheel wheel-published wheel-dist wheel-measured demo test test-build test-wheel test-rust test-slow test-docs test-python test-yama test-gpu gpu-pack soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-scheduler bench-idle bench-vllm bench-offload bench-sglang bench-gpu \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan test-sanitizers lint lint-rust lint-format lint-clippy lint-deny lint-python \
     doc clean
 
@@ -225,6 +225,11 @@ bench-vllm: command-dist wheel-measured ## Measure KVFerryConnector beside Moonc
 
 bench-scheduler: wheel-measured ## Measure what an engine's scheduler waits for, such as the name of a prompt; fails if it is too long
 	PYTHON=$(BIN)/python bench/scheduler/run --check $(BENCH_ARGS)
+
+bench-idle: command-dist wheel-measured ## Measure processor time and wake-ups of processes with nothing to do; fails above 0.02 % of a core
+	@$(BIN)/pip install --quiet 'numpy>=1.26,<3'
+	$(call part,processes with nothing to do,short=0; target/dist/kvferry bench idle --check || short=1; \
+	    PYTHON=$(BIN)/python bench/idle/run --check $(BENCH_ARGS) || short=1; exit $$short)
 
 # Where nvcc is installed, the kernels of bench/gpu/copy.cu are measured, too.
 bench-gpu: command-dist ## Measure copies of a GPU's memory beside the driver's own; says NOT MEASURED without a GPU

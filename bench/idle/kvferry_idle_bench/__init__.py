@@ -1,0 +1,1 @@
+"""Processor time and wake-ups of Python processes with nothing to do."""
