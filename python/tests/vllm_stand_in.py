@@ -11,9 +11,11 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
+if TYPE_CHECKING:
+    # bench/scheduler has no pytest.
+    import pytest
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 
