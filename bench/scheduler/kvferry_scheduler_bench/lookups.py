@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import importlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ BLOCKS = 256
 TOKENS = BLOCKS * TOKENS_PER_BLOCK
 DISK_GIB = 0.0625
 BLOCK_BYTES = 4096
+PATIENCE_S = 20.0
 
 
 def prompt(seed: int) -> list[int]:
@@ -47,6 +49,10 @@ class TensorRTLLM:
         self.worker.register_kv_caches(pages.tensors[0])
         Engine(pages, Manager(self.worker, self.scheduler)).run([Request(0, prompt(0), 1)])
         self._requests = 0
+        # Blocks are stored behind the engine's steps.
+        deadline = time.monotonic() + PATIENCE_S
+        while self.found(prompt(0)) < BLOCKS and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def look_up(self, tokens: list[int]) -> Callable[[], Any]:
         self._requests += 1
