@@ -149,7 +149,8 @@ def look_ups(rounds: int, rng: random.Random) -> bool:
                 low, high = (statistics.quantiles(ratios, n=10)[at] for at in (0, -1))
                 over = ": OVER" if ratio > OF_VLLM else ""
                 is_over |= ratio > OF_VLLM
-                print(f"  without the names, of vLLM's  {ratio:.2f} (10 %: {low:.2f}, 90 %: {high:.2f}), bound {OF_VLLM}{over}")
+                spread = f"10 %: {low:.2f}, 90 %: {high:.2f}"
+                print(f"  without the names, of vLLM's  {ratio:.2f} ({spread}), bound {OF_VLLM}{over}")
         ours.close()
         vllm.close()
     return is_over
