@@ -129,7 +129,7 @@ impl Replay {
                 Ok(begun) => return Some(begun),
                 Err(NotWritten::Full) => {
                     self.writer.seal(&self.core, SealScope::Full);
-                    self.keeper.look_at_all();
+                    self.keeper.run_until_idle();
                 }
                 Err(NotWritten::Failed | NotWritten::Hangs) => return None,
             }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use kvferry_bench::failure::Failure;
 use kvferry_bench::units::{self, parse_bytes};
-use kvferry_store::clean::{CleanOptions, Cleaner, Plan, Step, Why};
+use kvferry_store::clean::{CleanOptions, Cleaner, Plan, RemovalReason, Step};
 use serde::{Serialize, Serializer};
 
 use super::{counted, failure, parse_namespace};
@@ -77,7 +77,7 @@ enum StepKind {
         disk_bytes: u64,
         blocks: u64,
         #[serde(serialize_with = "in_a_word")]
-        why: Why,
+        why: RemovalReason,
     },
     Seal,
     Renumber {
@@ -146,14 +146,14 @@ impl Report {
     }
 }
 
-fn in_a_word<S: Serializer>(why: &Why, to: S) -> Result<S::Ok, S::Error> {
+fn in_a_word<S: Serializer>(why: &RemovalReason, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_str(match why {
-        Why::Temporary => "temporary",
-        Why::Header => "header",
-        Why::Length => "length",
-        Why::Empty => "empty",
-        Why::Namespace => "namespace",
-        Why::Capacity => "capacity",
+        RemovalReason::Temporary => "temporary",
+        RemovalReason::Header => "header",
+        RemovalReason::Length => "length",
+        RemovalReason::Empty => "empty",
+        RemovalReason::Namespace => "namespace",
+        RemovalReason::Capacity => "capacity",
     })
 }
 
@@ -163,12 +163,12 @@ impl Done {
         let mut text = match &self.kind {
             StepKind::Remove { disk_bytes, blocks, why } => {
                 let why = match why {
-                    Why::Temporary => "an interrupted write left it",
-                    Why::Header => "no valid header",
-                    Why::Length => "not the length of a segment",
-                    Why::Empty => "no blocks",
-                    Why::Namespace => "only blocks of the namespace",
-                    Why::Capacity => "among the oldest",
+                    RemovalReason::Temporary => "an interrupted write left it",
+                    RemovalReason::Header => "no valid header",
+                    RemovalReason::Length => "not the length of a segment",
+                    RemovalReason::Empty => "no blocks",
+                    RemovalReason::Namespace => "only blocks of the namespace",
+                    RemovalReason::Capacity => "among the oldest",
                 };
                 let has = match blocks {
                     0 => units::bytes(*disk_bytes),

@@ -27,19 +27,19 @@ const LOCK_TIMEOUT: Duration = Duration::from_millis(200);
 pub struct Cleaner {
     files: Files,
     segments: Vec<Segment>,
-    _alone: Alone,
+    _alone: ExclusiveLocks,
 }
 
 /// Locks that keep processes from opening a store.
 #[derive(Debug)]
-pub(crate) struct Alone {
+pub(crate) struct ExclusiveLocks {
     _locks: [Locks; 2],
     /// The store's beacon. `None`: another user's program has it.
     _beacon: Option<Channel>,
 }
 
 /// Locks a store that no process has open. `directories` are those that can be read.
-pub(crate) fn alone(directories: &[PathBuf], superblock: &Superblock) -> Result<Alone> {
+pub(crate) fn alone(directories: &[PathBuf], superblock: &Superblock) -> Result<ExclusiveLocks> {
     let first = &directories[0];
     let in_use = || Error::InUse { path: first.clone() };
     // As a process that joins: `join` first, so that none meets `members` locked by a process that
@@ -61,7 +61,7 @@ pub(crate) fn alone(directories: &[PathBuf], superblock: &Superblock) -> Result<
         TakenAddress::ByOwnUser => return Err(in_use()),
         TakenAddress::ByOther => None,
     };
-    Ok(Alone { _locks, _beacon })
+    Ok(ExclusiveLocks { _locks, _beacon })
 }
 
 /// Removals beside those of files that the store does not need.
@@ -96,7 +96,7 @@ pub enum Step {
         /// Blocks in it.
         blocks: u64,
         /// Reason why the file is not needed.
-        why: Why,
+        why: RemovalReason,
     },
     /// Write the footer of a segment whose process was killed. A start then reads it at once.
     Seal {
@@ -119,7 +119,7 @@ pub enum Step {
 
 /// Reason to remove a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Why {
+pub enum RemovalReason {
     /// An interrupted write left it.
     Temporary,
     /// The file has no valid header: the segment was never used, or the header is damaged.
@@ -168,7 +168,7 @@ impl Cleaner {
         for directory in self.files.directories() {
             let temporary = directory.join(superblock::NEW_FILE);
             if let Ok(metadata) = temporary.metadata() {
-                let (disk_bytes, why) = (metadata.len(), Why::Temporary);
+                let (disk_bytes, why) = (metadata.len(), RemovalReason::Temporary);
                 plan.steps.push(Step::Remove { path: temporary, disk_bytes, blocks: 0, why });
             }
         }
@@ -176,14 +176,14 @@ impl Cleaner {
         let mut taken = BTreeSet::new();
         for segment in &self.segments {
             match &segment.state {
-                State::Free => plan.steps.push(remove(segment, 0, Why::Header)),
-                State::WrongLength(_) => plan.steps.push(remove(segment, 0, Why::Length)),
+                State::Free => plan.steps.push(remove(segment, 0, RemovalReason::Header)),
+                State::WrongLength(_) => plan.steps.push(remove(segment, 0, RemovalReason::Length)),
                 State::OfAnotherStore | State::Unreadable(_) => {
                     plan.segments_left += 1;
                     taken.insert(segment.number);
                 }
                 State::Used(scanned) if scanned.records.is_empty() => {
-                    plan.steps.push(remove(segment, 0, Why::Empty));
+                    plan.steps.push(remove(segment, 0, RemovalReason::Empty));
                 }
                 State::Used(scanned) => {
                     let is_wanted = |id| scanned.records.iter().any(|it| it.block.namespace != id);
@@ -191,7 +191,7 @@ impl Cleaner {
                         kept.push((segment, scanned));
                     } else {
                         let blocks = scanned.records.len();
-                        plan.steps.push(remove(segment, blocks, Why::Namespace));
+                        plan.steps.push(remove(segment, blocks, RemovalReason::Namespace));
                     }
                 }
             }
@@ -238,7 +238,7 @@ impl Cleaner {
             let mut places: BTreeSet<u32> = places.collect();
             for (segment, scanned) in here.split_off(places.len().min(here.len())).into_iter().rev()
             {
-                plan.steps.push(remove(segment, scanned.records.len(), Why::Capacity));
+                plan.steps.push(remove(segment, scanned.records.len(), RemovalReason::Capacity));
             }
             for (segment, _) in &here {
                 places.remove(&segment.number);
@@ -319,7 +319,7 @@ impl Cleaner {
 /// A segment that has blocks.
 type Used<'a> = (&'a Segment, &'a Scanned);
 
-fn remove(segment: &Segment, blocks: usize, why: Why) -> Step {
+fn remove(segment: &Segment, blocks: usize, why: RemovalReason) -> Step {
     let (path, disk_bytes) = (segment.path.clone(), segment.disk_bytes);
     Step::Remove { path, disk_bytes, blocks: blocks as u64, why }
 }

@@ -182,9 +182,9 @@ impl Worker {
                         keeper.repair();
                     }
                     let is_sealed = if seals_beside && self.writer.has_full() {
-                        self.seal_beside(which, || keeper.look(&self.is_stopping))
+                        self.seal_beside(which, || keeper.run_once(&self.is_stopping))
                     } else {
-                        keeper.look(&self.is_stopping);
+                        keeper.run_once(&self.is_stopping);
                         false
                     };
                     // What is sealed now may be what could not be freed.

@@ -179,7 +179,7 @@ fn walk<D: Disk>(disk: &D, geometry: Geometry, header: &SegmentHeader) -> io::Re
         let bytes = match window.page(disk, geometry, header.segment, page) {
             Ok(bytes) => bytes,
             Err(error) if records.is_empty() || is_hang(&error) => return Err(error),
-            // Such as: the file is cut. What was found is as good as before.
+            // The file may be cut. Records before this page stay valid.
             Err(error) => {
                 window.error = Some(error);
                 break;

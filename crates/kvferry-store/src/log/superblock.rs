@@ -171,21 +171,21 @@ pub(crate) mod cut {
     use std::sync::Arc;
 
     /// The steps that are left, of a thread and of those that work for it.
-    type Left = Arc<Mutex<Option<u32>>>;
+    type SharedSteps = Arc<Mutex<Option<u32>>>;
 
-    thread_local!(static LEFT: RefCell<Left> = RefCell::default());
+    thread_local!(static LEFT: RefCell<SharedSteps> = RefCell::default());
 
     /// Lets the power fail after `steps` of this thread. `None`: it does not fail.
     pub(crate) fn after(steps: Option<u32>) {
         *current().lock() = steps;
     }
 
-    pub(crate) fn current() -> Left {
+    pub(crate) fn current() -> SharedSteps {
         LEFT.with_borrow(Arc::clone)
     }
 
     /// Lets this thread count its steps with those of another one, for which it works.
-    pub(crate) fn follow(other: Left) {
+    pub(crate) fn follow(other: SharedSteps) {
         LEFT.set(other);
     }
 

@@ -4,7 +4,7 @@
 //! says before it does it ([`Adoption::empty`]).
 
 use crate::error::{Error, Result};
-use crate::gc::clean::{Alone, alone};
+use crate::gc::clean::{ExclusiveLocks, alone};
 use crate::log::{Superblock, superblock};
 use crate::opening::directories::{ArrangedDirectories, Directory, FileOwners, State, arrange};
 use std::os::unix::fs::MetadataExt;
@@ -16,7 +16,7 @@ pub struct Adoption {
     arranged: ArrangedDirectories,
     superblock: Superblock,
     empty: Vec<Empty>,
-    _alone: Alone,
+    _alone: ExclusiveLocks,
 }
 
 /// An empty directory in the place of a lost one.

@@ -64,7 +64,11 @@ pub(crate) fn fill(
     let _ = newest.iter().all(|it| filler.insert(it));
     // Blocks that are there twice have left room.
     if !older.iter().rev().all(|it| filler.insert(it)) {
-        tracing::warn!("the store has more blocks than it may have; the oldest ones are missed");
+        let blocks: usize = older.iter().chain(newest).map(|it| it.records.len()).sum();
+        let capacity = geometry.blocks_max;
+        tracing::warn!(
+            "segments hold {blocks} blocks, index capacity {capacity}: the oldest are not indexed"
+        );
     }
     drop(member);
     Ok(index)

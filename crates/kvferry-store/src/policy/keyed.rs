@@ -56,7 +56,7 @@ impl Keyed {
         self.policy.used(now_ms, &stored, chain.len() - stored.len());
         let mut added = Vec::new();
         for &key in &chain[stored.len()..] {
-            // A block that is behind two others has a key that is not its own.
+            // The key is stored behind another prefix: the trace's keys are not chained.
             if self.slots.contains_key(&key) {
                 break;
             }

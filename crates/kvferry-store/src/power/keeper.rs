@@ -37,12 +37,12 @@ enum Syncs {
 }
 
 /// Two processes that share a store, without threads.
-struct Two {
+struct ProcessPair {
     keeper: Arc<Core>,
     other: Arc<Core>,
 }
 
-impl Two {
+impl ProcessPair {
     fn open(engine: &Engine, root: &Path) -> Self {
         let options = options(root);
         let opening = Opening::new(&engine.agent, &options).expect("directories");
@@ -93,7 +93,7 @@ fn record(
     steps: usize,
     syncs: Syncs,
 ) -> Option<(Vec<Event>, usize)> {
-    let two = Two::open(engine, root);
+    let two = ProcessPair::open(engine, root);
     let (identity, writer) = (Namespace::new("model").identity(), Writer::default());
     let mut began = 0;
     for block in BLOCKS {
@@ -136,7 +136,7 @@ fn record(
         assert_ne!(syncs, Syncs::Work, "no device fails");
     }
     collect_all(&mut keeper, &two.other);
-    keeper.look_at_all();
+    keeper.run_until_idle();
     Some((recording.take(), killed_at))
 }
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 #[derive(Debug, Default)]
 pub(super) struct Oracle {
-    blocks: FxHashMap<u64, Known>,
+    blocks: FxHashMap<u64, BlockHistory>,
     by_key: FxHashMap<[u64; 2], u64>,
     /// Blocks that are being written, by the step.
     writing: FxHashMap<usize, Vec<Copy>>,
@@ -25,7 +25,7 @@ pub(super) struct Oracle {
 
 /// Moments are counts of events.
 #[derive(Debug, Default)]
-struct Known {
+struct BlockHistory {
     /// Puts that stored the block: begin, end and process of each.
     stored: Vec<(usize, usize, usize)>,
     evicted: usize,

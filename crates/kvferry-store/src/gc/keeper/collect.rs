@@ -82,7 +82,7 @@ impl Keeper {
                 return false;
             }
             // What was put or used since then may change what leaves.
-            self.hear();
+            self.drain_events();
             let pressed = self.pressed();
             if self.own.is_none()
                 && self.other.is_none()
@@ -266,7 +266,7 @@ impl Keeper {
         }
         let records = scanned.map_or(Vec::new(), |it| it.records);
         // Blocks may have been pinned since the segment was chosen.
-        self.hear();
+        self.drain_events();
         let (condemned, mut live): (Vec<_>, Vec<(Entry, Record)>) = records
             .into_iter()
             .filter_map(|record| {
@@ -291,11 +291,11 @@ impl Keeper {
                 other => return Ok(other),
             }
         }
-        self.hear();
+        self.drain_events();
         let mut is_left = false;
         for (entry, _) in &condemned {
             if core.member.pins_changed() != self.pins.changed {
-                self.hear();
+                self.drain_events();
             }
             // Not, if it is wanted again: it was pinned or used meanwhile.
             let may_leave = self.condemned.remove(entry);

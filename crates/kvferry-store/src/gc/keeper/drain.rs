@@ -7,7 +7,7 @@ use crate::index::Event;
 
 impl Keeper {
     /// Takes the events of all processes.
-    pub(super) fn hear(&mut self) {
+    pub(super) fn drain_events(&mut self) {
         let mut lost = false;
         for number in 0..crate::index::MAX_MEMBERS {
             lost |= self.drain(u8::try_from(number).expect("few members"));

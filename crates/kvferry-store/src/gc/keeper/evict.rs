@@ -82,7 +82,7 @@ impl Keeper {
                 break;
             }
             if core.member.pins_changed() != self.pins.changed {
-                self.hear();
+                self.drain_events();
                 held = self.policy.held();
             }
             if held.contains(&entry.slot) {
@@ -100,7 +100,7 @@ impl Keeper {
 
     /// Whether blocks of a segment are pinned, or before one that is.
     pub(super) fn has_pinned(&mut self, segment: u32) -> bool {
-        self.hear();
+        self.drain_events();
         let (geometry, member) = (self.core.superblock.geometry, &self.core.member);
         let is_here = |slot: &SlotId| {
             member.entry(*slot).is_some_and(|entry| geometry.locate(entry.page).0 == segment)

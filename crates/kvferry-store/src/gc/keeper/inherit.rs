@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Instant;
 
 impl Keeper {
-    /// Gives back what processes have left that died.
+    /// Releases the segments and slots of processes that have died.
     pub(crate) fn repair(&mut self) {
         let core = Arc::clone(&self.core);
         let (dead, awaited): (Vec<_>, Vec<_>) = core
@@ -43,7 +43,7 @@ impl Keeper {
                 self.begin_anew();
             }
             for (number, segment) in core.member.held_by(dead) {
-                // What it wrote is as good as before. Nothing may live where it was about to write.
+                // Blocks that it published stay valid. Space that it did not publish is freed.
                 let to = match living.contains(&number) {
                     true => SegmentState::Sealed,
                     false => self.free(number, Some(&living)),

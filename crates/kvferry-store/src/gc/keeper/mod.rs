@@ -82,7 +82,7 @@ pub(crate) struct Keeper {
     /// [`Keeper::goes_on`].
     goes_on: bool,
     fruitless: Fruitless,
-    left: Left,
+    left: SealProgress,
     pressure: Pressure,
     pace: Pace,
     /// Data that is being copied.
@@ -133,7 +133,7 @@ impl Keeper {
             awaits_end: false,
             goes_on: false,
             fruitless: Fruitless::default(),
-            left: Left::default(),
+            left: SealProgress::default(),
             pressure,
             pace,
             buffer: Vec::new(),
@@ -182,10 +182,10 @@ impl Keeper {
         self.awaits_end
     }
 
-    /// Takes the events, and frees a segment if there are too few. What else is to be done is left to the next look
+    /// Takes the events, and frees a segment if there are too few. Other work is left to the next call
     /// ([`Keeper::goes_on`]): puts that take each segment at once must not keep this thread from its other work.
-    pub(crate) fn look(&mut self, is_stopping: &AtomicBool) {
-        self.hear();
+    pub(crate) fn run_once(&mut self, is_stopping: &AtomicBool) {
+        self.drain_events();
         self.evict_due();
         self.keep_slots();
         let frees_more = self.keep_segments(is_stopping);
@@ -194,12 +194,12 @@ impl Keeper {
         self.core.member.collapse(HUGE_PAGES);
     }
 
-    /// Looks until nothing is left to do.
-    pub(crate) fn look_at_all(&mut self) {
+    /// Runs until nothing is left to do.
+    pub(crate) fn run_until_idle(&mut self) {
         let is_stopping = AtomicBool::new(false);
-        self.look(&is_stopping);
+        self.run_once(&is_stopping);
         while self.goes_on {
-            self.look(&is_stopping);
+            self.run_once(&is_stopping);
         }
     }
 
@@ -261,7 +261,7 @@ struct Fruitless {
 
 /// Progress in sealing the segments of dead processes.
 #[derive(Debug, Default)]
-struct Left {
+struct SealProgress {
     /// The next segment to look at.
     next: u32,
     /// Set if a segment before `next` could not be sealed.

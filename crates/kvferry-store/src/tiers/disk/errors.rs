@@ -9,7 +9,7 @@ use std::path::PathBuf;
 /// `EIO`: the device can't read.
 pub(crate) const EIO: i32 = 5;
 /// Errors of a system that is short of descriptors or memory, not of a device: EINTR, EAGAIN, ENOMEM, ENFILE, EMFILE.
-const PASSING: [i32; 5] = [4, 11, 12, 23, 24];
+const TRANSIENT_ERRNOS: [i32; 5] = [4, 11, 12, 23, 24];
 
 /// The error of a transfer whose bytes may still be moved: the agent was shut down meanwhile.
 pub(crate) fn may_move(error: &io::Error) -> Option<kvferry::Error> {
@@ -48,7 +48,7 @@ pub(crate) fn is_written_late(error: &io::Error) -> bool {
 /// Whether a device or a file system failed, or hangs, and not this process.
 pub(crate) fn is_of_device(error: &io::Error) -> bool {
     match error.raw_os_error() {
-        Some(code) => !PASSING.contains(&code),
+        Some(code) => !TRANSIENT_ERRNOS.contains(&code),
         // A file that is gone, or cut, or another user's.
         None => {
             is_hang(error)

@@ -223,13 +223,13 @@ pub(crate) struct Gate {
     /// Time at which the directory hangs unless an operation ends, in nanoseconds. It changes under the lock of
     /// `doing`, and is read without it: most readers find no operation in progress, or only a recent one.
     hangs_at: AtomicU64,
-    doing: Mutex<Doing>,
+    doing: Mutex<RunningOperations>,
     /// An operation has ended.
     ended: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Doing {
+struct RunningOperations {
     /// Begin of each operation in progress, by the time from which on the directory hangs, and the operation's number.
     begun: BTreeMap<(Instant, u64), Instant>,
     /// Operations in progress that were given up, with the segment of each.
@@ -306,7 +306,7 @@ impl Gate {
     }
 
     /// The operations in progress have changed.
-    fn note_first(&self, doing: &Doing) {
+    fn note_first(&self, doing: &RunningOperations) {
         let nanos = |at: Instant| {
             let nanos = at.saturating_duration_since(self.made).as_nanos();
             u64::try_from(nanos).unwrap_or(NEVER).min(NEVER - 1)
@@ -326,7 +326,7 @@ impl Gate {
         self.doing.lock().given_up.values().any(|it| *it == segment)
     }
 
-    fn find_hang(&self, doing: &Doing, now: Instant) -> Option<io::Error> {
+    fn find_hang(&self, doing: &RunningOperations, now: Instant) -> Option<io::Error> {
         let ((hangs_at, _), begun) = doing.begun.first_key_value()?;
         (now >= *hangs_at).then(|| self.error(now.saturating_duration_since(*begun)))
     }
@@ -410,7 +410,7 @@ impl Gate {
 
     /// Returns when no operation is in progress.
     pub(crate) fn wait_quiet(&self) {
-        let busy = |doing: &mut Doing| !doing.begun.is_empty();
+        let busy = |doing: &mut RunningOperations| !doing.begun.is_empty();
         drop(self.ended.wait_while(self.doing.lock(), None, busy));
     }
 }

@@ -96,7 +96,7 @@ fn a_torn_block_of_a_segment_that_nobody_sealed_is_not_present_and_is_not_sealed
     drop(core);
     let [core] = bench.cores();
     let mut keeper = Keeper::new(Arc::clone(&core));
-    keeper.look_at_all();
+    keeper.run_until_idle();
     assert!(!core.member.is_open(segments[0]));
     assert_eq!([1, 2, 3].map(|key| find(&core, key).is_some()), [true, false, true]);
     let scanned = log::recover::scan(&core.disk, &core.superblock, segments[0]);
@@ -114,7 +114,7 @@ fn a_block_that_is_put_again_after_a_crash_has_torn_it_survives_the_next_crash()
     drop(core);
     let [core] = bench.cores();
     let mut keeper = Keeper::new(Arc::clone(&core));
-    keeper.look_at_all();
+    keeper.run_until_idle();
     assert!(core.find_whole(&Key([2, 2]), || 0).is_none(), "it is put again");
     let writer = Writer::default();
     bench.write(&core, &writer, 2);
@@ -140,7 +140,7 @@ fn a_keeper_holds_a_segment_while_it_seals_what_a_dead_process_has_left() {
         let [core] = bench.cores();
         let mut keeper = Keeper::new(Arc::clone(&core));
         recording.kill_after(Some(steps));
-        let looked = catch_unwind(AssertUnwindSafe(|| keeper.look(&AtomicBool::new(false))));
+        let looked = catch_unwind(AssertUnwindSafe(|| keeper.run_once(&AtomicBool::new(false))));
         recording.kill_after(None);
         let Err(panic) = looked else { break };
         panic.downcast::<Killed>().expect("no other panic");
@@ -252,7 +252,7 @@ fn a_segment_that_cannot_be_freed_is_not_the_only_one_that_is_tried() {
         let held = (!is_pinned).then(|| other.member.hold_stripe(&key));
         // No segment is free: what can't be copied must leave.
         while core.member.claim().is_some() {}
-        keeper.look_at_all();
+        keeper.run_until_idle();
         let state = |segment| core.member.segment(segment).state;
         assert_eq!(state(stays), SegmentState::Sealed, "pinned: {is_pinned}");
         assert_ne!(state(leaves), SegmentState::Sealed, "pinned: {is_pinned}");
@@ -292,13 +292,13 @@ fn a_segment_that_leases_have_kept_is_tried_again_when_they_have_ended() {
     let pin = core.member.pin(slot, now, now + HOUR).expect("room");
     // No segment is free: what can't be copied must leave.
     while core.member.claim().is_some() {}
-    keeper.look_at_all();
+    keeper.run_until_idle();
     assert!(keeper.kept.contains_key(&segment));
     keeper.kept.insert(segment, Instant::now() + Duration::from_secs(HOUR.into()));
-    keeper.look_at_all();
+    keeper.run_until_idle();
     assert_eq!(core.member.segment(segment).state, SegmentState::Sealed);
     core.member.unpin(&pin);
-    keeper.look_at_all();
+    keeper.run_until_idle();
     assert_ne!(core.member.segment(segment).state, SegmentState::Sealed);
 }
 
@@ -346,11 +346,11 @@ fn a_segment_of_a_dead_process_whose_sync_has_failed_is_not_sealed_by_a_later_on
     let mut keeper = Keeper::new(Arc::clone(&core));
     let recording = Recording::start(&bench.folder);
     fail_syncs(&recording, true);
-    keeper.look_at_all();
+    keeper.run_until_idle();
     recording.fail(None);
     assert_eq!(core.member.unsynced(), Some(segment));
     keeper.left.failed_at = None;
-    keeper.look_at_all();
+    keeper.run_until_idle();
     assert!(core.member.is_open(segment), "syncs of a put that finds the block go on failing");
     let scanned = log::recover::scan(&core.disk, &core.superblock, segment);
     assert!(!scanned.expect("it can be read").expect("it is in use").is_sealed);
@@ -526,7 +526,7 @@ fn a_full_store_frees_no_segment_that_alone_may_have_what_a_dead_keeper_has_copi
     let state = || keeps.member.segment(old).state;
     let is_kept = || matches!(state(), SegmentState::Sealed | SegmentState::Withheld);
     for _ in 0..2 {
-        keeper.look(&AtomicBool::new(false));
+        keeper.run_once(&AtomicBool::new(false));
         assert!(is_kept(), "{:?}", state());
         assert_eq!(keeps.member.unsynced(), Some(own));
         recording.fail(None);
@@ -535,14 +535,14 @@ fn a_full_store_frees_no_segment_that_alone_may_have_what_a_dead_keeper_has_copi
     // Another keeper knows it, too.
     keeper.abandon();
     let mut keeper = Keeper::new(Arc::clone(&keeps));
-    keeper.look(&AtomicBool::new(false));
+    keeper.run_once(&AtomicBool::new(false));
     assert!(is_kept(), "{:?}", state());
     for (key, pin) in [1, 2].into_iter().zip(&pins) {
         keeps.member.unpin(pin);
         assert!(keeps.member.remove(&find(&keeps, key).expect("it is kept")));
     }
     (keeper.retried_at, keeper.kept) = (None, FxHashMap::default());
-    keeper.look(&AtomicBool::new(false));
+    keeper.run_once(&AtomicBool::new(false));
     assert!(!is_kept(), "{:?}", state());
 }
 
@@ -561,7 +561,7 @@ fn what_a_keeper_could_not_sync_is_moved_to_where_it_can_be() {
     let mine = SegmentState::Active(keeps.member.id());
     let (free, _) = keeps.member.held_by(keeps.member.id()).next().expect("claimed above");
     assert!(keeps.member.set_segment(free, mine, SegmentState::Free));
-    keeper.look(&AtomicBool::new(false));
+    keeper.run_once(&AtomicBool::new(false));
     assert_eq!(keeps.member.unsynced(), None, "a sync works again");
     let of = |key| keeps.superblock.geometry.locate(find(&keeps, key).expect("kept").page).0;
     assert!([1, 2].iter().all(|key| ![old, own].contains(&of(*key))));
@@ -576,7 +576,7 @@ fn what_a_keeper_has_copied_that_has_panicked_is_on_the_disk_before_the_old_plac
     keeper.abandon();
     let recording = Recording::start(&bench.folder);
     let mut keeper = Keeper::new(Arc::clone(&core));
-    keeper.look(&AtomicBool::new(false));
+    keeper.run_once(&AtomicBool::new(false));
     let events = recording.take();
     let (old, own) = (core.disk.path_of(old), core.disk.path_of(own));
     let at = |is: &dyn Fn(&Op) -> bool| {
@@ -631,7 +631,7 @@ fn a_want_of_descriptors_fails_a_sync_once_and_marks_no_segment() {
     let is_sync = |it: &Recorded| matches!(it, Recorded::Begin(_, Op::Sync(of)) if *of == path);
     assert!(recording.take().iter().any(is_sync));
     let mut keeper = Keeper::new(Arc::clone(&core));
-    keeper.look(&AtomicBool::new(false));
+    keeper.run_once(&AtomicBool::new(false));
     assert!(!core.member.is_open(segment), "it is sealed");
 }
 

@@ -258,7 +258,7 @@ fn a_block_that_the_policy_gives_up_is_found_until_its_segment_is_freed_and_kept
     let writer = Writer::default();
     filled(&core, &writer, &pool, 1..=40);
     let mut keeper = Keeper::new(Arc::clone(&core));
-    keeper.hear();
+    keeper.drain_events();
     while keeper.condemn().is_some() {}
     assert_eq!((keeper.policy.len(), keeper.condemned.len()), (0, 40));
     assert!((1..=40).all(|key| is_right(&core, key)), "they are found");
@@ -267,7 +267,7 @@ fn a_block_that_the_policy_gives_up_is_found_until_its_segment_is_freed_and_kept
     core.member.note_used(core.clock.now_ms(), 0, &[slot(7)]);
     let now_s = core.clock.now_s();
     let pin = core.member.pin(slot(8), now_s, now_s + 3600).expect("room");
-    keeper.hear();
+    keeper.drain_events();
     assert_eq!((keeper.policy.len(), keeper.condemned.len()), (2, 38));
     let of = |key| {
         core.superblock.geometry.locate(core.member.find(&Key([key, key])).expect("there").page).0
@@ -301,7 +301,7 @@ fn segments_of_a_keeper_that_has_panicked_are_sealed_and_collected_by_the_next()
         core.superblock.geometry.locate(entry.page).0
     };
     let mut keeper = Keeper::new(Arc::clone(&core));
-    keeper.hear();
+    keeper.drain_events();
     assert!(keeper.collect_one(segment_of(1), None));
     let (own, next) = (segment_of(1), segment_of(40));
     let mine = SegmentState::Collecting(core.member.id());
@@ -315,7 +315,7 @@ fn segments_of_a_keeper_that_has_panicked_are_sealed_and_collected_by_the_next()
     drop(keeper);
     let mut keeper = Keeper::new(Arc::clone(&core));
     assert!(!keeper.waits_for_seal());
-    keeper.look_at_all();
+    keeper.run_until_idle();
     for segment in [own, next] {
         assert_eq!(core.member.segment(segment).state, SegmentState::Sealed);
         assert!(!core.member.is_open(segment));
@@ -338,13 +338,13 @@ fn what_is_behind_a_block_that_a_put_finds_behind_another_one_stays() {
     core.member.note_added(now_ms, None, &[slot(1), slot(2)]);
     core.member.note_added(now_ms, None, &[slot(3), slot(4), slot(5)]);
     // One of the found ones has been given up, and comes back.
-    keeper.hear();
+    keeper.drain_events();
     while keeper.policy.contains(slot(5)) {
         keeper.condemn().expect("nothing is pinned");
     }
     core.member.note_added(now_ms, None, &[slot(6)]);
     core.member.note_found(now_ms, Some(slot(6)), &[slot(3), slot(4), slot(5), slot(1)]);
-    keeper.look_at_all();
+    keeper.run_until_idle();
     assert!((1..=6).all(|key| is_right(&core, key)));
     assert!([6, 3, 4, 5, 1].into_iter().all(|key| keeper.policy.contains(slot(key))));
     assert!(!keeper.condemned.contains(slot(5)));

@@ -120,7 +120,7 @@ fn while_puts_press_durations_end_and_what_a_dead_process_held_comes_back() {
     let (press, is_stopping) = (Press::Always, AtomicBool::new(false));
     keeper.replay(Replayed { now_ms: 0, press });
     assert!(core.free_segments() + 2 < core.wanted_segments());
-    keeper.look(&is_stopping);
+    keeper.run_once(&is_stopping);
     assert!(keeper.goes_on());
     let member = dying.member.id();
     assert!(core.member.members().any(|it| it == member));
@@ -128,12 +128,12 @@ fn while_puts_press_durations_end_and_what_a_dead_process_held_comes_back() {
     keeper.replay(Replayed { now_ms: 3600 * 1000, press });
     let due = core.member.find(&Key([0, 0]));
     assert!(due.is_some());
-    keeper.look(&is_stopping);
+    keeper.run_once(&is_stopping);
     assert!(keeper.goes_on() && core.free_segments() < core.wanted_segments());
     assert_eq!(core.member.find(&Key([0, 0])), None);
     assert!(core.member.members().all(|it| it != member));
     // What the dead process held.
-    keeper.look_at_all();
+    keeper.run_until_idle();
     let is_left = |(number, it): (u32, Segment)| {
         it.state == SegmentState::Sealed && core.member.is_open(number)
     };
