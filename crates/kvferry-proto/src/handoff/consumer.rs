@@ -77,7 +77,7 @@ pub struct Consumer {
 /// A producer rank that a handoff reads from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProducerRank {
-    /// Which.
+    /// Id of the rank's agent.
     pub peer: PeerId,
     /// The incarnation that is meant: where there is a connection, the one that it leads to. `None` for the next one
     /// that is met. If [`Consumer::met`] shows another one, the handoff ends as if the producer was restarted, and others
