@@ -34,7 +34,7 @@ WARM_UP_TOKENS = 300
 
 
 @dataclass(frozen=True)
-class Life:
+class Start:
     """What a start did with all prompts. `cached_tokens` are from vLLM's own cache."""
 
     name: str
@@ -63,9 +63,9 @@ def _ask(server: Instance, prompt: Tokens) -> Streamed:
         connection.close()
 
 
-def _life(
+def _measure(
     server: Instance, name: str, ready_s: float, prompts: list[Tokens], warm_up: Tokens
-) -> tuple[Life, list[Tokens]]:
+) -> tuple[Start, list[Tokens]]:
     complete(server.port, warm_up)
     expected = sum(map(len, prompts))
     eventually(lambda: server.counters().computed >= len(warm_up), METRICS_SETTLE_S)
@@ -75,7 +75,7 @@ def _life(
     took = time.monotonic() - began
     eventually(lambda: sum(server.counters().since(before)) >= expected, METRICS_SETTLE_S)
     computed, cached, loaded = server.counters().since(before)
-    life = Life(
+    start = Start(
         name=name,
         ready_s=ready_s,
         prompts=len(prompts),
@@ -86,34 +86,34 @@ def _life(
         all_ms=1e3 * took,
         right=True,
     )
-    return life, [each.tokens for each in seen]
+    return start, [each.tokens for each in seen]
 
 
-def _table(lives: list[Life]) -> str:
+def _table(starts: list[Start]) -> str:
     header = ["", "prompts", "computed", "own cache", "store", "first token", "all prompts", "tokens"]
     return aligned(
         header,
         [
             [
-                life.name,
-                str(life.prompts),
-                str(life.computed_tokens),
-                str(life.cached_tokens),
-                str(life.loaded_tokens),
-                f"{life.first_token_ms:.0f} ms",
-                f"{life.all_ms:.0f} ms",
-                "right" if life.right else "WRONG",
+                start.name,
+                str(start.prompts),
+                str(start.computed_tokens),
+                str(start.cached_tokens),
+                str(start.loaded_tokens),
+                f"{start.first_token_ms:.0f} ms",
+                f"{start.all_ms:.0f} ms",
+                "right" if start.right else "WRONG",
             ]
-            for life in lives
+            for start in starts
         ],
     )
 
 
-def _run(wheel: Path, progress: Progress) -> list[Life]:
+def _run(wheel: Path, progress: Progress) -> list[Start]:
     source = Prompts(seed=2031)
     text = source.fresh(TEXT_TOKENS)
     prompts = [text + source.fresh(length) for length in QUESTIONS]
-    lives: list[Life] = []
+    starts: list[Start] = []
     expected: list[Tokens] = []
     with ExitStack() as stack:
         venv = stack.enter_context(vllm_environment(progress.say))
@@ -139,12 +139,12 @@ def _run(wheel: Path, progress: Progress) -> list[Life]:
             stack.callback(server.release)
             began = time.monotonic()
             progress.ready(server.start())
-            life, tokens = _life(server, name, time.monotonic() - began, prompts, source.fresh(WARM_UP_TOKENS))
+            start, tokens = _measure(server, name, time.monotonic() - began, prompts, source.fresh(WARM_UP_TOKENS))
             expected = expected or tokens
-            lives.append(Life(**(asdict(life) | {"right": tokens == expected})))
-            progress.say(f"{name}: first token after {life.first_token_ms:.0f} ms")
+            starts.append(Start(**(asdict(start) | {"right": tokens == expected})))
+            progress.say(f"{name}: first token after {start.first_token_ms:.0f} ms")
             server.stop()
-    return lives
+    return starts
 
 
 def main() -> int:
@@ -154,15 +154,15 @@ def main() -> int:
     wheel = options.wheel or newest_wheel(CHECKOUT)
     if wheel is None:
         sys.exit("no wheel in target/wheels: run `make wheel` first")
-    first, second = lives = _run(wheel, Progress())
+    first, second = starts = _run(wheel, Progress())
     times = first.first_token_ms / second.first_token_ms
     # What the first start loaded would come from elsewhere: its directory was empty.
     ok = second.right and second.loaded_tokens >= TEXT_TOKENS and first.loaded_tokens == 0
     if options.json:
         report = {"schema": "kvferry.demo-store-vllm/1", "vllm": VLLM, "ok": ok, "sooner": times}
-        print(json.dumps(report | {"starts": [asdict(life) for life in lives]}, indent=2))
+        print(json.dumps(report | {"starts": [asdict(start) for start in starts]}, indent=2))
         return 0 if ok else 1
-    print(f"\n{_table(lives)}\n\nprompt tokens: computed, from vLLM's own cache, from the store\n")
+    print(f"\n{_table(starts)}\n\nprompt tokens: computed, from vLLM's own cache, from the store\n")
     found = second.loaded_tokens // BLOCK_TOKENS
     print(
         f"the second start read {found} blocks of {BLOCK_TOKENS} tokens instead of computing them, "

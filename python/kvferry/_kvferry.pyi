@@ -878,7 +878,7 @@ class Put:
 
 @final
 class PeerSummary:
-    """What the handshake with a peer established."""
+    """Properties of a connection that the handshake established."""
 
     @property
     def name(self) -> str: ...
@@ -1003,7 +1003,7 @@ class SchedulerHalf:
     ) -> SchedulerHalf: ...
     @property
     def engine_id(self) -> str:
-        """32 hexadecimal digits, drawn for this life of the engine."""
+        """32 hexadecimal digits, drawn for this incarnation of the engine."""
 
     def set_ranks(self, cards: Sequence[bytes]) -> None:
         """`WorkerHalf.card` of all ranks, in their order, once. Raises ValueError if they contradict each other."""

@@ -842,7 +842,7 @@ def test_images_that_vllm_names_by_a_counter_are_named_by_their_content() -> Non
     first = extra(mm_features=[feature("renderer0-mm-7-image-0", b"cat")])
     # Another engine has counted otherwise.
     assert extra(mm_features=[feature("renderer1-mm-90-image-0", b"cat")]) == first
-    # The same number of another life.
+    # The same number of another incarnation.
     assert extra(mm_features=[feature("renderer0-mm-7-image-0", b"dog")]) != first
 
 

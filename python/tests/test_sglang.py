@@ -181,26 +181,26 @@ def test_parts_of_a_page_are_those_of_another_tensor_parallelism_and_whole_pages
     assert layouts(1, 2, copied=True) != layouts(2, 1, copied=True)
 
 
-def test_a_later_life_of_an_engine_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_incarnation_of_an_engine_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     # With the arguments that a restart has, too.
     for nodes in (1, 2):
         serve(monkeypatch, random_seed=None, port=30000, nccl_port=None, dist_init_addr="node0:5000", nnodes=nodes)
-        first = _identity.life()
-        assert first == _identity.life()
+        first = _identity.incarnation()
+        assert first == _identity.incarnation()
         with monkeypatch.context() as later:
             later.setattr(_identity.os, "getppid", os.getpid)
-            assert _identity.life() != first
+            assert _identity.incarnation() != first
     # Ray starts the ranks of all engines.
     serve(monkeypatch, port=30000, use_ray=True)
-    ours = _identity.life()
+    ours = _identity.incarnation()
     monkeypatch.setattr(_identity.os, "getpid", os.getppid)
-    assert _identity.life() != ours
+    assert _identity.incarnation() != ours
 
 
 def test_an_engine_whose_parent_can_not_be_seen_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     serve(monkeypatch, port=30000)
     monkeypatch.setattr(_identity.os, "getppid", lambda: 0)
-    assert _identity.life() != _identity.life()
+    assert _identity.incarnation() != _identity.incarnation()
 
 
 def test_a_model_that_is_a_file_is_named_by_samples_of_it(tmp_path: Path) -> None:

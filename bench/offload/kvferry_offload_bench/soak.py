@@ -2,8 +2,8 @@
 
 The store has room for a third of the prompts' blocks. Answers are compared with those of a server without a store, to
 which the prompts were given one at a time. Memory is that of all processes of a server, without pages of files. vLLM's
-own grows with the requests. So the growth inside of the longest life, from the second quarter of its requests to the
-last, is compared with that of the server without a store for the same requests.
+own grows with the requests. So the growth inside of the longest incarnation, from the second quarter of its requests to
+the last, is compared with that of the server without a store for the same requests.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ AT_ONCE = 8
 PARTS = 3
 # For eight requests at once, not for all prompts.
 CACHE_MIB = 40
-# Shares of the requests, and how each life ends.
-LIVES: tuple[tuple[float, Literal["SIGTERM", "SIGKILL"]], ...] = (
+# Shares of the requests, and how each incarnation ends.
+INCARNATIONS: tuple[tuple[float, Literal["SIGTERM", "SIGKILL"]], ...] = (
     (0.1, "SIGTERM"),
     (0.1, "SIGKILL"),
     (0.6, "SIGTERM"),
@@ -74,15 +74,15 @@ def measure(bench: Bench) -> Iterator[Row]:
     bench.ready(plain, server)
     references = [complete(plain.port, prompt, NEW_TOKENS).tokens for prompt in prompts]
     beside = _Run(prompts, references)
-    without_store = _serve(bench, beside, plain, range(round(max(share for share, _ in LIVES) * count)))
+    without_store = _serve(bench, beside, plain, range(round(max(share for share, _ in INCARNATIONS) * count)))
     plain.kill()
     run, memory = _Run(prompts, references), []
     with Sampled(directory) as sampled:
-        for number, (share, ending) in enumerate(LIVES):
+        for number, (share, ending) in enumerate(INCARNATIONS):
             if number > 0:
                 server = bench.start(f"soak-{number}", store=settings, **same)
                 bench.ready(server)
-            # Each life has the requests of the others, too: prompts that were stored.
+            # Each incarnation has the requests of the others, too: prompts that were stored.
             memory.append(_serve(bench, run, server, range(round(share * count))))
             _end(bench, run, server, ending)
     longest = max(memory, key=len)
@@ -164,7 +164,7 @@ def _count(run: _Run, ended: Sequence[str], server: Instance) -> None:
 
 
 def _kills() -> int:
-    return sum(ending == "SIGKILL" for _, ending in LIVES)
+    return sum(ending == "SIGKILL" for _, ending in INCARNATIONS)
 
 
 def _growth(readings: Sequence[int]) -> float:

@@ -32,7 +32,7 @@ pub(crate) struct Row {
 
 /// Parts of a request that its sequence keeps.
 #[derive(Debug, Default)]
-pub(crate) struct Wish {
+pub(crate) struct SequenceRequest {
     pub(crate) retention: RetentionConfig,
     pub(crate) file: FilePlace,
     pub(crate) prompt_tokens: u32,
@@ -43,7 +43,7 @@ pub(crate) struct Wish {
 pub(crate) struct Sequence {
     generation: u32,
     is_open: bool,
-    pub(crate) wish: Wish,
+    pub(crate) wish: SequenceRequest,
     pub(crate) len_tokens: u32,
     pub(crate) reused_tokens: u32,
     /// Transfers that it waits for.
@@ -52,7 +52,7 @@ pub(crate) struct Sequence {
     pub(crate) rows: Vec<Row>,
 }
 
-impl Wish {
+impl SequenceRequest {
     /// None: the request says nothing of the block of this token.
     pub(crate) fn retention_at(&self, token: u32) -> Option<Retention> {
         match token < self.prompt_tokens {
@@ -75,14 +75,14 @@ impl Sequences {
         Self { slots: Vec::new(), free: Vec::new(), groups }
     }
 
-    pub(crate) fn open(&mut self, wish: Wish) -> u32 {
+    pub(crate) fn open(&mut self, wish: SequenceRequest) -> u32 {
         let at = match self.free.pop() {
             Some(at) => at,
             None => {
                 self.slots.push(Sequence {
                     generation: 0,
                     is_open: false,
-                    wish: Wish::default(),
+                    wish: SequenceRequest::default(),
                     len_tokens: 0,
                     reused_tokens: 0,
                     pending: 0,

@@ -98,7 +98,7 @@ pub struct kvferry_transfer_options {
 unsafe impl Versioned for kvferry_transfer_options {}
 
 /// The caller's options, copied.
-struct Wish {
+struct TransferOptions {
     options: Options<'static>,
     done: kvferry_done,
     user: *mut c_void,
@@ -107,7 +107,7 @@ struct Wish {
 
 /// # Safety
 /// `options` is null or a structure whose pointers are what it says.
-unsafe fn read(options: *const kvferry_transfer_options) -> Result<Wish, Failure> {
+unsafe fn read(options: *const kvferry_transfer_options) -> Result<TransferOptions, Failure> {
     // SAFETY: the caller's promise.
     let theirs = unsafe { structs::read(options, "the transfer's options") }?;
     // SAFETY: the caller's promise.
@@ -121,7 +121,7 @@ unsafe fn read(options: *const kvferry_transfer_options) -> Result<Wish, Failure
     let streams = (theirs.streams > 0).then_some(theirs.streams as usize);
     let timeout = limit(theirs.timeout_ms);
     let options = Options { timeout, notify, streams, ..Options::default() };
-    Ok(Wish { options, done: theirs.done, user: theirs.user, after })
+    Ok(TransferOptions { options, done: theirs.done, user: theirs.user, after })
 }
 
 pub(crate) fn order_of(after: &kvferry_after) -> Result<Order, Failure> {

@@ -15,7 +15,7 @@ pub const BATCH_ENTRIES: u32 = 128;
 /// The largest number of copies of one batch call.
 const BATCH_ENTRIES_MAX: u32 = 1 << 16;
 
-/// What a calibration is valid for. Another driver may copy differently.
+/// The device and driver that a calibration is valid for. Another driver may copy differently.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceKey {
@@ -188,7 +188,7 @@ impl Calibration {
     }
 }
 
-/// Why there is no calibration.
+/// Reason why there is no calibration.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CalibrationError {

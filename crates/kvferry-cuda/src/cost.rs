@@ -76,7 +76,7 @@ impl Curve {
     }
 }
 
-/// Where a number of bytes is among the points of a curve.
+/// The place of a number of bytes among the points of a curve.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Place {
     /// The last point that is not above it.

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Whether memory of the device is read or written.
+/// Direction of a copy: memory of the device is read, or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Direction {
@@ -48,7 +48,7 @@ impl Job {
         }
     }
 
-    /// Whether the bytes of both sides are followed by those of `next`.
+    /// True if the bytes of both sides are followed by those of `next`.
     pub(crate) fn is_before(&self, next: &Self) -> bool {
         self.src + self.len == next.src && self.dst + self.len == next.dst
     }

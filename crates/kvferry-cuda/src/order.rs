@@ -14,7 +14,7 @@ pub enum Order {
     /// What the stream has at the time of the call. 0 and 1 are the default stream of each GPU of the batch, 2 the calling
     /// thread's.
     Stream(RawStream),
-    /// What was before the event's last record.
+    /// Work of the device before the event's last record.
     Event(RawEvent),
     /// Nothing: the caller has waited for what uses the memory.
     Host,

@@ -46,7 +46,7 @@ impl Point {
 /// The time of a point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sample {
-    /// What was measured.
+    /// The measured point.
     pub point: Point,
     /// Nanoseconds from the first call until all bytes were copied.
     pub ns: u64,

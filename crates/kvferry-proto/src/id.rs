@@ -6,8 +6,8 @@ use std::fmt;
 
 /// Random 128-bit id drawn when an agent starts. A restarted agent is a different peer.
 ///
-/// In formats for people, such as JSON, it is the 32 hexadecimal digits it is shown as: their
-/// numbers hold 64 bits at most.
+/// In JSON and other text formats it is written as 32 hexadecimal digits, because numbers of JSON
+/// hold 53 bits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Incarnation(pub u128);
 

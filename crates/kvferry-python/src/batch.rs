@@ -170,7 +170,7 @@ impl<'py> Table<'py> {
         Ok(Self { local, remote, lengths, rows })
     }
 
-    /// Whether the columns have the same number of rows.
+    /// True if the columns have the same number of rows.
     pub(crate) fn is_even(&self) -> bool {
         [&self.local, &self.remote, &self.lengths].into_iter().all(|column| match column {
             Column::Same(_) => true,

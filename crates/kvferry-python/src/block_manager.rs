@@ -183,9 +183,9 @@ pub(crate) struct Allocation {
     sequence: u64,
     /// Tokens of the prompt that need not be computed, if the copies succeed. At least one is left to compute.
     reused_tokens: u32,
-    /// Whether the blocks may be used at once.
+    /// True if the blocks may be used at once.
     is_ready: bool,
-    /// What the request wishes and does not get, or None.
+    /// Options of the request that it does not get, or None.
     warning: Option<String>,
 }
 

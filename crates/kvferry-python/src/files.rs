@@ -117,7 +117,7 @@ impl FileRegion {
         self.file.len()
     }
 
-    /// Whether aligned ranges go past the page cache.
+    /// True if aligned ranges go past the page cache.
     #[getter]
     fn is_direct(&self) -> bool {
         self.file.is_direct()

@@ -71,7 +71,7 @@ impl Region {
         self.region.len()
     }
 
-    /// What peers may do: "rw", "r", "w" or "none".
+    /// Operations that peers may do: "rw", "r", "w" or "none".
     #[getter]
     fn access(&self) -> String {
         self.region.access().to_string()
@@ -105,7 +105,8 @@ impl Region {
         Ok(view.call1((this.region.addr(), this.region.len(), slf))?.unbind())
     }
 
-    /// For `numpy.asarray(region)`, which copies nothing. Only for memory that kvferry allocated.
+    /// The interface that `numpy.asarray(region)` uses, which copies nothing. Only memory that kvferry
+    /// allocated has it.
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.must_be_owned(py)?;
@@ -211,7 +212,7 @@ impl RemoteRegion {
         self.0.len
     }
 
-    /// What this agent may do: "rw", "r", "w" or "none".
+    /// Operations that this agent may do: "rw", "r", "w" or "none".
     #[getter]
     fn access(&self) -> String {
         self.0.access.to_string()

@@ -323,7 +323,7 @@ impl Peer {
     }
 }
 
-/// What the handshake with a peer established.
+/// Properties of a connection that the handshake established.
 #[pyclass(frozen, module = "kvferry")]
 pub(crate) struct PeerSummary(kvferry::PeerSummary);
 
@@ -359,13 +359,13 @@ impl PeerSummary {
         self.0.version
     }
 
-    /// Whether both ends proved that they have the secret.
+    /// True if both ends proved that they have the secret.
     #[getter]
     fn authenticated(&self) -> bool {
         self.0.authenticated
     }
 
-    /// Whether payload carries checksums.
+    /// True if payload carries checksums.
     #[getter]
     fn checksum(&self) -> bool {
         self.0.checksum

@@ -15,9 +15,9 @@ use std::path::PathBuf;
 type Range = (i64, Option<i64>, i64, Option<u64>);
 
 /// The same as Python gives it: the duration may be left out.
-struct Given(Range);
+struct GivenRange(Range);
 
-impl FromPyObject<'_, '_> for Given {
+impl FromPyObject<'_, '_> for GivenRange {
     type Error = PyErr;
 
     fn extract(obj: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
@@ -28,7 +28,7 @@ impl FromPyObject<'_, '_> for Given {
     }
 }
 
-/// What a request wishes for its blocks.
+/// Retention that a request asks for its blocks.
 #[pyclass(frozen, module = "kvferry")]
 pub(crate) struct RetentionConfig(pub(crate) Config);
 
@@ -77,13 +77,13 @@ impl RetentionConfig {
     )]
     fn new(
         py: Python<'_>,
-        ranges: Vec<Given>,
+        ranges: Vec<GivenRange>,
         decode_priority: i64,
         decode_duration_ms: Option<u64>,
         transfer_mode: &str,
         directory: Option<PathBuf>,
     ) -> PyResult<Self> {
-        let range = |Given((start, end, priority, duration_ms)): Given| {
+        let range = |GivenRange((start, end, priority, duration_ms)): GivenRange| {
             Ok(TokenRange {
                 start: token(py, "start", start)?,
                 end: end.map(|end| token(py, "end", end)).transpose()?,
@@ -140,7 +140,7 @@ impl RetentionConfig {
         self.0.decode_retention().duration_ms
     }
 
-    /// Where blocks are offloaded to: "dram", "gds" or "posix_debug_fallback".
+    /// Tier that blocks are offloaded to: "dram", "gds" or "posix_debug_fallback".
     #[getter]
     fn transfer_mode(&self) -> &'static str {
         match self.0.mode() {

@@ -37,7 +37,7 @@ impl Shared {
         &self.agent
     }
 
-    /// Whether this process was forked from the one that started the agent.
+    /// True if this process was forked from the one that started the agent.
     pub(crate) fn is_forked(&self) -> bool {
         std::process::id() != self.pid
     }

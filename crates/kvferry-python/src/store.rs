@@ -356,7 +356,7 @@ impl Space {
         blocking::run(py, |_| self.space.put(&hashes.slices(), first, &memory, retain)).map(Put)
     }
 
-    /// As `get`, in the background. Errors of the memory are its outcome.
+    /// Does what `get` does, in the background. Errors of the memory are its outcome.
     #[pyo3(signature = (hashes, memory, first = 0))]
     fn get_async(
         &self,
@@ -422,7 +422,7 @@ impl Space {
         }
     }
 
-    /// As `prefetch`, in the background.
+    /// Does what `prefetch` does, in the background.
     fn prefetch_async(&self, py: Python<'_>, hashes: Hashes) -> PyResult<Pending> {
         self.open.check(py)?;
         self.pending(py, || self.space.prefetch(&hashes.slices()))
@@ -444,7 +444,7 @@ pub(crate) struct Pin {
 
 #[pymethods]
 impl Pin {
-    /// How many blocks, from the beginning of the prompt.
+    /// Number of blocks, from the beginning of the prompt.
     #[getter]
     fn blocks(&self) -> usize {
         self.blocks

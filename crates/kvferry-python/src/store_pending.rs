@@ -143,7 +143,7 @@ impl Pending {
 
 #[pymethods]
 impl Pending {
-    /// Whether the outcome is known.
+    /// True if the outcome is known.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
         self.open.check(py)?;
         Ok(self.operation.is_done())

@@ -35,7 +35,7 @@ fn outcome(
 
 #[pymethods]
 impl Transfer {
-    /// Whether the outcome is known.
+    /// True if the outcome is known.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
         self.shared.agent(py)?;
         Ok(self.transfer.outcome().is_some())

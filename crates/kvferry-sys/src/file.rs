@@ -38,7 +38,7 @@ pub fn open_regular(path: &Path) -> io::Result<Option<std::fs::File>> {
 
 /// Options for opening a file.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct How {
+pub struct OpenFlags {
     /// Opened for reading.
     pub read: bool,
     /// Opened for writing.
@@ -68,9 +68,9 @@ pub fn read_device(path: &Path) -> io::Result<()> {
         // To open a pipe in its place would wait for the other end.
         return Ok(());
     }
-    let how = How { read: true, direct: true, ..How::default() };
+    let how = OpenFlags { read: true, direct: true, ..OpenFlags::default() };
     let file = File::open(path, how).or_else(|_| {
-        let file = File::open(path, How { direct: false, ..how })?;
+        let file = File::open(path, OpenFlags { direct: false, ..how })?;
         file.forget_cached();
         Ok::<_, io::Error>(file)
     })?;
@@ -99,7 +99,7 @@ impl File {
     ///
     /// # Errors
     /// The kernel's error; `EINVAL` if the file system has no access past the page cache.
-    pub fn open(path: &Path, how: How) -> io::Result<Self> {
+    pub fn open(path: &Path, how: OpenFlags) -> io::Result<Self> {
         let mut flags = match (how.read, how.write) {
             (_, false) => OFlags::RDONLY,
             (false, true) => OFlags::WRONLY,
@@ -143,7 +143,7 @@ impl File {
     /// As [`File::open`]; also if `/proc` is not mounted.
     pub fn reopen_direct(&self, read: bool, write: bool) -> io::Result<Self> {
         let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
-        Self::open(Path::new(&path), How { read, write, create: false, direct: true })
+        Self::open(Path::new(&path), OpenFlags { read, write, create: false, direct: true })
     }
 
     /// Bytes of the file; `None` if it is neither a regular file nor a block device.
@@ -319,8 +319,8 @@ fn position(offset: u64) -> io::Result<libc::off_t> {
 mod tests {
     use super::*;
 
-    fn how() -> How {
-        How { read: true, write: true, create: true, direct: false }
+    fn how() -> OpenFlags {
+        OpenFlags { read: true, write: true, create: true, direct: false }
     }
 
     fn temporary(name: &str) -> std::path::PathBuf {

@@ -65,7 +65,7 @@ type Key = (u64, u64);
 
 /// State of a memory range or of a file in a ring's register.
 #[derive(Clone, Copy)]
-enum Known {
+enum RegisterState {
     /// The bytes or operations so far.
     Counted(u64),
     Registered(u32),
@@ -79,7 +79,7 @@ enum Known {
 /// its key again, since keys are not used twice.
 #[derive(Default)]
 struct Register {
-    known: HashMap<Key, Known>,
+    known: HashMap<Key, RegisterState>,
     keys: HashMap<u32, Key>,
 }
 
@@ -93,13 +93,13 @@ impl Register {
         register: impl FnOnce() -> io::Result<Option<u32>>,
     ) -> io::Result<Option<u32>> {
         if self.known.len() >= COUNTED_MAX {
-            self.known.retain(|_, known| matches!(known, Known::Registered(_)));
+            self.known.retain(|_, known| matches!(known, RegisterState::Registered(_)));
         }
-        let known = self.known.entry(key).or_insert(Known::Counted(0));
+        let known = self.known.entry(key).or_insert(RegisterState::Counted(0));
         match known {
-            Known::Registered(place) => return Ok(Some(*place)),
-            Known::Refused => return Ok(None),
-            Known::Counted(uses) => {
+            RegisterState::Registered(place) => return Ok(Some(*place)),
+            RegisterState::Refused => return Ok(None),
+            RegisterState::Counted(uses) => {
                 *uses = uses.saturating_add(weight);
                 if *uses < enough {
                     return Ok(None);
@@ -107,15 +107,15 @@ impl Register {
             }
         }
         *known = match register() {
-            Ok(Some(place)) => Known::Registered(place),
+            Ok(Some(place)) => RegisterState::Registered(place),
             // There may be a place later.
-            Ok(None) => Known::Counted(0),
+            Ok(None) => RegisterState::Counted(0),
             Err(e) => {
-                *known = Known::Refused;
+                *known = RegisterState::Refused;
                 return Err(e);
             }
         };
-        let Known::Registered(place) = *known else { return Ok(None) };
+        let RegisterState::Registered(place) = *known else { return Ok(None) };
         if let Some(former) = self.keys.insert(place, key) {
             self.known.remove(&former);
         }
@@ -388,7 +388,7 @@ impl<T> Drop for Ring<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::file::How;
+    use crate::file::OpenFlags;
     use crate::map::Mapping;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -427,7 +427,7 @@ mod tests {
     fn owners_come_back_once_and_a_dropped_ring_waits_for_the_rest() {
         let Some(mut ring) = ring(8) else { return };
         let path = std::env::temp_dir().join(format!("kvferry-uring-{}", std::process::id()));
-        let how = How { read: true, write: true, create: true, direct: false };
+        let how = OpenFlags { read: true, write: true, create: true, direct: false };
         let file = Arc::new(File::open(&path, how).expect("a file"));
         for i in 0..8u8 {
             let owner = Owner::new(i);
@@ -506,7 +506,7 @@ mod tests {
             return;
         };
         let path = std::env::temp_dir().join(format!("kvferry-often-{}", std::process::id()));
-        let how = How { read: true, write: true, create: true, direct: false };
+        let how = OpenFlags { read: true, write: true, create: true, direct: false };
         let file = Arc::new(File::open(&path, how).expect("a file"));
         std::fs::remove_file(&path).expect("made above");
         let mapping = Mapping::anonymous(4096).expect("memory");

@@ -125,13 +125,13 @@ pub fn cuda() -> Result<Cuda, Unavailable> {
     type Device = unsafe extern "C" fn(*mut c_int, c_int) -> c_int;
     type Text = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int;
     type Size = unsafe extern "C" fn(*mut usize, c_int) -> c_int;
-    type Why = unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int;
+    type ErrorString = unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int;
     const TEXT_MAX: usize = 256;
     let library = Vendor::load("libcuda.so.1")?;
     // SAFETY: the types are those of `cuda.h`; every pointer is to a local variable of that type,
     // and a buffer for text is passed with its size.
     unsafe {
-        let why: Symbol<'_, Why> = library.function("cuGetErrorString")?;
+        let why: Symbol<'_, ErrorString> = library.function("cuGetErrorString")?;
         let ok = |call: &str, code: c_int| {
             if code == 0 {
                 return Ok(());

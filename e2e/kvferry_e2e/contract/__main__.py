@@ -304,7 +304,7 @@ def recomputed(suite: Suite, asynchronous: bool, note: Note) -> None:
 
 
 def unknown(suite: Suite, note: Note) -> None:
-    """Parameters of another engine's life and of another prompt: computed, never loaded."""
+    """Parameters of another engine and of another prompt: computed, never loaded."""
     with suite.pair(policy="recompute") as pair:
         prompt = suite.prompts.fresh(80)
         offer = pair.offered(prompt)

@@ -666,16 +666,16 @@ def beside_handoffs(suite: Any, kind: Kind, asynchronous: bool, note: Note) -> N
         try:
             prompts = [suite.prompts.fresh(length) for length in (17, 100, 333)]
             found = []
-            for life in range(3):
+            for turn in range(3):
                 for at, prompt in enumerate(prompts):
-                    name = f"m{life}-{at}"
+                    name = f"m{turn}-{at}"
                     offer = prefill.submit(name + "-p", prompt, 1, {"do_remote_decode": True})
                     run(*engines, until=lambda of=offer: of.reason)
                     ensure(offer.params, f"prefill offers nothing: {offer}")
                     # The second time, decode finds the prompt in its own store, and does not need prefill's.
-                    asked = decode.submit(name, prompt, 6, dict(offer.params or {}) if life != 1 else None)
+                    asked = decode.submit(name, prompt, 6, dict(offer.params or {}) if turn != 1 else None)
                     run(*engines, until=lambda of=asked: of.reason)
-                    if life == 1:
+                    if turn == 1:
                         # A router would have sent it: prefill keeps the blocks until decode has said so.
                         decode.submit(name + "-again", prompt, 1, dict(offer.params or {}))
                     run(*engines)
@@ -989,7 +989,7 @@ def soak(suite: Any, kind: Kind, asynchronous: bool, note: Note, **more: Any) ->
     done = lost = tokens = 0
     stems = [suite.prompts.fresh(200) for _ in range(4)]
     with folder() as directory:
-        for life in range(3):
+        for turn in range(3):
             with node(suite.model, directory, **options) as only:
                 live: list[tuple[list[int], Outcome, str]] = []
                 started = 0
@@ -1008,7 +1008,7 @@ def soak(suite: Any, kind: Kind, asynchronous: bool, note: Note, **more: Any) ->
                         lost += 1
                     if chance.random() < 0.02:
                         only.engine.core.reset_prefix_cache()
-                    if life == 1 and chance.random() < 0.01:
+                    if turn == 1 and chance.random() < 0.01:
                         _damage(directory)
                     for one in [it for it in live if it[1].reason]:
                         live.remove(one)

@@ -42,7 +42,7 @@ def computed(report: Report, instance: Instance, prompts: Prompts) -> Answers:
 
 
 def loaded(report: Report, instance: Instance, answers: Answers, what: str) -> None:
-    """Another instance, or another life of one, loads what was stored, and says the same."""
+    """Another instance, or another incarnation of one, loads what was stored, and says the same."""
     with report.check(f"offload: {what}: equal tokens, prompts loaded") as note:
         before = from_disk(instance)
         for prompt, expected in answers.items():

@@ -129,8 +129,8 @@ def _hash_of(key: str) -> bytes:
     return hashlib.sha512(key.encode()).digest()
 
 
-def life() -> str:
-    """A name that all ranks of this engine on this node have, and no other engine and no later life of it."""
+def incarnation() -> str:
+    """A name of this incarnation of the engine, the same in all of its ranks on this node."""
     given = Settings(server_arguments(), SGLANG)
     # One process has started all ranks of the node, but Ray's lives longer than an engine.
     is_alone = not given or given.get("use_ray")

@@ -18,7 +18,7 @@ from kvferry._engine.log import logger_of
 from kvferry._engine.memory import Scratch
 from kvferry._engine.settings import StoreSettings
 from kvferry._engine.store import open_store
-from kvferry.sglang._identity import check_weights_are_named, hashes_of, layout_of, life, model_of
+from kvferry.sglang._identity import check_weights_are_named, hashes_of, incarnation, layout_of, model_of
 from kvferry.sglang._of_sglang import check_storage
 from kvferry.sglang._pools import Buffers, Pages, Pool, pieces_of
 
@@ -322,7 +322,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]
         restarted. All ranks of the engine must be cleared as often.
         """
         with self._lock:
-            self._tenant = hashlib.sha256(self._tenant + life().encode()).digest()
+            self._tenant = hashlib.sha256(self._tenant + incarnation().encode()).digest()
             for name, pool in self._pools.items():
                 self._name(name, pool, self._is_replicated(name, pool.pool))
         return True

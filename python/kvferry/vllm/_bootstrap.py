@@ -91,22 +91,22 @@ class _Registry:
         self._lock = threading.Lock()
         self._workers_max = workers_max
         self._engines: dict[int, _Engine] = {}
-        # Challenges of another life of the server have another prefix.
-        self._life = secrets.token_hex(16)
+        # Challenges of another incarnation of the server have another prefix.
+        self._incarnation = secrets.token_hex(16)
         self._challenges = 0
 
     def challenge(self) -> str:
         with self._lock:
             self._challenges += 1
-            return f"{self._life}.{self._challenges}"
+            return f"{self._incarnation}.{self._challenges}"
 
     def number(self, challenge: str) -> int:
         """The number of a challenge that this server has given out."""
-        life, _, number = challenge.partition(".")
+        incarnation, _, number = challenge.partition(".")
         with self._lock:
             given_out = self._challenges
         is_number = number.isascii() and number.isdigit() and len(number) < 20
-        if life != self._life or not is_number or not 0 < int(number) <= given_out:
+        if incarnation != self._incarnation or not is_number or not 0 < int(number) <= given_out:
             raise _RefusedError(403, f"{CHALLENGE} is no challenge of this server")
         return int(number)
 
@@ -495,7 +495,7 @@ class Registration:
             try:
                 _post(host, port, bodies[0], self._secret)
             except _RefusedError as refused:
-                # It may hold an earlier life of this rank, or be an earlier life itself that is about to end.
+                # It may know an earlier incarnation of this rank, or be about to end itself.
                 level = logging.DEBUG if said == str(refused) else logging.ERROR
                 said = str(refused)
                 text = "bootstrap server at %s port %d refuses %s: %s; next attempts every %.1f s"

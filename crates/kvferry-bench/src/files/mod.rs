@@ -19,7 +19,7 @@ use indicatif::ProgressBar;
 use kvferry::{
     Access, Agent, Batch, DirectIo, FileRegion, Options, Region, TransportKind, Transports,
 };
-use kvferry_sys::file::{File, How};
+use kvferry_sys::file::{File, OpenFlags};
 
 use crate::failure::Failure;
 use crate::options::{FileBench, Op};
@@ -329,7 +329,8 @@ impl Place {
     /// The state of the page cache that a case begins with.
     fn prepare(&self, case: Case, path: &Path) -> Result<(), Failure> {
         let failed = |e| Failure::Failed(format!("{}: {e}", path.display()));
-        let file = File::open(path, How { read: true, ..How::default() }).map_err(failed)?;
+        let file =
+            File::open(path, OpenFlags { read: true, ..OpenFlags::default() }).map_err(failed)?;
         file.sync_data().map_err(failed)?;
         if case.mode == Mode::Buffered {
             file.will_need(self.len);

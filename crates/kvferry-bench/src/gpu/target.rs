@@ -29,7 +29,7 @@ pub(crate) fn run_child(device: i32, bytes: usize) -> Result<(), Failure> {
     die_with_parent()?;
     let context = raw::context(device).map_err(failed)?;
     let buffers = Buffers::new(&context, bytes, HOST_BYTES).map_err(failed)?;
-    let near = Near::new("tcp,local", &buffers)?;
+    let near = BufferAgent::new("tcp,local", &buffers)?;
     hold(Hello {
         address: near.agent.advertised().to_string(),
         device: Described(near.device.remote()),
@@ -38,15 +38,15 @@ pub(crate) fn run_child(device: i32, bytes: usize) -> Result<(), Failure> {
 }
 
 /// An agent with the device memory of buffers, and as much host memory.
-pub(super) struct Near {
+pub(super) struct BufferAgent {
     agent: Agent,
     device: Region,
     host: Region,
 }
 
-impl Near {
+impl BufferAgent {
     /// Starts the agent. `transports` is written as in `KVFERRY_TRANSPORTS`.
-    pub(super) fn new(transports: &str, buffers: &Buffers) -> Result<Near, Failure> {
+    pub(super) fn new(transports: &str, buffers: &Buffers) -> Result<BufferAgent, Failure> {
         let agent = Agent::builder()
             .name("bench-gpu")
             .transports(Transports::parse(transports)?)
@@ -61,11 +61,11 @@ impl Near {
         for at in (0..len).step_by(bytes.len()) {
             host.write_at(at, &bytes[..bytes.len().min(len - at)])?;
         }
-        Ok(Near { agent, device, host })
+        Ok(BufferAgent { agent, device, host })
     }
 }
 
-impl Drop for Near {
+impl Drop for BufferAgent {
     fn drop(&mut self) {
         // An agent that can't unregister the region keeps it until the agent ends.
         let _ = self.agent.unregister(&self.device);
@@ -74,7 +74,7 @@ impl Drop for Near {
 
 /// This process, and a second one that it has connected to.
 pub(super) struct Link {
-    near: Near,
+    near: BufferAgent,
     peer: Peer,
     device: RemoteRegion,
     host: RemoteRegion,
@@ -96,7 +96,7 @@ impl Link {
         let len = buffers.device_len().to_string();
         let mut child = helper::spawn(&["gpu-target", &device.to_string(), &len])?;
         let hello: Hello = child.hello()?;
-        let near = Near::new(transports, buffers)?;
+        let near = BufferAgent::new(transports, buffers)?;
         let peer = near.agent.peer(hello.address.as_str())?;
         let summary = peer.connect(None)?;
         let (Described(device), Described(host)) = (hello.device, hello.host);

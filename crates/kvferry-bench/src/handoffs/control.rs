@@ -10,7 +10,7 @@ use crate::failure::Failure;
 use crate::stats::Spread;
 
 use super::exposed::{BLOCK_TOKENS, CHUNK_TOKENS, LAYERS, TOKENS};
-use super::producer::{Ask, Prefill, Producer, Used};
+use super::producer::{Ask, Prefill, Producer, RankUsage};
 use super::rank::{Build, Geometry, Rank, Ready};
 use super::{PIECES, Settings};
 use crate::report::Row;
@@ -68,6 +68,6 @@ fn over(settings: &Settings, transport: &str) -> Result<Vec<Row>, Failure> {
 
 /// Bytes that both sides have sent so far.
 fn control_bytes(producer: &mut Producer, consumer: &Rank) -> Result<u64, Failure> {
-    let there: Used = producer.ask(&Ask::Used)?;
-    Ok(there.control_bytes + Used::of(consumer)?.control_bytes)
+    let there: RankUsage = producer.ask(&Ask::Used)?;
+    Ok(there.control_bytes + RankUsage::of(consumer)?.control_bytes)
 }

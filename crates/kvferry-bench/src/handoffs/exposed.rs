@@ -14,7 +14,7 @@ use crate::failure::Failure;
 use crate::machine;
 use crate::stats::Spread;
 
-use super::producer::{Ask, Prefill, Producer, Used};
+use super::producer::{Ask, Prefill, Producer, RankUsage};
 use super::rank::{Build, Geometry, Rank, Ready};
 use super::{PIECES, Settings};
 use crate::report::Row;
@@ -193,8 +193,8 @@ impl Pair {
     }
 
     fn used(&mut self) -> Result<Duration, Failure> {
-        let there: Used = self.producer.ask(&Ask::Used)?;
-        Ok(there.cpu + Used::of(&self.consumer)?.cpu)
+        let there: RankUsage = self.producer.ask(&Ask::Used)?;
+        Ok(there.cpu + RankUsage::of(&self.consumer)?.cpu)
     }
 
     /// One more handoff of each kind, into poisoned memory, of which every byte is compared.

@@ -27,7 +27,7 @@ pub(super) enum Ask {
     Prefill(Prefill),
     /// Waits until this many requests have been sent.
     Sent(usize),
-    /// Answers [`Used`].
+    /// Answers [`RankUsage`].
     Used,
 }
 
@@ -43,16 +43,16 @@ pub(super) struct Prefill {
 
 /// Usage since the start.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-pub(super) struct Used {
+pub(super) struct RankUsage {
     pub(super) cpu: Duration,
     /// See [`kvferry::Stats`].
     pub(super) control_bytes: u64,
 }
 
-impl Used {
-    pub(super) fn of(rank: &Rank) -> Result<Used, Failure> {
+impl RankUsage {
+    pub(super) fn of(rank: &Rank) -> Result<RankUsage, Failure> {
         let control_bytes = rank.agent.stats().control_bytes_sent;
-        Ok(Used { cpu: Usage::here()?.cpu, control_bytes })
+        Ok(RankUsage { cpu: Usage::here()?.cpu, control_bytes })
     }
 }
 
@@ -135,7 +135,7 @@ fn answer(rank: &mut Rank, ask: Ask) -> Result<Value, Failure> {
             }
             child::value(&())
         }
-        Ask::Used => child::value(&Used::of(rank)?),
+        Ask::Used => child::value(&RankUsage::of(rank)?),
     }
 }
 

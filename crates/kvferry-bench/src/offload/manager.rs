@@ -244,7 +244,7 @@ struct Clocks {
 
 /// Times that a call took, in microseconds.
 #[derive(Clone, Copy)]
-struct Took {
+struct CallTimes {
     cpu: f64,
     wall: f64,
 }
@@ -254,9 +254,9 @@ impl Clocks {
         Self { wall: Instant::now(), cpu_us: thread_cpu_us() }
     }
 
-    fn elapsed(&self) -> Took {
+    fn elapsed(&self) -> CallTimes {
         let cpu = thread_cpu_us() - self.cpu_us;
-        Took { cpu, wall: self.wall.elapsed().as_nanos() as f64 / 1e3 }
+        CallTimes { cpu, wall: self.wall.elapsed().as_nanos() as f64 / 1e3 }
     }
 }
 
@@ -274,7 +274,7 @@ impl Figure {
         Self { name, cpu: Vec::new(), wall: Vec::new(), runs: Default::default() }
     }
 
-    fn add(&mut self, took: Took, blocks: u32) {
+    fn add(&mut self, took: CallTimes, blocks: u32) {
         self.cpu.push(took.cpu / f64::from(blocks));
         self.wall.push(took.wall / f64::from(blocks));
     }

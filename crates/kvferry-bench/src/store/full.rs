@@ -28,7 +28,7 @@ const HOST_BYTES: u64 = 256 << 20;
 
 /// The path by which puts reach the full store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum How {
+enum PutPath {
     Wait,
     Behind,
 }
@@ -44,7 +44,7 @@ pub(super) fn measure(options: &StoreBench, bar: &ProgressBar) -> Result<Report,
     let mut cases = Vec::new();
     for &block in &options.sizes {
         for direct in [DirectIo::Off, DirectIo::Auto] {
-            for how in [How::Wait, How::Behind] {
+            for how in [PutPath::Wait, PutPath::Behind] {
                 cases.push((Case { block, direct }, how));
             }
         }
@@ -65,14 +65,14 @@ pub(super) fn measure(options: &StoreBench, bar: &ProgressBar) -> Result<Report,
     Ok(Report::new(SCHEMA, options.effort.quick, remarks, rows))
 }
 
-fn rows_of(place: &Place, case: Case, how: How, seconds: f64) -> Result<Vec<Row>, Failure> {
+fn rows_of(place: &Place, case: Case, how: PutPath, seconds: f64) -> Result<Vec<Row>, Failure> {
     let capacity = (TURNS_IN_STORE * place.bytes).max(SEGMENTS_IN_STORE * SEGMENT);
-    let open = |name: &str, how: How| -> Result<(Store, Space), Failure> {
+    let open = |name: &str, how: PutPath| -> Result<(Store, Space), Failure> {
         let options = StoreOptions::new(place.folder.join(name), capacity)
             .segment_bytes(SEGMENT)
             .direct(case.direct)
             .put_wait(PUT_WAIT);
-        let options = if how == How::Behind { options.host_bytes(HOST_BYTES) } else { options };
+        let options = if how == PutPath::Behind { options.host_bytes(HOST_BYTES) } else { options };
         let store = Store::open(&place.agent, &options).map_err(failed)?;
         let space = store.space(&Namespace::new("bench"));
         Ok((store, space))
@@ -115,7 +115,7 @@ fn rows_of(place: &Place, case: Case, how: How, seconds: f64) -> Result<Vec<Row>
     let after = full.stats();
     full.close();
     remove("full");
-    let behind = if how == How::Behind { ", behind host memory" } else { "" };
+    let behind = if how == PutPath::Behind { ", behind host memory" } else { "" };
     let name = format!("{}{behind}", case.name());
     let row = |what, unit, value| Row::new("kept", format!("{name}: {what}"), unit, value);
     let once = |value: u64| Spread::of(vec![value as f64]);

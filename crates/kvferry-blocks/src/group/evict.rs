@@ -88,8 +88,8 @@ impl Group {
         }
     }
 
-    /// The node and all behind it can't be found any more. What they own is freed when it is in no use; what many nodes
-    /// own, in later calls.
+    /// Removes a node and its descendants from lookup. Blocks in use are freed when their last use ends. Of many nodes,
+    /// some are freed in later calls.
     pub(crate) fn kill(&mut self, at: u32, shared: &mut Shared) {
         self.kill_one(at, shared);
         self.reap(shared.background_per_call, shared);

@@ -6,7 +6,7 @@ use crate::config::Error;
 use crate::group::Group;
 use crate::key::Key;
 use crate::retention::{RetentionConfig, Warning};
-use crate::sequence::{SequenceId, Wish};
+use crate::sequence::{SequenceId, SequenceRequest};
 use crate::shared::Shared;
 use crate::tree::Place;
 use smallvec::SmallVec;
@@ -60,7 +60,8 @@ impl BlockManager {
         check(request, block)?;
         let (file, warning) = request.retention.effective(self.shared.resets);
         let Request { prompt_tokens, salt, .. } = *request;
-        let wish = Wish { retention: request.retention.clone(), file, prompt_tokens, salt };
+        let wish =
+            SequenceRequest { retention: request.retention.clone(), file, prompt_tokens, salt };
         let at = self.sequences.open(wish);
         let reusable = ((request.prompt_tokens - 1) / block) as usize;
         let depth = self.match_prefix(at, &request.keys[..reusable.min(request.keys.len())]);

@@ -6,7 +6,7 @@ use crate::config::Error;
 use crate::events::EventKind;
 use crate::group::Group;
 use crate::key::Key;
-use crate::sequence::{Row, SequenceId, Wish};
+use crate::sequence::{Row, SequenceId, SequenceRequest};
 use crate::shared::Shared;
 use crate::tree::Place;
 
@@ -87,7 +87,7 @@ impl Group {
     fn store(
         &mut self,
         row: &mut Row,
-        wish: &Wish,
+        wish: &SequenceRequest,
         keys: &[Key],
         tokens: &[u32],
         shared: &mut Shared,

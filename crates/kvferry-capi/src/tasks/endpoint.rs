@@ -90,13 +90,13 @@ struct Callback {
 unsafe impl Send for Callback {}
 
 /// The caller's options.
-pub(crate) struct Wish {
+pub(crate) struct TaskOptions {
     pub(crate) budget: Duration,
     pub(crate) done: Option<Done>,
     after: Vec<Order>,
 }
 
-impl Wish {
+impl TaskOptions {
     /// The work that a task with memory in these places waits for.
     ///
     /// # Safety
@@ -118,7 +118,7 @@ impl Wish {
 pub(crate) unsafe fn read(
     options: *const kvferry_task_options,
     agent: &Agent,
-) -> Result<Wish, Failure> {
+) -> Result<TaskOptions, Failure> {
     // SAFETY: the caller's promise.
     let theirs = unsafe { structs::read(options, "the task's options") }?;
     let user = theirs.user;
@@ -131,7 +131,7 @@ pub(crate) unsafe fn read(
     // SAFETY: the caller's promise.
     let after = unsafe { guard::array(theirs.after, theirs.after_count, "after") }?;
     let after = after.iter().map(order_of).collect::<Result<_, _>>()?;
-    Ok(Wish { budget: crate::peer::limit(theirs.timeout_ms).unwrap_or(own), done, after })
+    Ok(TaskOptions { budget: crate::peer::limit(theirs.timeout_ms).unwrap_or(own), done, after })
 }
 
 impl Callback {

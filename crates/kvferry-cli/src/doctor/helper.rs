@@ -216,17 +216,17 @@ fn answer<T: DeserializeOwned>(process: Option<Process>, until: Instant) -> Libr
 
 /// Bytes that are known, and their address.
 #[derive(Debug, Serialize, Deserialize)]
-struct Known {
+struct KnownBytes {
     pid: i32,
     address: usize,
     bytes: u64,
 }
 
-impl Known {
-    fn new(bytes: &u64) -> Known {
+impl KnownBytes {
+    fn new(bytes: &u64) -> KnownBytes {
         let address = std::ptr::from_ref(bytes) as usize;
         let pid = std::process::id().cast_signed();
-        Known { pid, address, bytes: *bytes }
+        KnownBytes { pid, address, bytes: *bytes }
     }
 
     fn read(&self) -> Result<(), String> {
@@ -242,8 +242,8 @@ impl Known {
 /// Gets the address of the parent's bytes. Answers whether it could read them, and its own address.
 fn serve_memory() -> Result<(), Failure> {
     let bytes = Box::new(fastrand::u64(..));
-    answer_parent(|parent: Known| {
-        let told = (parent.read(), Known::new(&bytes));
+    answer_parent(|parent: KnownBytes| {
+        let told = (parent.read(), KnownBytes::new(&bytes));
         serde_json::to_value(told).map_err(|error| Failure::Failed(error.to_string()))
     })
 }
@@ -254,8 +254,8 @@ fn serve_memory() -> Result<(), Failure> {
 pub(super) fn read_each_other() -> (Result<(), String>, Result<(), String>) {
     let bytes = Box::new(fastrand::u64(..));
     let asked = Child::spawn(&["doctor-probe", "memory"]).and_then(|mut child| {
-        let answer: Value = child.ask(&Known::new(&bytes))?;
-        let (up, there): (Result<(), String>, Known) = serde_json::from_value(answer)
+        let answer: Value = child.ask(&KnownBytes::new(&bytes))?;
+        let (up, there): (Result<(), String>, KnownBytes) = serde_json::from_value(answer)
             .map_err(|error| Failure::Failed(format!("the helper process: {error}")))?;
         Ok((up, there.read()))
     });

@@ -2,7 +2,7 @@
 //! does what the machines then ask for, so answering a message wakes no other thread.
 
 use super::peers::{Ended, EndedReader, Met};
-use super::state::{By, Shared};
+use super::state::{DrivingThread, Shared};
 use super::thread::Outgoing;
 use crate::codes::{code_of, may_return};
 use kvferry::{Channel, Error, ErrorKind, Message, MessageHandler, Peer};
@@ -40,7 +40,7 @@ impl MessageHandler for Handler {
             }
             Err(error) => kvferry::warn_limited!(peer, %error, "skipped a malformed message"),
         }
-        shared.drive(By::Agent);
+        shared.drive(DrivingThread::Agent);
     }
 
     fn ended(&self, channel: &Channel, error: &Error) {
@@ -69,7 +69,7 @@ impl MessageHandler for Handler {
         }
         drop(state);
         // The rank's thread connects again at once to a peer that is still needed: it may live.
-        shared.drive(By::Agent);
+        shared.drive(DrivingThread::Agent);
     }
 }
 
@@ -149,6 +149,6 @@ impl Shared {
             }
         }
         drop(state);
-        self.drive(By::Agent);
+        self.drive(DrivingThread::Agent);
     }
 }

@@ -1,6 +1,6 @@
 //! Reads: submitted when a part of a handoff became ready, polled when the agent wakes them.
 
-use super::state::{By, Notice, Running, Shared, State};
+use super::state::{DrivingThread, Notice, Running, Shared, State};
 use super::types::{ReadPart, ReadRequest};
 use crate::codes::code_of;
 use kvferry::{Channel, Options};
@@ -118,7 +118,7 @@ impl Shared {
     /// Has the read polled: on this thread, or on the one that drives the machines.
     fn wake(self: &Arc<Self>, read: ReadId) {
         self.woken.lock().push(read);
-        self.drive(By::Agent);
+        self.drive(DrivingThread::Agent);
     }
 }
 

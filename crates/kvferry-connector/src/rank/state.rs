@@ -29,9 +29,9 @@ const BLOCKS_LONG: usize = 256;
 /// Changes that the thread which made them carries out by itself.
 const FEW: usize = 2;
 
-/// Who drives the machines.
+/// The thread that drives the machines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum By {
+pub(super) enum DrivingThread {
     RankThread,
     /// A thread of the agent, on which something has happened.
     Agent,
@@ -200,7 +200,7 @@ impl Drop for Held<'_> {
         drop(state);
         match changes {
             0 => {}
-            1..=FEW => shared.drive(By::Caller),
+            1..=FEW => shared.drive(DrivingThread::Caller),
             _ => shared.wakeup.wake(),
         }
     }
@@ -273,11 +273,11 @@ impl State {
     }
 
     /// Whether the driver should leave what remains to the rank's thread.
-    pub(super) fn is_to_leave(&self, by: By) -> bool {
+    pub(super) fn is_to_leave(&self, by: DrivingThread) -> bool {
         match by {
-            By::RankThread => false,
-            By::Agent => self.is_awaited,
-            By::Caller => self.is_left_more,
+            DrivingThread::RankThread => false,
+            DrivingThread::Agent => self.is_awaited,
+            DrivingThread::Caller => self.is_left_more,
         }
     }
 

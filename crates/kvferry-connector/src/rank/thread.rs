@@ -1,7 +1,7 @@
 //! Does what the state machines ask for, and calls the observer: on the thread that has changed
 //! them, or on the rank's thread, which keeps the time.
 
-use super::state::{By, Notice, Shared, State};
+use super::state::{DrivingThread, Notice, Shared, State};
 use super::types::Event;
 use crate::codes::code_of;
 use kvferry::{Channel, ErrorKind, Peer, Transfer};
@@ -48,7 +48,7 @@ impl Shared {
             self.work_out_handshake(state);
             // The machines name the peers that they need while a thread carries out their requests.
             // Another thread that is still doing so wakes this one at its end.
-            let Some(mut state) = self.carry_out(By::RankThread) else {
+            let Some(mut state) = self.carry_out(DrivingThread::RankThread) else {
                 self.wakeup.wait(None);
                 continue;
             };
@@ -74,7 +74,7 @@ impl Shared {
     /// Does what the machines ask for, on a thread that has changed them. If another thread is at it,
     /// that one goes on to do it: messages and notices keep their order. What may take long is left to
     /// the rank's thread. Called without any lock of the rank and of its observer.
-    pub(super) fn drive(self: &Arc<Self>, by: By) {
+    pub(super) fn drive(self: &Arc<Self>, by: DrivingThread) {
         let Some(mut state) = self.carry_out(by) else { return };
         let is_left = state.is_to_leave(by);
         state.is_awaited = false;
@@ -86,11 +86,11 @@ impl Shared {
 
     /// Does what the machines ask for. Returns when they ask for nothing more, still locked, or if this
     /// thread should not stay; `None` if another thread is at it.
-    fn carry_out(self: &Arc<Self>, by: By) -> Option<MutexGuard<'_, State>> {
+    fn carry_out(self: &Arc<Self>, by: DrivingThread) -> Option<MutexGuard<'_, State>> {
         let _driving = Driving::new(self);
         let mut state = self.lock();
         let me = std::thread::current().id();
-        let is_thread = by == By::RankThread;
+        let is_thread = by == DrivingThread::RankThread;
         if state.driver.is_some() || state.closed {
             state.is_left_more |= state.driver != Some(me);
             state.is_awaited |= is_thread;

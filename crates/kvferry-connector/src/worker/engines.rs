@@ -18,12 +18,12 @@ pub(super) const FRESH: Duration = Duration::from_secs(1);
 /// Engines by the address under which requests name them.
 #[derive(Debug, Default)]
 pub(super) struct Engines {
-    pub(super) known: FxHashMap<ProducerAddress, Known>,
+    pub(super) known: FxHashMap<ProducerAddress, KnownEngine>,
     uses: u64,
 }
 
 #[derive(Debug)]
-pub(super) struct Known {
+pub(super) struct KnownEngine {
     engine: Arc<ProducerEngine>,
     /// Time at which its handshake ended.
     learned: Timestamp,
@@ -70,7 +70,7 @@ impl Engines {
         learned: Timestamp,
     ) {
         self.uses += 1;
-        let known = Known { engine: Arc::clone(engine), learned, used: self.uses };
+        let known = KnownEngine { engine: Arc::clone(engine), learned, used: self.uses };
         self.known.insert(address, known);
         if self.known.len() > ENGINES_MAX {
             let oldest = self.known.iter().min_by_key(|(_, known)| known.used);

@@ -101,7 +101,7 @@ struct Memory {
     is_mapped: bool,
 }
 
-/// Why nothing more is measured.
+/// Reason why nothing more is measured.
 #[derive(Debug, thiserror::Error)]
 enum Failure {
     #[error(transparent)]
@@ -148,17 +148,17 @@ impl Calibrator {
         }
     }
 
-    /// Whether a point is to be measured.
+    /// True if a point is to be measured.
     pub(super) fn is_due(&self) -> bool {
         matches!(self.state, State::Measures { .. })
     }
 
-    /// Whether the next point is the first.
+    /// True if the next point is the first.
     pub(super) fn begins(&self) -> bool {
         matches!(self.state, State::Measures { run: None, .. })
     }
 
-    /// Whether the calls of a failed measurement may be in progress.
+    /// True if the calls of a failed measurement may be in progress.
     pub(super) fn is_ending(&self) -> bool {
         matches!(self.state, State::Ends { .. })
     }

@@ -65,7 +65,7 @@ enum Part<T> {
     Refused,
 }
 
-/// Why the kernel, or what it needs, can't be used.
+/// Reason why the kernel, or what it needs, can't be used.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Refusal {
     #[error("the GPU has compute capability {0}.{1}, the kernel needs 7.0")]

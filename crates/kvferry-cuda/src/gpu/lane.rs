@@ -48,7 +48,7 @@ impl Lane {
         self.running.is_empty()
     }
 
-    /// Whether the stream has room for the calls of a batch.
+    /// True if the stream has room for the calls of a batch.
     pub(super) fn has_room(&self) -> bool {
         self.calls < CALLS_MAX
     }

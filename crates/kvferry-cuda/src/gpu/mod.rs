@@ -59,7 +59,7 @@ pub struct Gpu {
     shared: Arc<Shared>,
 }
 
-/// What the thread shares with the memory of the GPU.
+/// State that the thread shares with the memory of the GPU.
 pub(crate) struct Shared {
     context: Context,
     /// Number of the GPU in this process.
@@ -152,7 +152,7 @@ impl Gpu {
         self.shared.device
     }
 
-    /// What the GPU has done.
+    /// Counts of what the GPU has done.
     pub fn counters(&self) -> Counters {
         self.shared.counts.read()
     }
@@ -162,7 +162,7 @@ impl Gpu {
         self.shared.calibration.lock().clone()
     }
 
-    /// Whether a sticky error has made the GPU unusable for this process.
+    /// True if a sticky error has made the GPU unusable for this process.
     pub fn is_lost(&self) -> bool {
         self.shared.lost.get().is_some()
     }
@@ -280,7 +280,7 @@ impl Shared {
         is_lost
     }
 
-    /// Whether two pieces that follow each other lie in one allocation.
+    /// True if two pieces that follow each other lie in one allocation.
     fn are_joined(&self, one: DevicePiece, next: DevicePiece) -> bool {
         one.address + one.len as u64 == next.address
             && self.allocations.lock().is_one(one.address, next.address)

@@ -39,7 +39,7 @@ pub(super) struct Table {
     spare: Arc<Mutex<Vec<Memory>>>,
 }
 
-/// Why there is no table.
+/// Reason why there is no table.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum TableError {
     #[error("no memory for jobs: {0}")]

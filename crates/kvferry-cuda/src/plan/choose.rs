@@ -71,7 +71,7 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// Whether these copies are made by single calls.
+    /// True if these copies are made by single calls.
     pub(super) fn are_single(&self, engine: &Engine) -> bool {
         let Some(batch) = self.batch else { return true };
         engine.count <= SINGLES_MAX && engine.copy_ns <= batch.call_ns + engine.batch_ns
@@ -104,11 +104,11 @@ impl Engine {
     }
 }
 
-/// What one copy takes by each method, without calls that it shares.
+/// Time that one copy takes by each method, without calls that it shares.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Item {
     pub(super) copy_ns: f64,
-    /// As for single copies where there is no batch call.
+    /// Equal to that of single copies where there is no batch call.
     pub(super) batch_ns: f64,
     /// Infinite if the kernel does not copy it.
     pub(super) kernel_ns: f64,
@@ -151,7 +151,7 @@ pub(super) enum Rest {
 /// The choice, and what it was made of.
 #[derive(Debug, Default)]
 pub(super) struct Chooser {
-    /// Whether the copy engine makes a copy.
+    /// True for copies that the copy engine makes.
     pub(super) is_engine: Vec<bool>,
     pub(super) engine: Engine,
     pub(super) rest: Rest,
@@ -417,7 +417,7 @@ struct Gathered {
     last_window: Option<u64>,
 }
 
-/// Whether two jobs take the same time.
+/// True if two jobs take the same time.
 pub(super) fn is_like(a: &Job, b: &Job) -> bool {
     (a.len, a.unit(), a.dst % LINE) == (b.len, b.unit(), b.dst % LINE)
 }

@@ -8,7 +8,7 @@ use crate::capabilities::{KernelLimits, LINE, Staging};
 use crate::cost::Cost;
 use crate::job::Job;
 
-/// What becomes of a layout.
+/// Receiver of the parts of a layout.
 pub(super) trait Sink {
     /// A part of a copy, into staging.
     fn part(&mut self, part: Job);

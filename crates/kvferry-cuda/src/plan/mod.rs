@@ -174,7 +174,7 @@ pub fn plan(
     Ok(plan)
 }
 
-/// Why there is no plan.
+/// Reason why there is no plan.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
@@ -207,7 +207,7 @@ pub enum PlanError {
     /// A limit is out of range.
     #[error("{what}")]
     Limits {
-        /// What is out of range.
+        /// The value that is out of range.
         what: &'static str,
     },
     /// The calibration is not valid.

@@ -17,7 +17,7 @@ const BY_ENGINE: usize = usize::MAX;
 /// Copies among which the few for single calls are sought. For more, those would save little.
 const FEW_OF_MAX: usize = 128;
 
-/// Which copies to select.
+/// The copies to select.
 #[derive(Clone, Copy)]
 pub(super) enum Select {
     /// All that the kernel copies.
@@ -79,7 +79,7 @@ impl Selection {
         }
     }
 
-    /// Whether the engine makes a copy.
+    /// True for copies that the engine makes.
     pub(super) fn is_engine(&self) -> &[bool] {
         &self.is_engine
     }

@@ -13,7 +13,7 @@ const NOW: Timestamp = Timestamp::from_nanos(1_000_000_000_000);
 
 /// Bytes sent and events emitted by a session, and its deadline.
 #[derive(Debug, Default, PartialEq)]
-struct Story {
+struct SessionTrace {
     sent: Vec<Vec<u8>>,
     events: Vec<SessionEvent>,
     deadline: Option<Timestamp>,
@@ -29,8 +29,8 @@ pub fn bytes(bytes: &[u8]) {
     let chunk = usize::from(script.byte()).max(1);
     let busy = script.flip();
     let bytes = script.rest();
-    let whole = story(kind, busy, bytes, usize::MAX);
-    assert_eq!(story(kind, busy, bytes, chunk), whole, "chopping makes no difference");
+    let whole = trace(kind, busy, bytes, usize::MAX);
+    assert_eq!(trace(kind, busy, bytes, chunk), whole, "chopping makes no difference");
     check(&whole, kind);
 }
 
@@ -60,7 +60,7 @@ fn session_of(kind: u8) -> (Session, Timestamp) {
     }
 }
 
-fn story(kind: u8, busy: bool, bytes: &[u8], chunk: usize) -> Story {
+fn trace(kind: u8, busy: bool, bytes: &[u8], chunk: usize) -> SessionTrace {
     let (mut session, mut now) = session_of(kind);
     if busy && session.is_established() {
         // Something is out, for the peer's bytes to be answers to.
@@ -68,14 +68,14 @@ fn story(kind: u8, busy: bool, bytes: &[u8], chunk: usize) -> Story {
         session.request(1, b"question".to_vec(), ms(2000), now);
         session.revoke(vec![StreamId(1)], now);
     }
-    let mut story = Story::default();
+    let mut trace = SessionTrace::default();
     for piece in bytes.chunks(chunk) {
         session.receive(piece, now);
     }
-    drain(&mut session, &mut story);
-    story.deadline = session.next_timeout();
+    drain(&mut session, &mut trace);
+    trace.deadline = session.next_timeout();
     // Answers all requests and revokes, while the session lasts.
-    for event in story.events.clone() {
+    for event in trace.events.clone() {
         match event {
             SessionEvent::Request { id, .. } if id % 2 == 0 => session.acknowledge(id, now),
             SessionEvent::Request { id, .. } => session.respond(id, WireCode::Ok, vec![1]),
@@ -83,37 +83,37 @@ fn story(kind: u8, busy: bool, bytes: &[u8], chunk: usize) -> Story {
             _ => {}
         }
     }
-    drain(&mut session, &mut story);
+    drain(&mut session, &mut trace);
     for _ in 0..3 {
         now = session.next_timeout().unwrap_or(now);
         session.handle_timeout(now);
-        drain(&mut session, &mut story);
+        drain(&mut session, &mut trace);
     }
     session.transport_closed(now + Duration::from_millis(1));
-    drain(&mut session, &mut story);
+    drain(&mut session, &mut trace);
     assert!(session.is_closed() && session.next_timeout().is_none());
-    story
+    trace
 }
 
-fn drain(session: &mut Session, story: &mut Story) {
+fn drain(session: &mut Session, trace: &mut SessionTrace) {
     while let Some(bytes) = session.poll_transmit() {
-        story.sent.push(bytes);
+        trace.sent.push(bytes);
     }
     while let Some(event) = session.poll_event() {
-        story.events.push(event);
+        trace.events.push(event);
     }
 }
 
-fn check(story: &Story, kind: u8) {
-    let established = story.events.iter().any(|e| matches!(e, SessionEvent::Established(_)));
+fn check(trace: &SessionTrace, kind: u8) {
+    let established = trace.events.iter().any(|e| matches!(e, SessionEvent::Established(_)));
     assert!(!established || (!is_established(kind) && !has_secret(kind)), "without the secret");
-    let ends = story.events.iter().filter(|e| matches!(e, SessionEvent::Closed(_))).count();
-    let Some(SessionEvent::Closed(reason)) = story.events.last() else {
+    let ends = trace.events.iter().filter(|e| matches!(e, SessionEvent::Closed(_))).count();
+    let Some(SessionEvent::Closed(reason)) = trace.events.last() else {
         panic!("the end is reported last");
     };
     assert_eq!(ends, 1);
     assert_eq!(reason.established, established || is_established(kind));
-    let mut answers: Vec<u64> = story
+    let mut answers: Vec<u64> = trace
         .events
         .iter()
         .filter_map(|e| if let SessionEvent::Response { id, .. } = e { Some(*id) } else { None })
@@ -123,7 +123,7 @@ fn check(story: &Story, kind: u8) {
 
     let (mut last_word, mut ready) = (false, false);
     let tag = if is_established(kind) && has_secret(kind) { TAG_LEN } else { 0 };
-    for frame in &story.sent {
+    for frame in &trace.sent {
         let mut frame = frame.strip_prefix(&MAGIC).unwrap_or(frame);
         let message = Decoder::new(CONTROL_MAX).read(&mut frame);
         let message = message.expect("sessions speak properly").expect("whole frames");

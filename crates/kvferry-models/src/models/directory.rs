@@ -77,7 +77,7 @@ struct Link {
     taken: BTreeSet<HandoffId>,
 }
 
-struct At {
+struct PublisherState {
     machine: Publisher,
     engine: EngineId,
     /// What is on offer: key, and the end of its time.
@@ -88,7 +88,7 @@ struct World<'a> {
     script: Script<'a>,
     now: Timestamp,
     numbers: u64,
-    publishers: Vec<At>,
+    publishers: Vec<PublisherState>,
     subscribers: Vec<Subscriber>,
     /// By subscriber, then publisher.
     links: Vec<Vec<Link>>,
@@ -140,10 +140,10 @@ impl<'a> World<'a> {
         self.numbers
     }
 
-    fn publisher(&mut self, p: usize) -> At {
+    fn publisher(&mut self, p: usize) -> PublisherState {
         let engine = EngineId(self.number().into());
         let machine = Publisher::new(engine, address(engine), limits(p));
-        At { machine, engine, offers: BTreeMap::new() }
+        PublisherState { machine, engine, offers: BTreeMap::new() }
     }
 
     fn subscriber(&mut self) -> Subscriber {

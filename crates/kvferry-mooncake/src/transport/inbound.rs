@@ -115,12 +115,12 @@ impl Handler for Acceptor {
 
 /// The requests that a connection may make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum May {
+enum AllowedRequests {
     All,
     WriteWithoutStatus,
 }
 
-impl May {
+impl AllowedRequests {
     /// `None` for a connection that may not come in.
     fn of(caller: Owner, server: &MooncakeServer) -> Option<Self> {
         match caller {
@@ -147,7 +147,7 @@ impl May {
 fn admit(server: &Arc<MooncakeServer>, socket: Socket, from: SocketAddr) {
     let core = &server.core;
     let Some(directory) = server.directory.upgrade() else { return };
-    let Some(may) = May::of(core.owner_of(&socket), server) else {
+    let Some(may) = AllowedRequests::of(core.owner_of(&socket), server) else {
         core.counters.handshakes_failed.one();
         kvferry::warn_limited!(%from, "refused a Mooncake connection of another user of this host, or of one that is not known any more");
         return;
@@ -156,7 +156,7 @@ fn admit(server: &Arc<MooncakeServer>, socket: Socket, from: SocketAddr) {
     let remote = core.threads.io();
     let token = remote.token();
     // The connection of a process that is gone takes no other one's place.
-    let may_displace = may == May::All;
+    let may_displace = may == AllowedRequests::All;
     let Some((number, seat)) = server.connections.admit(&link, may_displace, &remote, token) else {
         kvferry::warn_limited!(%from, "a Mooncake connection was refused: too many are open");
         return;
@@ -249,7 +249,7 @@ struct Connection {
     seat: Arc<Seat>,
     socket: Socket,
     gate: Arc<Gate>,
-    may: May,
+    may: AllowedRequests,
     state: State,
     /// To be sent, in order; the first `sent` bytes are sent.
     statuses: Vec<u8>,
@@ -394,7 +394,7 @@ impl Connection {
             size = request.size, %code, "refused a request of a Mooncake peer"
         );
         self.core().counters.requests_refused.one();
-        if self.may == May::WriteWithoutStatus {
+        if self.may == AllowedRequests::WriteWithoutStatus {
             // Its end is that of a connection whose write was applied: all users of the host see the states of a socket.
             self.state = State::Draining { until: now() + DRAIN_TIME, half_closed: true };
             return Step::On;

@@ -245,7 +245,7 @@ impl PlaneShape {
 
 /// Error for a map that is not a valid layout.
 #[derive(Debug, Error)]
-pub(super) enum Unsound {
+pub(super) enum InvalidLayout {
     #[error(transparent)]
     Layout(#[from] LayoutError),
     #[error("a plane has shape {0}, and there are {1}")]
@@ -253,9 +253,9 @@ pub(super) enum Unsound {
 }
 
 impl TryFrom<Layout> for super::Layout {
-    type Error = Unsound;
+    type Error = InvalidLayout;
 
-    fn try_from(wire: Layout) -> Result<Self, Unsound> {
+    fn try_from(wire: Layout) -> Result<Self, InvalidLayout> {
         for shape in &wire.shapes {
             // Before a shape is multiplied by the planes that have it.
             check::name("plane", &shape.role, SHORT_NAME_MAX)?;
@@ -263,8 +263,8 @@ impl TryFrom<Layout> for super::Layout {
         }
         let plane = |at: PlaneAt| {
             let shape = wire.shapes.get(at.shape).cloned();
-            let shape = shape.ok_or(Unsound::NoShape(at.shape, wire.shapes.len()))?;
-            Ok::<_, Unsound>(shape.at(at.region, at.base))
+            let shape = shape.ok_or(InvalidLayout::NoShape(at.shape, wire.shapes.len()))?;
+            Ok::<_, InvalidLayout>(shape.at(at.region, at.base))
         };
         let layers = wire
             .layers
@@ -273,7 +273,7 @@ impl TryFrom<Layout> for super::Layout {
                 let planes = layer.planes.into_iter().map(plane).collect::<Result<_, _>>()?;
                 Ok(super::Layer { name: layer.name, group: layer.group, planes })
             })
-            .collect::<Result<_, Unsound>>()?;
+            .collect::<Result<_, InvalidLayout>>()?;
         Ok(Self::new(wire.regions, wire.groups, layers)?)
     }
 }

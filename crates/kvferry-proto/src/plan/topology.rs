@@ -31,13 +31,13 @@ const PARTS_MAX: u64 = 1 << 21;
 #[serde(try_from = "wire::Topology", into = "wire::Topology")]
 pub struct Topology {
     /// Layers of the model, in natural order of their names.
-    layers: Vec<Known>,
+    layers: Vec<ModelLayer>,
     ranks: Vec<Holding>,
 }
 
 /// A layer of the model, as all ranks have it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Known {
+struct ModelLayer {
     spec: LayerSpec,
     block_tokens: u32,
 }
@@ -80,7 +80,7 @@ impl Topology {
             .map(|name| {
                 let (rank, at) = first_held[name];
                 let block_tokens = group_of(layouts[rank], at).block_tokens;
-                Known { spec: layouts[rank].spec(at), block_tokens }
+                ModelLayer { spec: layouts[rank].spec(at), block_tokens }
             })
             .collect();
         let places: HashMap<&str, u32> = names.iter().copied().zip(0..).collect();
@@ -126,7 +126,7 @@ impl Topology {
             holding.0.iter().flat_map(move |slice| {
                 let Context { rank: at, size, run } = slice.context;
                 slice.layers.clone().map(move |layer| {
-                    let Known { spec, block_tokens } = self.layers[layer as usize].clone();
+                    let ModelLayer { spec, block_tokens } = self.layers[layer as usize].clone();
                     let context = ContextShard { rank: at, size, interleave: run };
                     let heads = slice.heads.clone();
                     crate::fuzzing::Held { rank, layer: spec, block_tokens, heads, context }
@@ -245,8 +245,9 @@ fn segments(engines: &[&Topology]) -> Vec<Range<u32>> {
         for slice in engine.ranks.iter().flat_map(|rank| &rank.0) {
             cuts.extend([slice.layers.start, slice.layers.end]);
         }
-        let heads = |layer: &Known| layer.spec.planes.iter().map(|p| p.heads).collect::<Vec<_>>();
-        let unlike = |pair: &[Known]| heads(&pair[0]) != heads(&pair[1]);
+        let heads =
+            |layer: &ModelLayer| layer.spec.planes.iter().map(|p| p.heads).collect::<Vec<_>>();
+        let unlike = |pair: &[ModelLayer]| heads(&pair[0]) != heads(&pair[1]);
         cuts.extend(
             (1..).zip(engine.layers.windows(2)).filter(|(_, p)| unlike(p)).map(|(at, _)| at),
         );
@@ -628,7 +629,7 @@ fn same_model(producers: &Topology, consumers: &Topology) -> Result<(), Mismatch
                 blocks_fit(&a.spec.name, a.spec.kind, a.block_tokens, b.block_tokens)?;
             }
             (a, b) => {
-                let name = |layer: Option<&Known>| layer.map(|it| it.spec.name.clone());
+                let name = |layer: Option<&ModelLayer>| layer.map(|it| it.spec.name.clone());
                 let (a, b) = (name(a), name(b));
                 // Both lists are in order, so the lesser name is the one that the other lacks.
                 let ours = match (&a, &b) {

@@ -54,7 +54,7 @@ struct Layout {
 /// The layout of ints; `None` if this interpreter's ints are read by calls only.
 static LAYOUT: PyOnceLock<Option<Layout>> = PyOnceLock::new();
 
-/// Whether ints in lists are read without a call for each.
+/// True if ints in lists are read without a call for each.
 pub(crate) fn are_read_directly(py: Python<'_>) -> bool {
     Layout::of_interpreter(py).is_some()
 }

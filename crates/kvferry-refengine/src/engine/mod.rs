@@ -286,7 +286,7 @@ impl Engine {
 
     /// Takes the blocks whose content became invalid. They are overwritten, so that a block that is not
     /// loaded never has the right bytes of an earlier request.
-    fn drain_void(&mut self) -> Vec<Void> {
+    fn drain_void(&mut self) -> Vec<VoidBlock> {
         let mut void = self.scheduler.cache.drain_void();
         if let Some(managed) = &mut self.scheduler.managed {
             void.append(&mut managed.void);
@@ -294,7 +294,7 @@ impl Engine {
         void.into_iter()
             .map(|(group, block)| {
                 self.scribbles += 1;
-                Void { group, block, seed: self.scribbles }
+                VoidBlock { group, block, seed: self.scribbles }
             })
             .collect()
     }
@@ -432,14 +432,14 @@ impl fmt::Debug for Engine {
     }
 }
 
-struct Void {
+struct VoidBlock {
     group: usize,
     block: BlockId,
     seed: u64,
 }
 
-fn scribble(caches: &KvCaches, void: &[Void]) {
-    for Void { group, block, seed } in void {
+fn scribble(caches: &KvCaches, void: &[VoidBlock]) {
+    for VoidBlock { group, block, seed } in void {
         let Rank { pp, tp } = caches.layout.rank;
         caches.scribble(*group, *block, seed << 32 | (pp as u64) << 16 | tp as u64);
     }

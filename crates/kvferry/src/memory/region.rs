@@ -355,8 +355,9 @@ mod tests {
     #[test]
     fn a_description_round_trips_through_bytes_and_json() {
         let table = RegionTable::default();
-        let life = Incarnation(u128::MAX - 7);
-        let region = table.insert(life, 0x1000, 16, Access::READ, Backing::Borrowed).expect("free");
+        let incarnation = Incarnation(u128::MAX - 7);
+        let region =
+            table.insert(incarnation, 0x1000, 16, Access::READ, Backing::Borrowed).expect("free");
         let described = region.remote();
         assert_eq!(RemoteRegion::from_bytes(&described.to_bytes()).expect("ours"), described);
         let longer = [described.to_bytes(), vec![0]].concat();

@@ -433,10 +433,10 @@ mod tests {
     use crate::memory::user::tests::Clinging;
     use kvferry_sys::pins::Pins;
 
-    const LIFE: Incarnation = Incarnation(7);
+    const INCARNATION: Incarnation = Incarnation(7);
 
     fn host(table: &RegionTable, base: usize, len: usize) -> Result<Region> {
-        table.insert(LIFE, base, len, Access::READ_WRITE, Backing::Borrowed)
+        table.insert(INCARNATION, base, len, Access::READ_WRITE, Backing::Borrowed)
     }
 
     #[test]
@@ -525,9 +525,9 @@ mod tests {
         table.add_user(Arc::clone(&user) as _);
         host(&table, 0x9000, 0x10).expect("free");
         let ranges = [(0x1000 as *mut u8, 16), (0x9008 as *mut u8, 16)];
-        table.insert_all(LIFE, &ranges, Access::READ).expect_err("the second overlaps");
+        table.insert_all(INCARNATION, &ranges, Access::READ).expect_err("the second overlaps");
         assert_eq!(user.0.load(Ordering::SeqCst), 1, "the region before");
-        table.insert_all(LIFE, &ranges[..1], Access::READ).expect("free");
+        table.insert_all(INCARNATION, &ranges[..1], Access::READ).expect("free");
         assert_eq!(user.0.load(Ordering::SeqCst), 2);
     }
 
@@ -558,11 +558,12 @@ mod tests {
         let table = RegionTable::default();
         host(&table, 0x9000, 0x10).expect("free");
         let ranges = [(0x1000 as *mut u8, 16), (0x2000 as *mut u8, 16), (0x9008 as *mut u8, 16)];
-        let e = table.insert_all(LIFE, &ranges, Access::READ).expect_err("the third overlaps");
+        let e =
+            table.insert_all(INCARNATION, &ranges, Access::READ).expect_err("the third overlaps");
         assert_eq!((e.kind(), e.context("range")), (ErrorKind::Overlap, Some("2")));
         assert_eq!(table.count(), 1);
         table
-            .insert_all(LIFE, &ranges[..2], Access::READ)
+            .insert_all(INCARNATION, &ranges[..2], Access::READ)
             .expect("the failed call left nothing registered");
     }
 }

@@ -3,7 +3,7 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::Arc;
 use crate::transfer::link::Link;
-use crate::transfer::messages::{self, Full, Need};
+use crate::transfer::messages::{self, Full, Importance};
 use crate::transfer::requests::MESSAGE;
 use kvferry_proto::message::BODY_MAX;
 use kvferry_proto::{Incarnation, WireCode};
@@ -168,7 +168,7 @@ impl Channel {
     /// # Errors
     /// As [`Channel::send`].
     pub fn queue(&self, message: Vec<u8>) -> Result<()> {
-        self.queue_needed(Need::Must, message)
+        self.queue_needed(Importance::Must, message)
     }
 
     /// As [`Channel::queue`], for a message that may be refused. It leaves room to those without which the session can't go
@@ -177,10 +177,10 @@ impl Channel {
     /// # Errors
     /// As [`Channel::send`].
     pub fn queue_if_room(&self, message: Vec<u8>) -> Result<()> {
-        self.queue_needed(Need::May, message)
+        self.queue_needed(Importance::May, message)
     }
 
-    fn queue_needed(&self, need: Need, message: Vec<u8>) -> Result<()> {
+    fn queue_needed(&self, need: Importance, message: Vec<u8>) -> Result<()> {
         if message.len() > Self::MESSAGE_MAX {
             return Err(Error::new(ErrorKind::TooLarge, "the message is too long")
                 .with("len", message.len())

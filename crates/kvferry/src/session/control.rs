@@ -9,7 +9,7 @@ use crate::reactor::{Cause, Cx, Handler, Next, now};
 use crate::session::admission::{Admission, is_full, refuse};
 use crate::session::channel::{Channel, Message};
 use crate::session::connect::Attempt;
-use crate::session::native::{Native, Wrote, close_error};
+use crate::session::native::{Native, WriteOutcome, close_error};
 use crate::session::service;
 use crate::session::sessions::Sessions;
 use crate::sync::{Arc, MutexGuard, Weak};
@@ -530,7 +530,7 @@ impl Handler for Control {
             }
             // Of a session that is over, the last messages if the socket takes them without waiting.
             writes = writes || self.native.begin_writing();
-            full = writes && self.native.write(&self.link.core, cx.now) == Wrote::Full;
+            full = writes && self.native.write(&self.link.core, cx.now) == WriteOutcome::Full;
             writes = false;
             match events {
                 Events::Over => return Next::Close,

@@ -49,7 +49,7 @@ const WRITTEN_TOGETHER: usize = 64 * 1024;
 
 /// Outcome of writing the session's frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Wrote {
+pub(crate) enum WriteOutcome {
     All,
     /// The socket takes no more now.
     Full,
@@ -130,21 +130,23 @@ impl Native {
 
     /// Writes the session's frames. Only after [`Native::begin_writing`], which it ends. Unless it
     /// wrote all of them, the control thread has to go on.
-    pub(crate) fn write(&self, core: &Core, now: Timestamp) -> Wrote {
+    pub(crate) fn write(&self, core: &Core, now: Timestamp) -> WriteOutcome {
         loop {
             let wrote = self.write_frames(core, now);
             self.writing.store(false, Ordering::SeqCst);
             // A thread that found `writing` set has left its frame to this one.
-            if wrote != Wrote::All || !self.session().has_frames() || !self.begin_writing() {
+            if wrote != WriteOutcome::All || !self.session().has_frames() || !self.begin_writing() {
                 return wrote;
             }
         }
     }
 
-    fn write_frames(&self, core: &Core, now: Timestamp) -> Wrote {
+    fn write_frames(&self, core: &Core, now: Timestamp) -> WriteOutcome {
         let mut wire = self.wire.lock();
         // Frames may be left: with `All`, `write` would try again for ever.
-        let Wire { socket: Some(socket), out, at, asked } = &mut *wire else { return Wrote::Lost };
+        let Wire { socket: Some(socket), out, at, asked } = &mut *wire else {
+            return WriteOutcome::Lost;
+        };
         loop {
             if *at == out.len() {
                 (*at, *asked, *out) = (0, 0, Vec::new());
@@ -158,16 +160,16 @@ impl Native {
                 *asked = asked_bytes - session.asked_bytes();
                 core.counters.control_bytes_sent.add(session.said_bytes() - said_bytes);
                 if out.is_empty() {
-                    return Wrote::All;
+                    return WriteOutcome::All;
                 }
             }
             match socket.send(&out[*at..]) {
                 Ok(n) => *at += n,
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Wrote::Full,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return WriteOutcome::Full,
                 Err(_) => {
                     (*at, *asked, *out) = (0, 0, Vec::new());
                     self.session().transport_closed(now);
-                    return Wrote::Lost;
+                    return WriteOutcome::Lost;
                 }
             }
         }
@@ -343,7 +345,7 @@ impl Backend for Native {
         if self.info.get().is_none() {
             return self.wake(&link.core);
         }
-        if self.begin_writing() && self.write(&link.core, now()) != Wrote::All {
+        if self.begin_writing() && self.write(&link.core, now()) != WriteOutcome::All {
             return self.wake(&link.core);
         }
         // While the heartbeat runs, the control thread looks at the deadlines of requests by itself.
@@ -356,7 +358,8 @@ impl Backend for Native {
             session.acknowledge(id, now());
             session.has_frames()
         };
-        if is_written && self.begin_writing() && self.write(&link.core, now()) == Wrote::All {
+        if is_written && self.begin_writing() && self.write(&link.core, now()) == WriteOutcome::All
+        {
             return;
         }
         // The control thread writes what is left, when it is due.

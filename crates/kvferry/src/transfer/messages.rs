@@ -53,7 +53,7 @@ pub(crate) enum Full {
 
 /// Importance of a message: which ones leave room to which others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Need {
+pub(crate) enum Importance {
     /// Without it, the session can't go on.
     Must,
     /// The message may be refused, and leaves room for [`SPARE_MESSAGES`] and [`SPARE_BYTES`].
@@ -68,16 +68,16 @@ impl Queue {
 
     /// Counts `more` bytes of a message and the spare that is left then. False, and nothing changes, if that is more than it
     /// may be.
-    fn hold(&mut self, more: usize, need: Need) -> bool {
+    fn hold(&mut self, more: usize, need: Importance) -> bool {
         let spare = match need {
-            Need::May => SPARE_BYTES,
-            Need::Must => self.spare.saturating_sub(more),
+            Importance::May => SPARE_BYTES,
+            Importance::Must => self.spare.saturating_sub(more),
         };
         if !self.account.hold(self.held() + more + spare) {
             return false;
         }
         self.spare = spare;
-        self.keeps_spare |= need == Need::May;
+        self.keeps_spare |= need == Importance::May;
         true
     }
 
@@ -107,10 +107,10 @@ impl MessageQueue {
         }))
     }
 
-    pub(crate) fn push(&self, message: Vec<u8>, need: Need) -> Result<(), Full> {
+    pub(crate) fn push(&self, message: Vec<u8>, need: Importance) -> Result<(), Full> {
         let (messages, bytes) = match need {
-            Need::Must => (0, 0),
-            Need::May => (SPARE_MESSAGES, SPARE_BYTES),
+            Importance::Must => (0, 0),
+            Importance::May => (SPARE_MESSAGES, SPARE_BYTES),
         };
         let mut queue = self.0.lock();
         if queue.waiting.len() + messages >= WAITING_MAX
@@ -197,7 +197,7 @@ mod tests {
     }
 
     /// Queues messages of `len` bytes until one is refused. Returns how many were queued, and why the last was not.
-    fn fill(queue: &MessageQueue, len: usize, need: Need) -> (usize, Full) {
+    fn fill(queue: &MessageQueue, len: usize, need: Importance) -> (usize, Full) {
         let refused = (0..).find_map(|n| Some((n, queue.push(vec![7; len], need).err()?)));
         refused.expect("it is bounded")
     }
@@ -206,21 +206,21 @@ mod tests {
     fn without_memory_a_message_beyond_what_is_free_is_refused_until_others_were_taken() {
         let queue = queue(&PeerMemory::new(0));
         let message = vec![7; FREE_PER_CONNECTION / 2];
-        assert_eq!(queue.push(message.clone(), Need::Must), Ok(()));
-        assert_eq!(queue.push(message.clone(), Need::Must), Ok(()));
-        assert_eq!(queue.push(vec![7], Need::Must), Err(Full::Memory));
+        assert_eq!(queue.push(message.clone(), Importance::Must), Ok(()));
+        assert_eq!(queue.push(message.clone(), Importance::Must), Ok(()));
+        assert_eq!(queue.push(vec![7], Importance::Must), Err(Full::Memory));
         let sent = queue.next(false).expect("the first one");
-        assert_eq!(queue.push(vec![7], Need::Must), Err(Full::Memory), "it was not taken");
+        assert_eq!(queue.push(vec![7], Importance::Must), Err(Full::Memory), "it was not taken");
         queue.answered(sent.len());
-        assert_eq!(queue.push(message, Need::Must), Ok(()));
+        assert_eq!(queue.push(message, Importance::Must), Ok(()));
     }
 
     #[test]
     fn what_may_be_refused_leaves_memory_to_what_may_not() {
         let queue = queue(&PeerMemory::new(0));
-        assert_eq!(queue.push(vec![7; SPARE_BYTES], Need::May), Ok(()));
-        assert_eq!(queue.push(vec![7], Need::May), Err(Full::Memory));
-        assert_eq!(queue.push(vec![7; SPARE_BYTES], Need::Must), Ok(()));
+        assert_eq!(queue.push(vec![7; SPARE_BYTES], Importance::May), Ok(()));
+        assert_eq!(queue.push(vec![7], Importance::May), Err(Full::Memory));
+        assert_eq!(queue.push(vec![7; SPARE_BYTES], Importance::Must), Ok(()));
     }
 
     #[test]
@@ -230,21 +230,21 @@ mod tests {
         let memory = PeerMemory::new(PEER_MEMORY_MIN);
         let all: [MessageQueue; 3] = std::array::from_fn(|_| queue(&memory));
         // The first takes what it gets beyond what is free for it, and leaves the others none.
-        let queued = all.each_ref().map(|queue| fill(queue, LEN, Need::May));
+        let queued = all.each_ref().map(|queue| fill(queue, LEN, Importance::May));
         let free = (FREE_PER_CONNECTION - SPARE_BYTES) / LEN;
         assert!(queued[0].0 > 2 * free, "{queued:?}");
         assert_eq!(queued[1..], [(free, Full::Memory); 2]);
         let held = memory.held();
         for queue in all.iter().rev() {
-            assert_eq!(fill(queue, LEN, Need::Must), (SPARE, Full::Memory));
+            assert_eq!(fill(queue, LEN, Importance::Must), (SPARE, Full::Memory));
         }
         assert_eq!(memory.held(), held, "it was kept");
         // What the peer takes comes back to the same session.
         let sent = all[0].next(false).expect("the first one");
         all[0].answered(sent.len());
-        assert_eq!(fill(&all[1], LEN, Need::May).0, 0);
-        assert_eq!(fill(&all[0], LEN, Need::May).0, 0);
-        assert_eq!(fill(&all[0], LEN, Need::Must), (1, Full::Memory));
+        assert_eq!(fill(&all[1], LEN, Importance::May).0, 0);
+        assert_eq!(fill(&all[0], LEN, Importance::May).0, 0);
+        assert_eq!(fill(&all[0], LEN, Importance::Must), (1, Full::Memory));
         for queue in &all {
             queue.drop_waiting();
         }
@@ -255,12 +255,12 @@ mod tests {
     fn a_queue_that_is_empty_again_keeps_nothing() {
         let memory = PeerMemory::new(PEER_MEMORY_MIN);
         let queue = queue(&memory);
-        assert_eq!(queue.push(vec![7; FREE_PER_CONNECTION], Need::May), Ok(()));
+        assert_eq!(queue.push(vec![7; FREE_PER_CONNECTION], Importance::May), Ok(()));
         assert_eq!(memory.held(), SPARE_BYTES);
         let sent = queue.next(false).expect("a message");
         queue.answered(sent.len());
         assert_eq!(memory.held(), 0);
-        assert_eq!(queue.push(vec![7; FREE_PER_CONNECTION + 1], Need::Must), Ok(()));
+        assert_eq!(queue.push(vec![7; FREE_PER_CONNECTION + 1], Importance::Must), Ok(()));
         assert_eq!(memory.held(), 1);
     }
 
@@ -268,11 +268,11 @@ mod tests {
     fn what_may_be_refused_leaves_places_and_bytes_of_its_queue() {
         let memory = PeerMemory::new(64 * WAITING_BYTES_MAX);
         let few = queue(&memory);
-        assert_eq!(fill(&few, 1, Need::May), (WAITING_MAX - SPARE_MESSAGES, Full::Queue));
-        assert_eq!(fill(&few, 1, Need::Must), (SPARE_MESSAGES, Full::Queue));
+        assert_eq!(fill(&few, 1, Importance::May), (WAITING_MAX - SPARE_MESSAGES, Full::Queue));
+        assert_eq!(fill(&few, 1, Importance::Must), (SPARE_MESSAGES, Full::Queue));
         let many = queue(&memory);
         let len = SPARE_BYTES;
-        assert_eq!(fill(&many, len, Need::May), (WAITING_BYTES_MAX / len - 1, Full::Queue));
-        assert_eq!(fill(&many, len, Need::Must), (1, Full::Queue));
+        assert_eq!(fill(&many, len, Importance::May), (WAITING_BYTES_MAX / len - 1, Full::Queue));
+        assert_eq!(fill(&many, len, Importance::Must), (1, Full::Queue));
     }
 }

@@ -169,7 +169,7 @@ impl Elsewhere {
 static LINKED: [OnceLock<&'static dyn Start>; LINKED_MAX] = [const { OnceLock::new() }; LINKED_MAX];
 const LINKED_MAX: usize = 16;
 
-/// Adds a transport to peers to those of the program, for the life of the process; returns its kind. Agents that
+/// Adds a transport to peers to those of the program, until the process ends; returns its kind. Agents that
 /// start after this call have it, unless their settings exclude it. So the program calls this before it reads a
 /// configuration: [`Transports::parse`], [`Config`](crate::Config), its environment and its JSON know the names and
 /// settings of the transports that are linked at the time. A transport whose name the program has already is not

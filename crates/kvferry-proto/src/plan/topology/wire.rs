@@ -1,6 +1,6 @@
 //! Topologies as they cross the wire: like layouts, with layers that are alike described once.
 
-use super::{Holding, Known, LAYERS_MAX, RANKS_MAX, Slice};
+use super::{Holding, LAYERS_MAX, ModelLayer, RANKS_MAX, Slice};
 use crate::layout::{
     CONTEXT_MAX, Context, Encoding, Kind, LAYER_NAME_MAX, LayerSpec, Mismatch, PLANES_MAX,
     PlaneSpec, RowDensity, SHORT_NAME_MAX, Table, Version, at_most, gcd, is_name, natural_order,
@@ -71,7 +71,7 @@ impl From<super::Topology> for Topology {
         let layers = topology
             .layers
             .into_iter()
-            .map(|Known { spec, block_tokens }| {
+            .map(|ModelLayer { spec, block_tokens }| {
                 let planes = spec.planes.into_iter().map(Plane::from).collect();
                 let shape = Shape { kind: spec.kind, block_tokens, planes };
                 Layer { name: spec.name, shape: shapes.index(shape) }
@@ -115,7 +115,7 @@ impl From<Slice> for SliceFields {
 
 /// Error for a map that is not a valid topology.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Unsound {
+pub(super) enum InvalidTopology {
     #[error(transparent)]
     Mismatch(#[from] Mismatch),
     #[error("the name of a {0} is empty, too long or cannot be shown: {1:?}")]
@@ -127,26 +127,30 @@ pub(super) enum Unsound {
 }
 
 impl TryFrom<Topology> for super::Topology {
-    type Error = Unsound;
+    type Error = InvalidTopology;
 
-    fn try_from(wire: Topology) -> Result<Self, Unsound> {
-        let shapes =
-            wire.shapes.into_iter().map(Shape::checked).collect::<Result<Vec<_>, Unsound>>()?;
+    fn try_from(wire: Topology) -> Result<Self, InvalidTopology> {
+        let shapes = wire
+            .shapes
+            .into_iter()
+            .map(Shape::checked)
+            .collect::<Result<Vec<_>, InvalidTopology>>()?;
         let layers = wire
             .layers
             .into_iter()
             .map(|layer| {
                 name("layer", &layer.name, LAYER_NAME_MAX)?;
-                let shape = shapes.get(layer.shape).ok_or(Unsound::Range("a layer's shape"))?;
+                let shape =
+                    shapes.get(layer.shape).ok_or(InvalidTopology::Range("a layer's shape"))?;
                 let mut known = shape.clone();
                 known.spec.name = layer.name;
                 Ok(known)
             })
-            .collect::<Result<Vec<_>, Unsound>>()?;
+            .collect::<Result<Vec<_>, InvalidTopology>>()?;
         let in_order =
-            |pair: &[Known]| natural_order(&pair[0].spec.name, &pair[1].spec.name).is_lt();
+            |pair: &[ModelLayer]| natural_order(&pair[0].spec.name, &pair[1].spec.name).is_lt();
         if !layers.windows(2).all(in_order) {
-            return Err(Unsound::Order);
+            return Err(InvalidTopology::Order);
         }
         // How tokens are dealt out is the engine's, not a rank's.
         let mut contexts = vec![None; layers.len()];
@@ -154,10 +158,10 @@ impl TryFrom<Topology> for super::Topology {
             .ranks
             .into_iter()
             .map(|rank| rank.checked(&layers, &mut contexts))
-            .collect::<Result<_, Unsound>>()?;
+            .collect::<Result<_, InvalidTopology>>()?;
         let topology = Self { layers, ranks };
         if contexts.iter().any(Option::is_none) {
-            return Err(Unsound::Range("a layer that no rank holds"));
+            return Err(InvalidTopology::Range("a layer that no rank holds"));
         }
         topology.check_whole()?;
         Ok(topology)
@@ -166,7 +170,7 @@ impl TryFrom<Topology> for super::Topology {
 
 impl Shape {
     /// The layer this is, but for its name.
-    fn checked(self) -> Result<Known, Unsound> {
+    fn checked(self) -> Result<ModelLayer, InvalidTopology> {
         let kind = self.kind;
         let planes = self
             .planes
@@ -178,7 +182,7 @@ impl Shape {
                 let state = plane.row_tokens == 0;
                 let lowest = state || gcd(plane.rows, plane.row_tokens) == 1;
                 if numbers.contains(&0) || state != (kind == Kind::State) || !lowest {
-                    return Err(Unsound::Range("a number of a plane"));
+                    return Err(InvalidTopology::Range("a number of a plane"));
                 }
                 Ok(PlaneSpec {
                     role: plane.role,
@@ -188,27 +192,27 @@ impl Shape {
                     density: RowDensity { rows: plane.rows, tokens: plane.row_tokens },
                 })
             })
-            .collect::<Result<Vec<_>, Unsound>>()?;
+            .collect::<Result<Vec<_>, InvalidTopology>>()?;
         if planes.is_empty() || !planes.is_sorted_by(|a, b| a.role < b.role) {
-            return Err(Unsound::Order);
+            return Err(InvalidTopology::Order);
         }
         if self.block_tokens == 0 {
-            return Err(Unsound::Range("the size of a block"));
+            return Err(InvalidTopology::Range("the size of a block"));
         }
         if matches!(kind, Kind::Window { tokens: 0 } | Kind::Chunk { tokens: 0 }) {
-            return Err(Unsound::Range("a window"));
+            return Err(InvalidTopology::Range("a window"));
         }
         let spec = LayerSpec { name: String::new(), kind, planes };
-        Ok(Known { spec, block_tokens: self.block_tokens })
+        Ok(ModelLayer { spec, block_tokens: self.block_tokens })
     }
 }
 
 impl Rank {
     fn checked(
         self,
-        layers: &[Known],
+        layers: &[ModelLayer],
         contexts: &mut [Option<(u32, u32)>],
-    ) -> Result<Holding, Unsound> {
+    ) -> Result<Holding, InvalidTopology> {
         let mut next = 0;
         let slices = self
             .slices
@@ -219,7 +223,7 @@ impl Rank {
                 for layer in slice.layers.clone() {
                     let dealt = (slice.context.size, slice.context.run);
                     if *contexts[layer as usize].get_or_insert(dealt) != dealt {
-                        return Err(Unsound::Range("how tokens are dealt out"));
+                        return Err(InvalidTopology::Range("how tokens are dealt out"));
                     }
                 }
                 Ok(slice)
@@ -230,36 +234,36 @@ impl Rank {
 }
 
 impl SliceFields {
-    fn checked(self, next: u32, layers: &[Known]) -> Result<Slice, Unsound> {
+    fn checked(self, next: u32, layers: &[ModelLayer]) -> Result<Slice, InvalidTopology> {
         let end = self.first.checked_add(self.count).filter(|&end| end as usize <= layers.len());
         let end = end.filter(|_| self.first >= next && self.count > 0);
-        let range = self.first..end.ok_or(Unsound::Range("a run of layers"))?;
+        let range = self.first..end.ok_or(InvalidTopology::Range("a run of layers"))?;
         let range_of = |&(start, count): &(u32, u32)| {
             start.checked_add(count).filter(|_| count > 0).map(|end| start..end)
         };
         let heads: Option<Vec<_>> = self.heads.iter().map(range_of).collect();
-        let heads = heads.ok_or(Unsound::Range("heads"))?;
+        let heads = heads.ok_or(InvalidTopology::Range("heads"))?;
         let context =
             Context { rank: self.context_rank, size: self.context_size, run: self.context_run };
         if context.rank >= context.size || context.size > CONTEXT_MAX || context.run == 0 {
-            return Err(Unsound::Range("a context-parallel rank"));
+            return Err(InvalidTopology::Range("a context-parallel rank"));
         }
         for known in &layers[range.start as usize..range.end as usize] {
             let planes = &known.spec.planes;
             let held = planes.len() == heads.len()
                 && planes.iter().zip(&heads).all(|(plane, heads)| heads.end <= plane.heads);
             if !held {
-                return Err(Unsound::Range("heads"));
+                return Err(InvalidTopology::Range("heads"));
             }
             if !known.is_dealt(context) {
-                return Err(Unsound::Range("how tokens are dealt out"));
+                return Err(InvalidTopology::Range("how tokens are dealt out"));
             }
         }
         Ok(Slice { layers: range, heads, context })
     }
 }
 
-impl Known {
+impl ModelLayer {
     /// Whether the layers of a layout can be dealt out like that.
     fn is_dealt(&self, context: Context) -> bool {
         let Self { spec, block_tokens } = self;
@@ -275,6 +279,6 @@ impl Known {
     }
 }
 
-fn name(what: &'static str, name: &str, limit: usize) -> Result<(), Unsound> {
-    if is_name(name, limit) { Ok(()) } else { Err(Unsound::Name(what, printable(name))) }
+fn name(what: &'static str, name: &str, limit: usize) -> Result<(), InvalidTopology> {
+    if is_name(name, limit) { Ok(()) } else { Err(InvalidTopology::Name(what, printable(name))) }
 }

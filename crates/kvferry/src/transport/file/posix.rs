@@ -484,7 +484,7 @@ mod tests {
     use crate::transport::file::Storage;
     use crate::transport::file::engine::Memory;
     use crate::{Access, Agent, FileOptions};
-    use kvferry_sys::file::{File, How};
+    use kvferry_sys::file::{File, OpenFlags};
     use kvferry_sys::poll::{self, Interest};
     use std::path::PathBuf;
 
@@ -519,7 +519,7 @@ mod tests {
 
         fn open(&self, name: &str) -> Arc<File> {
             let path = self.folder.join(name);
-            let how = How { read: true, write: false, create: false, direct: false };
+            let how = OpenFlags { read: true, write: false, create: false, direct: false };
             Arc::new(File::open(&path, how).expect("a file"))
         }
 

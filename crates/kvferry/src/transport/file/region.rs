@@ -5,7 +5,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::region::{Access, RemoteRegion};
 use crate::sync::{Arc, RwLock};
 use kvferry_proto::Incarnation;
-use kvferry_sys::file::{Alignment, File, How, page};
+use kvferry_sys::file::{Alignment, File, OpenFlags, page};
 use rustc_hash::FxHashMap;
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -260,7 +260,7 @@ impl Table {
         path: &Path,
         options: &FileOptions,
     ) -> Result<FileRegion> {
-        let how = How { read: true, write: options.write, create: options.create, direct: false };
+        let how = OpenFlags { read: true, write: options.write, create: options.create, direct: false };
         let file =
             File::open(path, how).map_err(|e| failed("the file can't be opened", e, path))?;
         self.insert((incarnation, id), path.to_owned(), file, options)
@@ -405,7 +405,7 @@ mod tests {
     #[test]
     fn whole_pages_go_past_the_page_cache_and_the_ends_through_it() {
         let path = std::env::temp_dir().join(format!("kvferry-cut-{}", std::process::id()));
-        let how = How { read: true, write: true, create: true, direct: false };
+        let how = OpenFlags { read: true, write: true, create: true, direct: false };
         let file = || Arc::new(File::open(&path, how).expect("a file"));
         let mut inner = FileInner {
             id: kvferry_proto::RegionId(1),

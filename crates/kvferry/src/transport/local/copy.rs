@@ -240,7 +240,7 @@ struct Walk<'a> {
 }
 
 #[derive(Clone, Copy)]
-struct At {
+struct TargetPart {
     pair: usize,
     region: u32,
     offset: u64,
@@ -253,15 +253,15 @@ impl Walk<'_> {
 
     /// Returns the remote range of each span: spans end where pairs do, and only the first begins
     /// within one.
-    fn ranges(&self) -> impl Iterator<Item = At> {
+    fn ranges(&self) -> impl Iterator<Item = TargetPart> {
         let first = self.at;
         self.targets.ranges[first.piece..].iter().enumerate().map(move |(i, range)| {
             let within = if i == 0 { first.within } else { 0 };
-            At { pair: first.piece + i, region: range.region, offset: range.offset + within }
+            TargetPart { pair: first.piece + i, region: range.region, offset: range.offset + within }
         })
     }
 
-    fn region(&self, range: &At) -> &TargetRegion {
+    fn region(&self, range: &TargetPart) -> &TargetRegion {
         &self.targets.regions[range.region as usize]
     }
 
@@ -269,7 +269,7 @@ impl Walk<'_> {
     fn check_region(
         &self,
         peer: &LocalPeer,
-        range: &At,
+        range: &TargetPart,
         alive: &mut Option<u32>,
     ) -> Result<(), Broken> {
         if *alive != Some(range.region) {
