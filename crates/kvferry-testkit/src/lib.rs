@@ -19,6 +19,7 @@
 
 pub mod agent;
 pub mod broken;
+mod broken_device;
 pub mod fabric;
 pub mod file;
 pub mod forked;
