@@ -8,7 +8,7 @@
 //!
 //! The other side of a measurement is a helper process: the same program, started again with the
 //! argument [`helper::COMMAND`]. A program that measures passes the rest of the arguments to
-//! [`helper::run`].
+//! [`roles::run`].
 
 #![forbid(unsafe_code)]
 
@@ -28,6 +28,7 @@ pub mod offload;
 pub mod options;
 pub mod plot;
 pub mod report;
+pub mod roles;
 pub mod stats;
 pub mod store;
 pub mod table;

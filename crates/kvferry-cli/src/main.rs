@@ -17,7 +17,7 @@ mod version;
 use std::process::ExitCode;
 
 use kvferry_bench::failure::Failure;
-use kvferry_bench::helper;
+use kvferry_bench::roles;
 
 use cli::Command;
 
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
         Command::Version { json } => version::run(json),
         Command::DemoEngine => demo::node::run(),
         Command::DemoStoreEngine => demo::store::engine::run(),
-        Command::BenchHelper { arguments } => helper::run(&arguments),
+        Command::BenchHelper { arguments } => roles::run(&arguments),
         Command::DoctorProbe { probe } => doctor::helper::run(probe),
     };
     match outcome {

@@ -1,4 +1,4 @@
-//! The two engines, and the queues of operations that they give.
+//! The two engines, and the queues that are idle or in use.
 //!
 //! io_uring carries out an operation that would wait on a thread of the kernel, and writes to regular files one after the
 //! other there: all that have the same hash of their inode, of 64 for each thread that submits, whatever device they
@@ -6,26 +6,23 @@
 //! would hold up writes to others. So these go to the threads of the pool. Writes past the page cache end
 //! without a thread, once they have begun.
 
-use super::filled::Filled;
 use super::posix::{Pool, PoolQueue};
+use super::queue::{DEPTH, Memory, OPERATION_BYTES_MAX, Operation, Queue};
+use super::targets::Use;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::region::Held;
 use crate::memory::user::RegionKey;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Mutex, OnceLock};
-use kvferry_sys::file::File;
 use kvferry_sys::pins::Pins;
-use kvferry_sys::poll::{self, Interest};
 use kvferry_sys::span::HostSpan;
-use kvferry_sys::uring::{Range, Ring, Way};
+use kvferry_sys::uring::{Range, Ring};
 use std::fmt;
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-/// Operations under way in one queue, at most.
-const DEPTH: usize = 256;
 /// A waiting thread wakes up when one of so many operations has ended. The device works on the others.
 const WAKE_SHARE: usize = 4;
 /// Queues that are kept for the next transfers. Each takes some thirty KiB.
@@ -38,8 +35,6 @@ const LEASED_MAX: usize = 256;
 const RANGE_BYTES: usize = 16 << 20;
 /// Ranges overlap by the bytes of the longest operation, so that each lies in one range.
 const OVERLAP_BYTES: usize = 1 << 20;
-/// Bytes of one operation at most. An operation can't be stopped.
-pub(super) const OPERATION_BYTES_MAX: u64 = 1 << 20;
 const _: () = assert!(OPERATION_BYTES_MAX <= OVERLAP_BYTES as u64);
 
 /// A region's registrations with rings. An operation makes them while it holds the region.
@@ -78,79 +73,6 @@ pub(super) fn parse(text: &str) -> Result<&'static str, &'static str> {
         POSIX => Ok(POSIX),
         _ => Err("must be auto, uring or posix"),
     }
-}
-
-/// A read or write of a contiguous range. Holds all that it needs.
-pub(super) struct Operation {
-    pub(super) way: Way,
-    pub(super) file: Arc<File>,
-    /// Offset in the file, not in the region.
-    pub(super) offset: u64,
-    pub(super) span: HostSpan,
-    /// Past the page cache: the device reads or writes the memory, whose pages the kernel has to keep
-    /// meanwhile. Through the page cache, bytes are copied.
-    pub(super) is_direct: bool,
-    pub(super) memory: Memory,
-    /// The pair of the batch, or the first of several pairs that are neighbours in the file.
-    pub(super) pair: usize,
-    /// Shows the share that the operation has not ended.
-    pub(super) _share: Arc<()>,
-}
-
-/// The owner that keeps the memory of an operation in place.
-pub(super) enum Memory {
-    Region(Held),
-    Stage(Arc<Filled>),
-}
-
-/// The operations that a queue is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Use {
-    /// Writes of which some go through the page cache.
-    CachedWrites,
-    /// Reads, and writes past the page cache.
-    Others,
-}
-
-/// Operations under way. One share uses it at a time.
-///
-/// Device memory that an engine can reach, as GPUDirect Storage can, would be another kind of [`Memory`], and its
-/// engine another implementation of this.
-pub(super) trait Queue: Send {
-    /// Operations that were pushed and not returned by [`Queue::completed`].
-    fn in_flight(&self) -> usize;
-
-    fn is_full(&self) -> bool {
-        self.in_flight() >= DEPTH
-    }
-
-    /// Adds an operation; the caller has looked whether the queue is full.
-    fn push(&mut self, operation: Operation);
-
-    /// Starts the operations that were pushed.
-    fn submit(&mut self) -> io::Result<()>;
-
-    /// Whether everything that was submitted was taken; else [`Queue::submit`] has to be called again.
-    fn is_submitted(&self) -> bool {
-        true
-    }
-
-    /// Gives up operations that have not begun, where that is possible: they come back from
-    /// [`Queue::completed`] as interrupted. May be called again and again.
-    fn stop(&mut self);
-
-    /// Takes an operation that has ended, and the bytes it moved.
-    fn completed(&mut self) -> Option<(Operation, io::Result<usize>)>;
-
-    /// Starts what was pushed and waits until operations have ended, for `timeout` at most: one, or a
-    /// part of those under way, so that a thread wakes up less often.
-    fn wait(&mut self, timeout: Duration) -> io::Result<()> {
-        self.submit()?;
-        poll::wait_one(self.fd(), Interest::Read, Some(timeout)).map(drop)
-    }
-
-    /// Readable while there are completions.
-    fn fd(&self) -> BorrowedFd<'_>;
 }
 
 /// State that the rings of an agent share.

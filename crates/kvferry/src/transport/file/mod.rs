@@ -4,13 +4,13 @@
 //! [`FileRoute`](route::FileRoute); a batch's remote side names file regions ([`FileRegion`]).
 //!
 //! A share ([`share`]) cuts a batch into operations of bounded size and keeps a queue of them full.
-//! Queues come from one of two engines ([`engine`]): io_uring, or threads that call `pread` and
+//! Queues ([`queue`]) come from one of two engines ([`engine`]): io_uring, or threads that call `pread` and
 //! `pwrite`. Both pass the conformance tests in `tests/integration/file.rs`. Transfers that write through the page cache
 //! go to the threads in any case.
 //!
 //! Host memory is read and written in place. Device memory goes through the stages of its device ([`staged`]).
 //!
-//! Ownership: an operation holds its memory ([`Memory`](engine::Memory)) and its file until
+//! Ownership: an operation holds its memory ([`Memory`](queue::Memory)) and its file until
 //! the kernel has completed it, even if no caller waits for the transfer. So a transfer can end at its
 //! deadline although the device does not answer; unregistering the memory then waits for the device.
 //!
@@ -29,6 +29,7 @@
 mod engine;
 mod filled;
 mod posix;
+mod queue;
 mod region;
 mod route;
 mod share;

@@ -6,7 +6,7 @@
 //! Operations of a transfer that come one after the other, and are neighbours in a file, are one call. Most file systems
 //! write to a file through the page cache for one thread at a time; so one thread does so here, and no other waits for it.
 
-use super::engine::{OPERATION_BYTES_MAX, Operation, Queue};
+use super::queue::{OPERATION_BYTES_MAX, Operation, Queue};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Condvar, Mutex};
 use kvferry_sys::file::SPANS_MAX;
@@ -482,7 +482,7 @@ mod tests {
     use crate::memory::region::Held;
     use crate::transfer::batch::Batch;
     use crate::transport::file::Storage;
-    use crate::transport::file::engine::Memory;
+    use crate::transport::file::queue::Memory;
     use crate::{Access, Agent, FileOptions};
     use kvferry_sys::file::{File, OpenFlags};
     use kvferry_sys::poll::{self, Interest};

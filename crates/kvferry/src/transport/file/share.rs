@@ -1,8 +1,9 @@
 //! One transfer between memory and files: keeps a queue full of operations until all have ended.
 
 use super::Shared;
-use super::engine::{Leased, Memory, OPERATION_BYTES_MAX, Operation, Queue};
+use super::engine::Leased;
 use super::filled::Cut;
+use super::queue::{Memory, OPERATION_BYTES_MAX, Operation, Queue};
 use super::staged::Staged;
 use super::targets::{Order, Side, Targets};
 use crate::error::{Error, ErrorKind, Result};

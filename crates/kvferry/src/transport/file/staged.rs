@@ -196,7 +196,7 @@ mod tests {
     use crate::memory::device::{Device, DeviceCopy};
     use crate::memory::stages::StagePool;
     use crate::transport::file::Storage;
-    use crate::transport::file::engine::Use;
+    use crate::transport::file::targets::Use;
     use crate::{Access, Agent, FileOptions};
 
     const STAGE: usize = 256 << 10;

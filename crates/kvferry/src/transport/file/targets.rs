@@ -1,6 +1,5 @@
 //! The files of a batch, and the order in which its pairs are moved.
 
-use super::engine::Use;
 use super::region::{FileInner, Table};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::stages::LINE;
@@ -13,6 +12,15 @@ use kvferry_proto::RegionId;
 /// other. Few enough that sorting delays nothing. Reads through the page cache are not sorted: the kernel
 /// would take them for a sequential reader, and read ahead instead of reading several blocks at once.
 pub(super) const SORTED_PAIRS: usize = 4096;
+
+/// The operations that a queue is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Use {
+    /// Writes of which some go through the page cache.
+    CachedWrites,
+    /// Reads, and writes past the page cache.
+    Others,
+}
 
 /// The file regions of a batch.
 pub(super) struct Targets {
