@@ -17,26 +17,24 @@
 //! buffers hold, and then nothing. While this side waits for memory of a device, the peer owes the
 //! acknowledgement of what was sent, and answers to reads.
 
-use super::diagnose::{Diagnosis, misfit, refusal};
-use super::exchange::{Failure, ask};
-use super::lanes::{drop_lane, replace_lane};
+mod end;
+
 use super::layout::{self, Answer, Awaited, Layout, Outgoing, STATUSES};
 use super::peer::MooncakePeer;
-use super::peer::{end, notified, notify_frame};
 use super::stall_detector::StallDetector;
-use super::wire::{Kind, Opcode, Request, Status};
+use super::wire::{Opcode, Request, Status};
+use end::Dying;
+use kvferry::Notification;
 use kvferry::transport::{
     Cursor, Drive, Fault, Frame, Job, Lane, Lent, Link, Op, Part, Parts, Progress, RECEIVE_CHUNK,
-    SEND_CHUNK, STEP_BYTES, Wake, Yielding, lent, local_fault, now,
+    SEND_CHUNK, STEP_BYTES, Wake, Yielding, lent,
 };
-use kvferry::{Error, ErrorKind, Notification};
 use kvferry_proto::{Limits, Timestamp};
 use kvferry_sys::HostSpan;
 use kvferry_sys::poll::{self, Interest, Ready};
 use kvferry_sys::vectors::{RecvVector, SendVector};
 use std::collections::VecDeque;
 use std::io;
-use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -98,14 +96,6 @@ pub(super) struct Share {
     /// The lane is gone. The share ends when no device copies for it any more.
     dying: Option<Dying>,
     ended: bool,
-}
-
-/// What is known of a share whose lane is gone.
-enum Dying {
-    /// `dirty` if the peer may still have requests in progress.
-    Broken { dirty: bool },
-    /// The connection was lost; why has to be found out.
-    Lost(Diagnosis),
 }
 
 /// A frame, and the progress of making its requests.
@@ -509,171 +499,6 @@ impl Share {
             Err(e) => Some(self.protocol(e)),
         }
     }
-
-    /// A refusal ends the connection, but the peer applies no later request: the lane is replaced,
-    /// and the link goes on.
-    fn refused(&mut self, status: Status) -> Step {
-        let pair = self.awaited.front().expect("the refused request is awaited").pair;
-        let part = self.job.part(pair);
-        let kind = match status {
-            // If the range fits a buffer of the last known list, the peer has unregistered it
-            // since.
-            Status::Refused => misfit(part.offset, part.len, &self.peer.buffers())
-                .unwrap_or(ErrorKind::NotRegistered),
-            _ => ErrorKind::Protocol,
-        };
-        let error = refusal(&self.link, &self.job, pair, kind);
-        self.job.fail(error);
-        replace_lane(&self.peer, &self.link, &self.lane);
-        self.over(false)
-    }
-
-    /// The connection broke.
-    fn lost(&mut self, e: io::Error) -> Step {
-        if let Some(ended) = self.link.end() {
-            self.job.fail(ended.clone());
-            drop_lane(&self.peer, &self.link, &self.lane);
-            return self.over(true);
-        }
-        let error = Error::new(ErrorKind::PeerReset, "the connection to the peer broke")
-            .with("peer", &self.link.address)
-            .caused_by(e);
-        drop_lane(&self.peer, &self.link, &self.lane);
-        self.dying = Some(Dying::Lost(Diagnosis {
-            peer: Arc::clone(&self.peer),
-            link: Arc::clone(&self.link),
-            job: Arc::clone(&self.job),
-            lane: self.lane.id,
-            pairs: self.under_way(),
-            error,
-        }));
-        Step::Over
-    }
-
-    /// The pairs of requests that were not answered.
-    fn under_way(&self) -> RangeInclusive<usize> {
-        let made = self.making.as_ref().filter(|m| m.unfenced.0 > 0).map(|m| m.unfenced.2);
-        let first = self.awaited.front().map(|a| a.pair).or(made);
-        match first {
-            Some(first) => first..=self.last_made.max(first),
-            None => RangeInclusive::new(1, 0),
-        }
-    }
-
-    fn protocol(&mut self, what: impl std::fmt::Display) -> Step {
-        self.job.fail(
-            Error::new(ErrorKind::Protocol, format!("the peer sent {what}"))
-                .with("peer", &self.link.address),
-        );
-        drop_lane(&self.peer, &self.link, &self.lane);
-        self.over(true)
-    }
-
-    fn silent(&mut self) -> Step {
-        let error = Error::new(ErrorKind::PeerSilent, "the peer acknowledged nothing for too long")
-            .with("peer", &self.link.address)
-            .with("silence_ms", self.stall_detector.silence.as_millis());
-        self.job.fail(error.clone());
-        drop_lane(&self.peer, &self.link, &self.lane);
-        end(&self.link, error);
-        self.over(true)
-    }
-
-    fn fault(&mut self, fault: Fault) -> Step {
-        match fault {
-            Fault::Io(e) => self.lost(e),
-            Fault::Shut => self.lost(io::ErrorKind::ConnectionAborted.into()),
-            Fault::Memory(fault) => {
-                self.job.fail(local_fault(fault));
-                drop_lane(&self.peer, &self.link, &self.lane);
-                self.over(true)
-            }
-        }
-    }
-
-    /// Ends a broken lane. `dirty` if the peer may still have requests of it in progress.
-    fn over(&mut self, dirty: bool) -> Step {
-        self.dying = Some(Dying::Broken { dirty });
-        Step::Over
-    }
-
-    /// Ends a share whose lane is gone, once no device copies for it: after the outcome, no byte arrives
-    /// any more.
-    fn finish(&mut self) -> Progress {
-        if self.lane.gate.has_copies() {
-            return Progress::Memory;
-        }
-        self.ended = true;
-        match self.dying.take() {
-            Some(Dying::Broken { dirty }) => {
-                self.job.share_ended(&self.link, dirty.then_some(self.lane.id));
-            }
-            Some(Dying::Lost(diagnosis)) => diagnosis.hold(),
-            None => {}
-        }
-        Progress::Done
-    }
-
-    // ---- the end ----
-
-    /// Whether every request was answered and nothing is left to send.
-    fn is_clean(&self) -> bool {
-        self.awaited.is_empty() && self.out.is_empty() && self.flushing.is_none()
-    }
-
-    /// Ends the share. If requests are in progress, ends the lane, too.
-    fn end(&mut self) -> Progress {
-        if !self.is_clean() || self.making.as_ref().is_some_and(|m| m.unfenced.0 > 0) {
-            drop_lane(&self.peer, &self.link, &self.lane);
-            self.over(true);
-            return self.finish();
-        }
-        if self.lane.gate.has_copies() {
-            return Progress::Memory;
-        }
-        self.ended = true;
-        self.link.put(Arc::clone(&self.lane));
-        if self.job.is_stopped() {
-            self.job.share_ended(&self.link, None);
-            return Progress::Done;
-        }
-        if self.yielding.yields() && self.notification.is_none() {
-            return if self.job.share_yielded() { Progress::Yielded } else { Progress::Done };
-        }
-        match self.notification.take() {
-            Some(notification) => self.notify(&notification),
-            None => self.job.share_ended(&self.link, None),
-        }
-        Progress::Done
-    }
-
-    /// Sends the notification on a connection of its own; the share ends with its answer.
-    fn notify(&self, notification: &Notification) {
-        let request = match notify_frame(notification) {
-            Ok(request) => request,
-            Err(e) => {
-                self.job.fail(e);
-                return self.job.share_ended(&self.link, None);
-            }
-        };
-        let (core, job, link) = (&self.link.core, Arc::clone(&self.job), Arc::clone(&self.link));
-        let left = job.deadline.saturating_since(now());
-        ask(
-            core,
-            self.link.peer_addr,
-            Kind::Notify,
-            request,
-            left.min(core.handshake_timeout()),
-            Box::new(move |_, answer| {
-                let answer = answer.map_err(Failure::into_error);
-                match answer.and_then(|answer| notified(&answer)) {
-                    Ok(()) => job.noted(),
-                    Err(e) => job.fail(e.with("peer", &link.address)),
-                }
-                job.share_ended(&link, None);
-            }),
-        );
-    }
 }
 
 impl Drive for Share {
@@ -777,151 +602,4 @@ impl Share {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::Mooncake;
-    use super::super::wire::{Descriptor, STATUS_VERSION};
-    use super::*;
-    use kvferry::transport::{
-        self, Core, Dialed, Dialer, OnDialed, OnLanes, Service, Start, Startup, Transport,
-    };
-    use kvferry::{Access, Agent, Batch, Capabilities, Options, Result, TransportKind, Transports};
-    use kvferry_testkit::{PATIENCE, Watchdog};
-    use std::io::{Read, Write};
-    use std::net::{SocketAddr, TcpListener};
-    use std::sync::mpsc::{self, Sender};
-
-    const LEN: usize = 4096;
-
-    /// This transport, but each share halts between its last byte and its notification until its job is stopped. It
-    /// tells so.
-    struct Halts(Sender<()>);
-
-    impl Transport for Halts {
-        fn kind(&self) -> TransportKind {
-            TransportKind::new("halts")
-        }
-
-        fn capabilities(&self) -> Capabilities {
-            Mooncake.capabilities()
-        }
-    }
-
-    impl Start for Halts {
-        fn is_native(&self) -> bool {
-            false
-        }
-
-        fn start(&self, cx: &Startup<'_>) -> Result<Arc<dyn Service>> {
-            Ok(Arc::new(HaltingService { core: Arc::clone(cx.core), halted: self.0.clone() }))
-        }
-    }
-
-    struct HaltingService {
-        core: Arc<Core>,
-        halted: Sender<()>,
-    }
-
-    impl Service for HaltingService {
-        fn dialer(&self) -> Option<&dyn Dialer> {
-            Some(self)
-        }
-    }
-
-    impl Dialer for HaltingService {
-        fn dial(&self, address: &str, addr: SocketAddr, _native_too: bool, dialed: OnDialed) {
-            let descriptor = Descriptor {
-                protocol: "tcp".into(),
-                tcp_data_port: addr.port(),
-                tcp_proto_version: STATUS_VERSION,
-                ..Descriptor::default()
-            };
-            let peer = MooncakePeer::new(descriptor, addr, 0, None).expect("it has a port");
-            let (core, peer) = (Arc::clone(&self.core), Arc::new(peer));
-            let link = Link::new(core, address.to_owned(), addr, Arc::clone(&peer) as _, 1);
-            link.add_lanes(OnHaltingPeer { peer, halted: self.halted.clone() });
-            dialed(Dialed::Link(link));
-        }
-    }
-
-    #[derive(Clone)]
-    struct OnHaltingPeer {
-        peer: Arc<MooncakePeer>,
-        halted: Sender<()>,
-    }
-
-    impl OnLanes for OnHaltingPeer {
-        type Share = HaltingShare;
-
-        fn transport(&self) -> &'static dyn Transport {
-            &Mooncake
-        }
-
-        fn share(
-            &self,
-            link: &Arc<Link>,
-            lane: Arc<Lane>,
-            job: &Arc<Job>,
-            wake: Wake,
-        ) -> HaltingShare {
-            let (peer, link, job) = (Arc::clone(&self.peer), Arc::clone(link), Arc::clone(job));
-            let share = Share::new(peer, link, lane, job, wake);
-            HaltingShare { share, halted: Some(self.halted.clone()) }
-        }
-    }
-
-    struct HaltingShare {
-        share: Share,
-        halted: Option<Sender<()>>,
-    }
-
-    impl Drive for HaltingShare {
-        fn fd(&self) -> Option<BorrowedFd<'_>> {
-            self.share.fd()
-        }
-
-        fn progress(&mut self, now: Timestamp) -> Progress {
-            let share = &mut self.share;
-            let is_sent = share.out.is_empty() && !share.awaited.is_empty();
-            if share.job.is_stopped() || !(is_sent || share.notification.is_some()) {
-                return share.progress(now);
-            }
-            let mut budget = STEP_BYTES;
-            while !share.is_clean() {
-                if !matches!(share.receive(&mut budget), Step::On) {
-                    return Progress::Wait(Interest::Read);
-                }
-            }
-            // All bytes are in place at the peer, and the notification has not left.
-            assert!(share.notification.is_some());
-            if let Some(halted) = self.halted.take() {
-                halted.send(()).expect("the test waits");
-            }
-            Progress::Memory
-        }
-    }
-
-    #[test]
-    fn i1_a_write_that_is_cancelled_between_its_last_byte_and_its_notification_is_cancelled() {
-        let _bound = Watchdog::new(PATIENCE);
-        let (halted, has_halted) = mpsc::channel();
-        let kind = transport::link(Box::leak(Box::new(Halts(halted))));
-        let agent = Agent::builder().transports(Transports::only(kind)).start().expect("an agent");
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let at = listener.local_addr().expect("bound").to_string();
-        let region = agent.allocate_private(LEN, Access::READ).expect("memory");
-        let mut batch = Batch::new();
-        batch.push_to_address(&region, 0, 0x1000, LEN as u64).expect("inside");
-        let notify = Some(Notification::new("layer", "done"));
-        let options = Options { timeout: Some(PATIENCE), notify, ..Options::default() };
-        let transfer = agent.peer(&at).expect("an address").write_async(&batch, &options);
-        let (mut far, _) = listener.accept().expect("a connection");
-        far.read_exact(&mut [0; Request::LEN + LEN]).expect("the request and its payload");
-        far.write_all(&Status::Done.encode()).expect("room");
-        has_halted.recv().expect("the share takes the answer");
-        transfer.cancel();
-        let outcome = transfer.wait(None).expect("its only share has ended");
-        let error = outcome.expect_err("the peer never hears of it");
-        assert_eq!((error.kind(), error.quiesced()), (ErrorKind::Cancelled, Some(true)));
-        agent.shutdown();
-    }
-}
+mod tests;
