@@ -25,7 +25,6 @@ mod callback;
 mod config;
 mod core;
 mod error;
-mod files;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
@@ -55,7 +54,6 @@ pub use agent::Agent;
 pub use builder::AgentBuilder;
 pub use config::{CONFIG_VERSION, Checksum, Config};
 pub use error::{Error, ErrorKind, Result};
-pub use files::Files;
 pub use kvferry_proto::{Incarnation, RegionId, Secret};
 pub use kvferry_sys::HostSpan;
 pub use memory::{Access, Region, RemoteRegion};
@@ -68,5 +66,5 @@ pub use stats::Stats;
 pub use transfer::staged;
 pub use transfer::{Batch, Capabilities, Fence, Options, Transfer, TransferStats, TransportKind};
 pub use transport::Transports;
-pub use transport::file::{DirectIo, FileOptions, FileRegion};
+pub use transport::file::{DirectIo, FileOptions, FileRegion, Files};
 pub use transport::settings::{TransportSetting, TransportSettings};

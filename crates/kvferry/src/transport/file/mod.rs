@@ -27,6 +27,7 @@
 //! share a page.
 
 mod engine;
+mod files;
 mod filled;
 mod posix;
 mod queue;
@@ -36,6 +37,7 @@ mod share;
 mod staged;
 mod targets;
 
+pub use files::Files;
 pub use region::{DirectIo, FileOptions, FileRegion};
 
 use crate::core::Core;

@@ -1,11 +1,11 @@
 //! [`Files`]: moving bytes between this agent's memory and files of its host.
 
+use super::{FileOptions, FileRegion, Storage};
 use crate::agent::Agent;
 use crate::error::Result;
 use crate::transfer::batch::Batch;
 use crate::transfer::job::{Op, TransferStats};
 use crate::transfer::{Options, Transfer};
-use crate::transport::file::{FileOptions, FileRegion, Storage};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
