@@ -596,7 +596,7 @@ class Store:
 
     Opens the store in `directory`, or makes it; with several directories, on several devices, segments are spread over
     them, and their order must stay the same. All files together never have more than `capacity` bytes; a smaller one
-    than before removes segments. `segment_bytes` (whole MiB), `blocks_max` and the directories are those of the process
+    than before deletes the segments beyond it, with their blocks. `segment_bytes` (whole MiB), `blocks_max` and the directories are those of the process
     that makes the store. `direct`: whether blocks go past the page cache.
 
     Several processes may open the same directories, and see each other's blocks at once. What a disk does wrong costs

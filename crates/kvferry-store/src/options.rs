@@ -48,7 +48,8 @@ impl StoreOptions {
     /// than `capacity` bytes.
     ///
     /// The directory, its capacity and the options below are those of the process that makes the store.
-    /// Another capacity may be given later: a smaller one removes segments. A store has 16 TiB at most, and with
+    /// Another capacity may be given later: a smaller one deletes the segments beyond it, with their blocks, which is
+    /// logged. A store has 16 TiB at most, and with
     /// segments of 1 MiB, 1 TiB: what is given beyond that is not used, which is logged.
     pub fn new(directory: impl Into<PathBuf>, capacity: u64) -> Self {
         Self {

@@ -22,7 +22,13 @@ pub(crate) fn fill(
     geometry: Geometry,
 ) -> Result<Arc<Index>> {
     let failed = |source| Error::Directory { path: disk.path_of(0), source };
-    disk.discard_others(geometry.segments).map_err(failed)?;
+    let beyond = disk.discard_others(geometry.segments).map_err(failed)?;
+    if beyond > 0 {
+        tracing::warn!(
+            "the store was opened with a smaller capacity than before: {beyond} segments beyond it were removed, with \
+             their blocks"
+        );
+    }
     let index = Index::create(index::Geometry {
         slots: geometry.blocks_max,
         segments: geometry.segments,

@@ -1,5 +1,6 @@
 //! What the store promises to one process.
 
+use crate::faults::warned;
 use crate::{Engine, Folder, MIB, POOL, content, options, prompt};
 use kvferry::Access;
 use kvferry_store::{BlockMemory, Error, Namespace, Retain};
@@ -76,6 +77,35 @@ fn blocks_are_there_after_the_store_was_closed_or_dropped() {
             assert!(matches!(engine.kv.lookup(&prompt), Err(Error::Closed)));
         }
     }
+}
+
+#[test]
+fn a_smaller_capacity_deletes_segments_with_a_warning_and_a_larger_one_brings_none_back() {
+    let folder = Folder::new("smaller-capacity");
+    let with = |capacity| options(folder.path(), capacity);
+    let prompts: Vec<_> = (0..16).map(|seed| prompt(seed, 15)).collect();
+    let engine = Engine::open(&with(32 * MIB), LEN);
+    assert!(prompts.iter().all(|prompt| engine.put(prompt, 0).stored == 15));
+    let found = |engine: &Engine| -> usize {
+        let of = |prompt: &Vec<[u8; 32]>| (0..15).map(|at| engine.get(&prompt[..=at], at)).sum();
+        prompts.iter().map(|prompt| -> usize { of(prompt) }).sum()
+    };
+    assert_eq!(found(&engine), 16 * 15);
+    // It joins: its capacity is not used.
+    let (joined, warnings) = warned(|| Engine::open(&with(12 * MIB), LEN));
+    assert_eq!((found(&joined), warnings), (16 * 15, Vec::new()));
+    drop((engine, joined));
+    let files = || std::fs::read_dir(folder.path()).expect("a folder").count();
+    let before = files();
+    let (engine, warnings) = warned(|| Engine::open(&with(12 * MIB), LEN));
+    let deleted = before - files();
+    let said = format!("smaller capacity than before: {deleted} segments beyond it were removed");
+    assert!(deleted > 0 && warnings.len() == 1 && warnings[0].contains(&said), "{warnings:?}");
+    let left = found(&engine);
+    assert!((1..16 * 15).contains(&left), "{left}");
+    drop(engine);
+    let (engine, warnings) = warned(|| Engine::open(&with(32 * MIB), LEN));
+    assert_eq!((found(&engine), warnings), (left, Vec::new()));
 }
 
 #[test]

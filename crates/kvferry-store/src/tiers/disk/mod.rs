@@ -406,9 +406,10 @@ impl Directories {
     }
 
     /// Removes files of segments that the store, as it is opened, does not have: they are beyond its
-    /// capacity, of another length, or in the wrong directory. For the first process that opens it.
-    pub(crate) fn discard_others(&self, segments: u32) -> io::Result<()> {
-        self.of_readable(|it| it.discard_others(segments)).map(drop)
+    /// capacity, of another length, or in the wrong directory. For the first process that opens it. Returns the number
+    /// of those beyond the capacity.
+    pub(crate) fn discard_others(&self, segments: u32) -> io::Result<usize> {
+        Ok(self.of_readable(|it| it.discard_others(segments))?.into_iter().sum())
     }
 
     /// Asks each directory that is not lost. One that hangs is lost from now on, where there are others.

@@ -78,21 +78,23 @@ impl Device {
     pub(in crate::tiers::disk) fn discard_others(
         self: &Arc<Self>,
         segments: u32,
-    ) -> io::Result<()> {
+    ) -> io::Result<usize> {
         let others = self.patiently(Pace::Quick, None, move |it| it.others(segments))?;
+        let mut beyond = 0;
         // One by one: an operation that was given up must not go on to remove what was made since.
-        for path in others {
+        for (segment, path) in others {
             let remove = move || step(|| Op::Remove(path.clone()), || std::fs::remove_file(&path));
             match self.patiently(Pace::Slow, None, move |_| remove()) {
-                Err(e) if !is_read_only(&e) => return Err(e),
-                _ => {}
+                Ok(()) => beyond += usize::from(segment >= segments),
+                Err(e) if is_read_only(&e) => {}
+                Err(e) => return Err(e),
             }
         }
-        Ok(())
+        Ok(beyond)
     }
 
-    /// Files of segments that the store does not have.
-    fn others(&self, segments: u32) -> io::Result<Vec<PathBuf>> {
+    /// Files of segments that the store does not have, with their numbers.
+    fn others(&self, segments: u32) -> io::Result<Vec<(u32, PathBuf)>> {
         let mut others = Vec::new();
         for entry in std::fs::read_dir(&self.path)? {
             let entry = entry?;
@@ -102,7 +104,7 @@ impl Device {
             };
             let is_whole = entry.metadata()?.len() == self.segment_bytes;
             if segment >= segments || !self.has(segment) || !is_whole {
-                others.push(entry.path());
+                others.push((segment, entry.path()));
             }
         }
         Ok(others)
