@@ -2,7 +2,8 @@
 //!
 //! One thread does it. It asks for a window of missing blocks, in the order of the prompt, and for the next one,
 //! four times as long, once all of them have arrived: a prompt that the object store does not have costs one
-//! request. Blocks are written in the order of the prompt, up to the first that could not be fetched, so that the
+//! request. A window is bounded by its bytes, too: each request may bring so many, and a block that has more is asked
+//! for again, alone. Blocks are written in the order of the prompt, up to the first that could not be fetched, so that the
 //! policy sees them as it sees those of a put.
 //!
 //! A block that two prefetches want is asked for once: a *flight*.
@@ -32,7 +33,7 @@ use std::time::Duration;
 /// Blocks of a window at most, and how much longer the next one is.
 const WINDOW_MAX: usize = 64;
 const WINDOW_GROWTH: usize = 4;
-/// Bytes of a window at most, as far as the length of blocks is known. They are in memory.
+/// Bytes of a window of more than one block, at most. They are in memory.
 const WINDOW_BYTES: u64 = 32 << 20;
 /// Namespaces whose length of blocks is remembered at most.
 const LENGTHS_MAX: usize = 1024;
@@ -112,6 +113,8 @@ impl Prefetch {
             })
             .collect();
         let is_whole = arrived.len() == self.asked.len();
+        let is_cut = matches!(self.asked.get(arrived.len()), Some((_, Answer::Larger)));
+        let is_first_cut = is_cut && arrived.is_empty();
         // Another prefetch may have written some.
         let missing = |(at, _): &(usize, &Arc<Fetched>)| !self.target.has(&self.blocks[*at].key);
         let arrived: Vec<_> = arrived.into_iter().filter(missing).collect();
@@ -137,8 +140,9 @@ impl Prefetch {
         let before = self.here;
         self.asked.clear();
         self.look();
-        self.window = (self.window * WINDOW_GROWTH).min(WINDOW_MAX);
-        let is_more = is_whole && failed == 0 && self.here > before;
+        self.window = if is_cut { 1 } else { (self.window * WINDOW_GROWTH).min(WINDOW_MAX) };
+        let did_grow = self.here > before || is_first_cut;
+        let is_more = (is_whole || is_cut) && failed == 0 && did_grow;
         Ok(if is_more { WriteProgress::More } else { WriteProgress::End })
     }
 }
@@ -188,6 +192,8 @@ impl Fetched {
 enum Answer {
     Waiting,
     Missing,
+    /// The block has more bytes than there was room for in the window.
+    Larger,
     Block(Arc<Fetched>),
 }
 
@@ -195,9 +201,22 @@ enum Answer {
 #[derive(Debug)]
 struct Flight {
     wanted: Wanted,
+    /// Bytes that the block may have.
+    len_max: u64,
     /// Kept until the first prefetch that waited has it on the disk.
     answer: Option<Answer>,
     waiters: Vec<u64>,
+}
+
+impl Flight {
+    /// Bytes of memory that the block takes, at most.
+    fn bytes(&self) -> u64 {
+        match &self.answer {
+            None | Some(Answer::Waiting) => self.len_max,
+            Some(Answer::Block(fetched)) => fetched.block.len.into(),
+            Some(Answer::Missing | Answer::Larger) => 0,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -386,11 +405,23 @@ impl Fetcher {
         }
     }
 
-    /// Asks for the next missing blocks: those behind them that are here are passed over.
+    /// Bytes of a block, at most.
+    fn block_max(&self) -> u64 {
+        let geometry = self.shared.core.superblock.geometry;
+        u64::from(geometry.max_block_bytes()).min(BLOCK_LEN_MAX)
+    }
+
+    /// Asks for the next missing blocks: those behind them that are here are passed over. Together they have
+    /// [`WINDOW_BYTES`] at most, or it is one.
     fn ask(&mut self, number: u64, prefetch: &mut Prefetch) {
         let now_ms = self.shared.now_ms();
         let Some(namespace) = prefetch.blocks.first().map(|it| it.namespace) else { return };
         let window = prefetch.window.min(self.lengths.window(namespace));
+        let len_max = match window {
+            1 => self.block_max(),
+            _ => self.block_max().min(WINDOW_BYTES / window as u64),
+        };
+        let mut room = WINDOW_BYTES;
         for at in prefetch.here..prefetch.blocks.len() {
             let wanted = prefetch.blocks[at];
             if prefetch.asked.len() >= window {
@@ -399,6 +430,11 @@ impl Fetcher {
             if prefetch.target.has(&wanted.key) {
                 continue;
             }
+            let bytes = self.flights.get(&wanted.key).map_or(len_max, Flight::bytes);
+            if !prefetch.asked.is_empty() && bytes > room {
+                return;
+            }
+            room = room.saturating_sub(bytes);
             let is_away = self.shared.gate.lock().look(Direction::Down, now_ms).is_some();
             match self.flights.get_mut(&wanted.key) {
                 // Two names of blocks with one key: the second one waits for another time.
@@ -415,7 +451,7 @@ impl Fetcher {
                     return;
                 }
                 None => {
-                    let flight = Flight { wanted, answer: None, waiters: vec![number] };
+                    let flight = Flight { wanted, len_max, answer: None, waiters: vec![number] };
                     self.flights.insert(wanted.key, flight);
                     self.unsent.push_back(wanted.key);
                 }
@@ -438,9 +474,7 @@ impl Fetcher {
                 self.deliver(key, &Answer::Missing);
                 continue;
             };
-            let geometry = self.shared.core.superblock.geometry;
-            let len_max = u64::from(geometry.max_block_bytes()).min(BLOCK_LEN_MAX);
-            let len_max = len_max + HEADER_BYTES as u64;
+            let len_max = flight.len_max + HEADER_BYTES as u64;
             let events = self.events.clone();
             let done = Done::new(move |outcome| {
                 let _ = events.send(Event::Ended { key, permit, outcome });
@@ -454,7 +488,7 @@ impl Fetcher {
     fn judge(&mut self, key: Key, permit: Permit, outcome: Outcome<GetResult>) -> Answer {
         self.shared.note(Direction::Down, permit, &outcome);
         let now_ms = self.shared.now_ms();
-        let Some(wanted) = self.flights.get(&key).map(|flight| flight.wanted) else {
+        let Some(&Flight { wanted, len_max, .. }) = self.flights.get(&key) else {
             return Answer::Missing;
         };
         let verified = match outcome {
@@ -463,6 +497,7 @@ impl Fetcher {
                 return Answer::Missing;
             }
             Ok(GetResult::Absent) => Err(Unusable::Unknown),
+            Ok(GetResult::TooLong) if len_max < self.block_max() => return Answer::Larger,
             Ok(GetResult::TooLong) => {
                 Err(Unusable::Damaged("it is longer than a block can be here"))
             }
@@ -545,26 +580,12 @@ impl Lengths {
 
 fn pad(block: Block, mut content: Vec<u8>) -> Fetched {
     let data_bytes = usize::try_from(bytes_of(pages_of(block.len))).expect("at most a segment");
-    content.resize(HEADER_BYTES + data_bytes, 0);
+    let bytes = HEADER_BYTES + data_bytes;
+    // `resize` alone may take twice the memory.
+    content.reserve_exact(bytes.saturating_sub(content.len()));
+    content.resize(bytes, 0);
     Fetched { block, content }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_window_is_cut_by_the_length_of_its_own_namespace_and_is_one_block_until_that_is_known() {
-        let mut lengths = Lengths::default();
-        assert_eq!(lengths.window(1), 1);
-        lengths.note(1, 16 << 20);
-        lengths.note(2, 32 << 10);
-        assert_eq!((lengths.window(1), lengths.window(2), lengths.window(3)), (2, 1024, 1));
-        lengths.note(2, 64 << 20);
-        assert_eq!(lengths.window(2), 1);
-        for namespace in 0..10 * LENGTHS_MAX as u64 {
-            lengths.note(namespace, 1);
-        }
-        assert!(lengths.0.len() <= LENGTHS_MAX);
-    }
-}
+mod tests;
