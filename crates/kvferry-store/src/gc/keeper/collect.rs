@@ -152,13 +152,17 @@ impl Keeper {
 
     /// Segments that are to be free: for each process, and for what is put while others are freed.
     pub(super) fn wanted(&mut self) -> usize {
+        self.wanted_at(Instant::now())
+    }
+
+    pub(super) fn wanted_at(&mut self, now: Instant) -> usize {
         let segments = self.core.member.geometry().segments;
         let most = (segments / FREE_SHARE).max(FREE_PER_PROCESS) as usize;
         let wanted = self.core.wanted_segments();
         if self.replayed.is_some() {
             return wanted;
         }
-        wanted.max(most.min(wanted + self.pace.ahead(&self.core, self.begun)))
+        wanted.max(most.min(wanted + self.pace.ahead(&self.core, self.begun, now)))
     }
 
     /// Whether this process has full segments that this thread has not sealed, and so can't collect.

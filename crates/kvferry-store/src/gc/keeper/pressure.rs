@@ -84,9 +84,9 @@ impl Pace {
     }
 
     /// Segments that are to be free for what is put while others are freed. `begun`: segments of the keeper's own that
-    /// were begun.
-    pub(super) fn ahead(&mut self, core: &Core, begun: u64) -> usize {
-        let passed = self.at.elapsed();
+    /// were begun until `now`.
+    pub(super) fn ahead(&mut self, core: &Core, begun: u64, now: Instant) -> usize {
+        let passed = now.saturating_duration_since(self.at);
         if passed >= RATE_EVERY {
             let incarnations = core.member.next_incarnation();
             let all = incarnations.saturating_sub(self.incarnations) as f64;
@@ -95,7 +95,7 @@ impl Pace {
             // What was measured over a long time counts for more.
             let part = 1.0 - (1.0 - RATE_NEW).powf(passed / RATE_EVERY.as_secs_f64());
             self.rate += (rate - self.rate) * part;
-            (self.at, self.incarnations, self.begun) = (Instant::now(), incarnations, begun);
+            (self.at, self.incarnations, self.begun) = (now, incarnations, begun);
         }
         (self.rate * self.seconds_to_free * FREE_AHEAD).ceil() as usize
     }

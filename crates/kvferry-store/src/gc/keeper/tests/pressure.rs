@@ -192,3 +192,63 @@ fn while_puts_press_segments_are_sealed_beside_the_freeing_of_others() {
     }
     worker.stop();
 }
+
+#[test]
+fn the_faster_segments_are_put_and_the_longer_it_takes_to_free_one_the_more_are_kept_free() {
+    let (bench, [core]) = Bench::new("pace");
+    let (writer, mut next) = (Writer::default(), 0);
+    let mut put_segments = |count: u64| {
+        let until = core.member.next_incarnation() + count;
+        while core.member.next_incarnation() < until {
+            assert!(bench.put(&core, &writer, next, Retention::DEFAULT));
+            next += 1;
+        }
+    };
+    let least = core.wanted_segments();
+    let most = core.member.geometry().segments as usize / FREE_SHARE as usize;
+    assert!(least + 2 < most, "{least} {most}");
+    let mut keeper = Keeper::new(Arc::clone(&core));
+    let began = Instant::now();
+    let at = |seconds| began + Duration::from_secs(seconds);
+    assert_eq!(keeper.wanted_at(at(1)), least, "nothing is put");
+    // To free one takes no time that counts.
+    put_segments(2);
+    assert_eq!(keeper.wanted_at(at(2)), least);
+    // Of 2 segments a second, less than 1 while one is freed; twice as many are kept free.
+    keeper.pace.freed_one(Duration::from_secs(1));
+    put_segments(2);
+    assert_eq!(keeper.wanted_at(at(3)), least + 1);
+    (0..20).for_each(|_| keeper.pace.freed_one(Duration::from_millis(400)));
+    assert_eq!(keeper.wanted_at(at(3)), least + 2);
+    put_segments(9);
+    assert_eq!(keeper.wanted_at(at(4)), most, "an eighth of the store at most");
+    // What the keeper copies to is not put.
+    let mut copies = Keeper::new(Arc::clone(&core));
+    copies.pace.freed_one(Duration::from_secs(1));
+    put_segments(4);
+    copies.begun += 4;
+    assert_eq!(copies.wanted_at(Instant::now() + Duration::from_secs(1)), least);
+}
+
+#[test]
+fn a_keeper_frees_as_many_segments_as_the_pace_of_puts_asks_for() {
+    let (bench, [core]) = Bench::new("ahead");
+    let writer = Writer::default();
+    let first = (0..).find(|key| !bench.put(&core, &writer, *key, Retention::DEFAULT));
+    writer.seal(&core, SealScope::All);
+    let mut keeper = Keeper::new(Arc::clone(&core));
+    keeper.look_at_all();
+    let least = core.wanted_segments();
+    assert_eq!(core.free_segments(), least);
+    let next = first.expect("the store is full");
+    assert!((next..next + 10).all(|key| bench.put(&core, &writer, key, Retention::DEFAULT)));
+    writer.seal(&core, SealScope::All);
+    // As on a slow device.
+    (0..20).for_each(|_| keeper.pace.freed_one(Duration::from_secs(60)));
+    let later = Instant::now() + Duration::from_secs(1);
+    let wanted = keeper.wanted_at(later);
+    assert!(wanted > least, "{wanted}");
+    keeper.look_at_all();
+    assert_eq!(core.free_segments(), wanted);
+    keeper.stop();
+}
