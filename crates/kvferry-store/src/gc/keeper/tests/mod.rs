@@ -6,7 +6,7 @@ mod pressure;
 use super::copy::page_bytes;
 use super::*;
 use crate::gc::sealing::SealScope;
-use crate::index::New;
+use crate::index::{New, Segment};
 use crate::key::Key;
 use crate::log::format::{bytes_of, pages_of};
 use crate::log::{Block, Disk};
@@ -287,6 +287,53 @@ fn a_block_that_the_policy_gives_up_is_found_until_its_segment_is_freed_and_kept
     assert_eq!(keeper.condemned.pages(segment), 0);
     core.member.unpin(&pin);
     keeper.stop();
+    agent.shutdown();
+}
+
+#[test]
+fn the_segment_with_the_most_space_to_gain_for_what_is_copied_times_its_age_is_collected_next() {
+    let (core, agent, _folder) = core("victim");
+    let pool = agent.allocate(LEN as usize, Access::NONE).expect("memory");
+    let writer = Writer::default();
+    let first = put(&core, &writer, &pool, 1);
+    let mut key = 2;
+    while put(&core, &writer, &pool, key) == first {
+        key += 1;
+    }
+    // Three segments with as many blocks each, from the oldest to the newest.
+    let each = key - 1;
+    assert!(each >= 12, "{each}");
+    (key + 1..=3 * each).for_each(|key| _ = put(&core, &writer, &pool, key));
+    writer.seal(&core, SealScope::All);
+    let entry = |key: u64| core.member.find(&Key([key, key])).expect("put above");
+    let segments = [1, each + 1, 2 * each + 1].map(|first| {
+        let of = |key| core.superblock.geometry.locate(entry(key).page).0;
+        assert_eq!(of(first), of(first + each - 1));
+        of(first)
+    });
+    let keeper = Keeper::new(Arc::clone(&core));
+    let victim = || {
+        let (number, _) = keeper.victim(|_, _| true).expect("they are sealed");
+        segments.iter().position(|it| *it == number).expect("one of them")
+    };
+    // Leaves so many blocks in a segment.
+    let leave = |at: u64, blocks: u64| {
+        for key in at * each + 1 + blocks..=(at + 1) * each {
+            if let Some(entry) = core.member.find(&Key([key, key])) {
+                core.member.remove(&entry);
+            }
+        }
+    };
+    assert_eq!(victim(), 0, "of equal ones, the oldest");
+    leave(2, 3);
+    assert_eq!(victim(), 2, "the newest, of which little is copied");
+    leave(0, 7);
+    assert_eq!(victim(), 0, "more is copied, but it has lived for three times as long");
+    // Space times age would still say the oldest.
+    leave(1, 3);
+    assert_eq!(victim(), 1, "less than half is copied, for less than twice the age");
+    let other = |number, _: &Segment| number != segments[1];
+    assert_eq!(keeper.victim(other).map(|it| it.0), Some(segments[0]));
     agent.shutdown();
 }
 
