@@ -288,6 +288,8 @@ impl Writer {
             }
             let segment = locked.segment();
             drop(locked);
+            #[cfg(test)]
+            race::unlocked();
             let mut state = self.state.lock();
             if core.member.is_open(segment) && !core.member.is_unsynced(segment) {
                 // A later call of `sync` covers it.
@@ -421,4 +423,25 @@ fn begin(core: &Core, segment: u32) -> io::Result<Appender> {
         created_ms: core.superblock.created_ms + core.clock.now_ms(),
     };
     Appender::begin(&core.disk, core.superblock.geometry, header).map_err(log::Error::into_io)
+}
+
+/// What tests do between two steps of [`Writer::seal`].
+#[cfg(test)]
+pub(crate) mod race {
+    use std::cell::RefCell;
+
+    thread_local! {
+        static RUN: RefCell<Option<Box<dyn FnOnce()>>> = const { RefCell::new(None) };
+    }
+
+    /// Has this thread call `run` once it has unlocked a segment, and before the writer knows how its seal ended.
+    pub(crate) fn when_unlocked(run: impl FnOnce() + 'static) {
+        RUN.set(Some(Box::new(run)));
+    }
+
+    pub(super) fn unlocked() {
+        if let Some(run) = RUN.take() {
+            run();
+        }
+    }
 }

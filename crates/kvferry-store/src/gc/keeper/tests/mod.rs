@@ -5,6 +5,7 @@ mod pressure;
 
 use super::copy::page_bytes;
 use super::*;
+use crate::fault_points::Op;
 use crate::gc::sealing::SealScope;
 use crate::index::{New, Segment};
 use crate::key::Key;
@@ -14,9 +15,11 @@ use crate::memory::BlockMemory;
 use crate::opening::Opening;
 use crate::opening::recover;
 use crate::options::StoreOptions;
+use crate::power::recorder::{Event, Fault, Recording};
 use crate::writer::{Candidate, Writer};
 use crc_fast::CrcAlgorithm;
 use kvferry::{Access, Agent, Region};
+use kvferry_sys::sync::Mutex;
 use kvferry_testkit::PATIENCE;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -239,6 +242,40 @@ fn after_a_sync_that_failed_each_sync_fails_until_the_blocks_have_left() {
     let entry = core.member.find(&Key([3, 3])).expect("it is in the index");
     core.member.remove(&entry);
     assert!(writer.sync(&core).is_ok());
+}
+
+#[test]
+fn a_sync_between_the_unlocking_of_a_segment_that_was_not_sealed_and_the_note_of_that_covers_it() {
+    // A device that fails once: it says nothing of the loss when it is asked again. A process that is short of
+    // descriptors once: nothing is lost.
+    for (errno, is_lost) in [(5, true), (24, false)] {
+        let (core, agent, folder) = core("seal-race");
+        let pool = agent.allocate(LEN as usize, Access::NONE).expect("memory");
+        let writer = Arc::new(Writer::default());
+        let segment = put(&core, &writer, &pool, 1);
+        let path = core.disk.path_of(segment);
+        let recording = Arc::new(Recording::start(&folder.0));
+        recording.fail(Some(Fault { at: 0, stays: false, errno, is_of_syncs: true }));
+        let found = Arc::new(Mutex::new(None));
+        let of_hook =
+            (Arc::clone(&core), Arc::clone(&writer), Arc::clone(&recording), Arc::clone(&found));
+        crate::writer::race::when_unlocked(move || {
+            let (core, writer, recording, found) = of_hook;
+            recording.take();
+            let synced = writer.sync(&core).map_err(|(segment, _)| segment);
+            *found.lock() = Some((synced, recording.take()));
+        });
+        writer.seal(&core, SealScope::All);
+        let (synced, events) = found.lock().take().expect("the segment was unlocked");
+        assert_eq!(synced, if is_lost { Err(segment) } else { Ok(()) });
+        let is_sync =
+            |it: &Event| matches!(it, Event::Begin(_, Op::SyncSegment(of)) if *of == path);
+        assert_eq!(events.iter().filter(|it| is_sync(it)).count(), 1, "the sync asks the device");
+        // As long as its blocks are in the store.
+        assert_eq!(writer.sync(&core).is_err(), is_lost);
+        assert_eq!(recording.injected().1.len(), 1);
+        agent.shutdown();
+    }
 }
 
 /// A keeper whose store has no threads, and blocks of a prompt each in its segments.
