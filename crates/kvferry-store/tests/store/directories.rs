@@ -1,6 +1,6 @@
 //! Stores in several directories.
 
-use crate::faults::warned;
+use crate::faults::{Tmpfs, warned};
 use crate::{Engine, Folder, MIB, options, prompt};
 use kvferry_store::{Error, StoreOptions};
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
@@ -497,6 +497,86 @@ fn a_device_that_is_mounted_over_an_adopted_directory_is_told_apart() {
     assert_eq!((engine.store.stats().lost_directories, engine.store.stats().corrupt), (0, 0));
     put_until_found(&engine);
     assert_eq!(engine.store.stats().corrupt, 0);
+}
+
+/// A folder at which a device is mounted, and unmounted when this is dropped.
+struct Mount(PathBuf);
+
+impl Mount {
+    fn new(device: &Path, at: &Path) -> Self {
+        run(Command::new("mount").arg("--bind").args([device, at]));
+        Self(at.to_path_buf())
+    }
+}
+
+impl Drop for Mount {
+    /// Files of it that are open stay open.
+    fn drop(&mut self) {
+        run(Command::new("umount").arg("-l").arg(&self.0));
+    }
+}
+
+fn run(command: &mut Command) {
+    let done = command.output().expect("a program of each system");
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+}
+
+#[test]
+fn while_a_device_is_unmounted_three_others_serve_and_it_is_used_again_once_it_is_mounted() {
+    let Some(device) = Tmpfs::mount("unmounts-device", 32 << 10) else { return };
+    let folder = Folder::new("unmounts");
+    let with = directories(&folder, &["a", "b", "c", "d"]);
+    let path = folder.path().join("b");
+    std::fs::create_dir(&path).expect("a folder");
+    let mount = Mount::new(device.path(), &path);
+    let engine = Engine::open(&with, LEN);
+    put_until_found(&engine);
+    let of_device = || segments(device.path());
+    assert!(!of_device().is_empty() && engine.store.stats().lost_directories == 0);
+
+    drop(mount);
+    assert!(files(&path).is_empty(), "the folder below the device");
+    let (other, warnings) = warned(|| Engine::open(&with, LEN));
+    assert_eq!(other.store.stats().lost_directories, 1, "{warnings:?}");
+    for seed in 1000..1100 {
+        engine.put(&prompt(seed, BLOCKS), 0);
+        other.put(&prompt(seed + 100, BLOCKS), 0);
+    }
+    for engine in [&engine, &other] {
+        put_until_found(engine);
+        assert_eq!(engine.store.stats().corrupt, 0);
+    }
+    assert!(files(&path).is_empty(), "nothing is written to the folder below the device");
+
+    // The process that has the store open uses it again.
+    let mount = Mount::new(device.path(), &path);
+    let before = of_device();
+    let mut seed = 2000;
+    eventually("the device is written to", || {
+        seed += 1;
+        engine.put(&prompt(seed, BLOCKS), 0);
+        of_device() != before
+    });
+    put_until_found(&engine);
+    put_until_found(&other);
+    assert_eq!(engine.store.stats().corrupt + other.store.stats().corrupt, 0);
+    drop((engine, other));
+    let (engine, warnings) = warned(|| Engine::open(&with, LEN));
+    assert_eq!((engine.store.stats().lost_directories, warnings), (0, Vec::new()));
+    let there = found(&engine);
+    drop((engine, mount));
+
+    // Unmounted while no process has the store open: its blocks are missed, and come back.
+    let (engine, warnings) = warned(|| Engine::open(&with, LEN));
+    let said = format!("the store has lost {}", path.display());
+    assert!(warnings.len() == 1 && warnings[0].contains(&said), "{warnings:?}");
+    assert!((1..there).contains(&found(&engine)), "{} of {there}", found(&engine));
+    drop(engine);
+    assert!(files(&path).is_empty());
+    let mount = Mount::new(device.path(), &path);
+    let engine = Engine::open(&with, LEN);
+    assert_eq!((found(&engine), engine.store.stats().corrupt), (there, 0));
+    drop((engine, mount));
 }
 
 #[test]

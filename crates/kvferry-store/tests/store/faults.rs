@@ -53,11 +53,11 @@ fn segments(folder: &Path) -> Vec<PathBuf> {
 }
 
 /// A small file system, mounted at a folder.
-struct Tmpfs(Folder);
+pub(crate) struct Tmpfs(Folder);
 
 impl Tmpfs {
     /// `None`, with a line that says so, if this process may not mount.
-    fn mount(name: &str, kib: u64) -> Option<Self> {
+    pub(crate) fn mount(name: &str, kib: u64) -> Option<Self> {
         Self::mount_with(name, &format!("size={kib}k"))
     }
 
@@ -70,6 +70,10 @@ impl Tmpfs {
         }
         println!("SKIPPED: {name}: this process may not mount a tmpfs with {how}");
         None
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.0.path()
     }
 
     fn grow(&self, kib: u64) {
