@@ -305,7 +305,7 @@ fn join_or_fill(
         Ok(index)
     };
     let open_superblock = || opening.open_superblock();
-    let joined = join(&opening.readable(), options.hang_after, open_superblock, fill);
+    let joined = join(&opening.readable(), opening.bounds(), open_superblock, fill);
     joined.map(|(superblock, joined)| (superblock, joined, filled))
 }
 

@@ -13,6 +13,7 @@ use crate::log::{Disk, Record, Superblock, superblock};
 use crate::membership::elect::{self, TakenAddress};
 use crate::membership::{self, Locks};
 use crate::options::StoreOptions;
+use crate::tiers::disk::gate::Bounds;
 use kvferry_sys::unix::Channel;
 use std::collections::BTreeSet;
 use std::io;
@@ -45,7 +46,8 @@ pub(crate) fn alone(directories: &[PathBuf], superblock: &Superblock) -> Result<
     // As a process that joins: `join` first, so that none meets `members` locked by a process that
     // is no member. In all directories: a process may have them open that could read only some of them.
     let lock = |name: &'static str| {
-        let files = membership::lock_files(directories, name, Duration::MAX)?;
+        let bounds = Bounds { has_several: directories.len() > 1, limit: Duration::MAX };
+        let files = membership::lock_files(directories, name, bounds)?;
         for file in files.iter() {
             membership::wait_until(LOCK_TIMEOUT, || file.try_exclusive())
                 .map_err(|source| Error::Directory { path: first.join(name), source })?

@@ -14,7 +14,7 @@
 //! take it, so a beacon counts only if a process of the same user listens there.
 
 use crate::index::Index;
-use crate::tiers::disk::gate::ask_all;
+use crate::tiers::disk::gate::{Bounds, ask_all};
 use kvferry_sys::file::open_regular;
 use kvferry_sys::unix::{Channel, user};
 use std::collections::BTreeSet;
@@ -107,9 +107,9 @@ fn write_name(directory: &Path, secret: Secret) -> io::Result<()> {
 }
 
 /// The names that the directories' files have, without those that another user may have written, and of directories that
-/// do not answer within `limit`.
-pub(crate) fn announced(directories: &[PathBuf], limit: Duration) -> BTreeSet<Vec<u8>> {
-    let names = ask_all(directories, limit, |it| read_name(&it.join(KEEPER)));
+/// do not answer in time.
+pub(crate) fn announced(directories: &[PathBuf], bounds: Bounds) -> BTreeSet<Vec<u8>> {
+    let names = ask_all(directories, bounds, |it| read_name(&it.join(KEEPER)));
     names.into_iter().filter_map(|it| it.ok().flatten()).collect()
 }
 
@@ -222,30 +222,32 @@ mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
 
+    const BOUNDS: Bounds = Bounds { has_several: true, limit: Duration::MAX };
+
     #[test]
     fn a_name_is_read_back_unless_another_user_may_have_written_it() {
         let folder = std::env::temp_dir().join(format!("kvferry-elect-{}", std::process::id()));
         let _ = fs::remove_dir_all(&folder);
         fs::create_dir_all(&folder).expect("a folder");
         let folders = [folder.join("none"), folder.clone()];
-        assert!(announced(&folders, Duration::MAX).is_empty());
+        assert!(announced(&folders, BOUNDS).is_empty());
         let path = folder.join(KEEPER);
         for secret in [[1, u64::MAX], [7, 9]] {
             write_name(&folder, secret).expect("written");
-            assert_eq!(announced(&folders, Duration::MAX), BTreeSet::from([name_of(secret)]));
+            assert_eq!(announced(&folders, BOUNDS), BTreeSet::from([name_of(secret)]));
             assert_eq!(path.metadata().expect("there").mode() & 0o777, 0o600);
         }
         fs::set_permissions(&path, fs::Permissions::from_mode(0o620)).expect("this user's");
-        assert!(announced(&folders, Duration::MAX).is_empty());
+        assert!(announced(&folders, BOUNDS).is_empty());
         let elsewhere = folder.join("elsewhere");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("this user's");
         fs::rename(&path, &elsewhere).expect("there");
         std::os::unix::fs::symlink(&elsewhere, &path).expect("a link");
-        assert!(announced(&folders, Duration::MAX).is_empty(), "a link");
+        assert!(announced(&folders, BOUNDS).is_empty(), "a link");
         write_name(&folder, [3, 4]).expect("it replaces the link");
         assert_eq!(fs::read(&elsewhere).expect("there"), name_of([7, 9]));
         fs::write(&path, [name_of([3, 4]), b"x".to_vec()].concat()).expect("written");
-        assert!(announced(&folders, Duration::MAX).is_empty(), "it is no name");
+        assert!(announced(&folders, BOUNDS).is_empty(), "it is no name");
         fs::remove_dir_all(&folder).expect("made above");
     }
 
@@ -256,7 +258,7 @@ mod tests {
         fs::create_dir_all(&folder).expect("a folder");
         let folders = [folder.clone()];
         write_current(&folder, || None).expect("nothing to do");
-        assert!(announced(&folders, Duration::MAX).is_empty(), "the store was closed");
+        assert!(announced(&folders, BOUNDS).is_empty(), "the store was closed");
         let asked = std::cell::Cell::new(0);
         // Another keeper comes while the first one's name is written.
         let current = || {
@@ -264,7 +266,7 @@ mod tests {
             Some(if asked.get() == 1 { [1, 1] } else { [2, 2] })
         };
         write_current(&folder, current).expect("written");
-        assert_eq!(announced(&folders, Duration::MAX), BTreeSet::from([name_of([2, 2])]));
+        assert_eq!(announced(&folders, BOUNDS), BTreeSet::from([name_of([2, 2])]));
         fs::remove_dir_all(&folder).expect("made above");
     }
 

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::index::{Index, Member, MemberId};
 use crate::log::Superblock;
 use crate::threads::task_pool::join_unless;
-use crate::tiers::disk::gate::{ask_all, is_hang};
+use crate::tiers::disk::gate::{Bounds, ask_all, is_hang};
 use elect::{Beacon, Secret, TakenAddress, check_user};
 use kvferry_sys::fd::Fd;
 use kvferry_sys::lock::LockFile;
@@ -100,7 +100,7 @@ pub(crate) struct JoinedIndex {
 struct StoreNames {
     directories: Vec<PathBuf>,
     /// Time limit for a directory's answer.
-    limit: Duration,
+    bounds: Bounds,
     beacon: Vec<u8>,
 }
 
@@ -123,7 +123,7 @@ struct Follower {
 pub(crate) struct Locks {
     files: Vec<LockFile>,
     /// Time limit for a directory's answer.
-    limit: Duration,
+    bounds: Bounds,
 }
 
 impl std::ops::Deref for Locks {
@@ -138,7 +138,7 @@ impl Drop for Locks {
     /// Closes the files, of several directories each on a thread of its own: one that hangs is not waited for.
     fn drop(&mut self) {
         let files = std::mem::take(&mut self.files);
-        if files.len() < 2 {
+        if !self.bounds.has_several {
             return;
         }
         let (closed, told) = mpsc::channel::<()>();
@@ -153,7 +153,7 @@ impl Drop for Locks {
         }
         drop(closed);
         // Until the last thread has dropped its end.
-        let _ = told.recv_timeout(self.limit);
+        let _ = told.recv_timeout(self.bounds.limit);
     }
 }
 
@@ -161,23 +161,23 @@ impl Drop for Locks {
 /// directory that has no such file, and where none can be made, does without.
 ///
 /// # Errors
-/// If there is none in any directory, or one of several does not answer within `limit`.
+/// If there is none in any directory, or one of several does not answer within its limit.
 pub(crate) fn lock_files(
     directories: &[PathBuf],
     name: &'static str,
-    limit: Duration,
+    bounds: Bounds,
 ) -> Result<Locks> {
     let (mut files, mut first_error) = (BTreeMap::new(), None);
     let open = move |directory: &Path| {
         let file = LockFile::open(&directory.join(name))?;
         directory.metadata().map(|it| ((it.dev(), it.ino()), file))
     };
-    for (directory, opened) in directories.iter().zip(ask_all(directories, limit, open)) {
+    for (directory, opened) in directories.iter().zip(ask_all(directories, bounds, open)) {
         let path = directory.join(name);
         match opened {
             Ok((number, file)) => _ = files.insert(number, file),
             Err(source) if is_hang(&source) => {
-                drop(Locks { files: files.into_values().collect(), limit });
+                drop(Locks { files: files.into_values().collect(), bounds });
                 return Err(Error::Directory { path, source });
             }
             Err(source) => {
@@ -187,7 +187,7 @@ pub(crate) fn lock_files(
     }
     match first_error {
         Some(error) if files.is_empty() => Err(error),
-        _ => Ok(Locks { files: files.into_values().collect(), limit }),
+        _ => Ok(Locks { files: files.into_values().collect(), bounds }),
     }
 }
 
@@ -200,10 +200,10 @@ fn try_exclusive(locks: &[LockFile]) -> io::Result<bool> {
 /// can be read. `open` makes or reads the store's superblock; `fill` makes the index and reads the store into it.
 ///
 /// # Errors
-/// `Directory` with an error for which [`is_hang`] holds, if one of several directories does not answer within `limit`.
+/// `Directory` with an error for which [`is_hang`] holds, if one of several directories does not answer within its limit.
 pub(crate) fn join(
     directories: &[PathBuf],
-    limit: Duration,
+    bounds: Bounds,
     open: impl FnOnce() -> Result<Superblock>,
     fill: impl FnOnce(&Superblock) -> Result<Arc<Index>>,
 ) -> Result<(Superblock, JoinedIndex)> {
@@ -213,7 +213,7 @@ pub(crate) fn join(
     };
     let directory = &directories[0];
     let busy = |detail: &str| Error::Busy { path: directory.into(), detail: detail.into() };
-    let joining = lock_files(directories, JOIN, limit)?;
+    let joining = lock_files(directories, JOIN, bounds)?;
     for lock in joining.iter() {
         wait_until(JOIN_TIMEOUT, || lock.try_exclusive())
             .map_err(failed(&directory.join(JOIN)))?
@@ -222,10 +222,10 @@ pub(crate) fn join(
     let superblock = open()?;
     let names = StoreNames {
         directories: directories.to_vec(),
-        limit,
+        bounds,
         beacon: elect::beacon(superblock.store),
     };
-    let members = lock_files(directories, MEMBERS, limit)?;
+    let members = lock_files(directories, MEMBERS, bounds)?;
     let mut last = busy("");
     let began = Instant::now();
     let found = wait_until_some(ANSWER_TIMEOUT, || match place(&members, &names, began) {
@@ -284,7 +284,7 @@ fn place(members: &[LockFile], names: &StoreNames, began: Instant) -> io::Result
     let found = |(index, channel)| FoundKeeper::Keeper(index, channel);
     // Why a process that listens at an announced name is not asked.
     let mut refused = None;
-    for name in elect::announced(&names.directories, names.limit) {
+    for name in elect::announced(&names.directories, names.bounds) {
         match ask(&name) {
             Ok(asked) => return Ok(found(asked)),
             Err(e) if is_refused(&e) => refused = refused.or(Some(e)),

@@ -52,13 +52,16 @@ fn a_directory_that_hangs_before_it_is_locked_is_not_waited_for() {
     // In memory, too: it answers also while the machine's disk is busy.
     let other = HangingDisk::mount(&directories[0]).expect("as the second");
     // Longer than any thread of this test is kept waiting for a processor.
-    let limit = Duration::from_secs(10);
-    assert_eq!(lock_files(&directories, JOIN, limit).expect("they answer").len(), 2);
+    let bounds = Bounds { has_several: true, limit: Duration::from_secs(10) };
+    assert_eq!(lock_files(&directories, JOIN, bounds).expect("they answer").len(), 2);
     disk.hold();
-    let refused = lock_files(&directories, JOIN, limit).expect_err("it does not answer");
+    // Both, and where the other one is lost.
+    for asked in [&directories[..], &directories[1..]] {
+        let refused = lock_files(asked, JOIN, bounds).expect_err("it does not answer");
+        let Error::Directory { path, source } = refused else { panic!("{refused}") };
+        assert!(is_hang(&source) && path.starts_with(&directories[1]), "{source}");
+    }
     disk.release();
-    let Error::Directory { path, source } = refused else { panic!("{refused}") };
-    assert!(is_hang(&source) && path.starts_with(&directories[1]), "{source}");
     drop((disk, other));
     std::fs::remove_dir_all(&folder).expect("made above");
 }
@@ -100,7 +103,11 @@ fn a_connection_that_ends_is_that_of_the_keeper_which_had_accepted_it() {
         shared: Arc::clone(&shared),
         place: RoleInStore::Follower(Arc::new(channel)),
         keeper: None,
-        names: StoreNames { directories: Vec::new(), limit: Duration::MAX, beacon: Vec::new() },
+        names: StoreNames {
+            directories: Vec::new(),
+            bounds: Bounds { has_several: false, limit: Duration::MAX },
+            beacon: Vec::new(),
+        },
         memory: memory(),
         keep: Arc::clone(&third),
     };

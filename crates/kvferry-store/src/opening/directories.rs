@@ -121,7 +121,8 @@ pub(crate) fn arrange_within(
             LookedAt { directory: None, found: Ok(FoundStore::Lost(error)) }
         })
     };
-    let looked = ask_all(paths, limit, ask);
+    let bounds = Bounds { has_several: paths.len() > 1, limit };
+    let looked = ask_all(paths, bounds, ask);
     arrange_found(paths, looked.into_iter().zip(paths).map(&mut lost).collect())
 }
 

@@ -13,7 +13,7 @@ use crate::membership::{JOIN_TIMEOUT, wait_until};
 use crate::opening::directories::{ArrangedDirectories, Directory, State, arrange_within};
 use crate::options::StoreOptions;
 use crate::tiers::disk::Directories;
-use crate::tiers::disk::gate::{GivenUp, ask_all, is_hang};
+use crate::tiers::disk::gate::{Bounds, GivenUp, ask_all, is_hang};
 use kvferry::Agent;
 use kvferry_sys::sync::Mutex;
 use std::collections::BTreeMap;
@@ -22,7 +22,6 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 /// A store that is being opened.
 pub(crate) struct Opening<'a> {
@@ -62,6 +61,12 @@ impl<'a> Opening<'a> {
         self.arranged.lock().readable()
     }
 
+    /// Time limit for a directory's answer.
+    pub(crate) fn bounds(&self) -> Bounds {
+        let has_several = self.options.directories.len() > 1;
+        Bounds { has_several, limit: self.options.hang_after }
+    }
+
     pub(crate) fn first(&self) -> PathBuf {
         self.readable().swap_remove(0)
     }
@@ -70,7 +75,7 @@ impl<'a> Opening<'a> {
     pub(crate) fn open_superblock(&self) -> Result<Superblock> {
         // Another process may have made the store since it was looked at, with the directories in another order.
         let _locks = match self.arranged.lock().superblock {
-            None => lock_all(&self.options.directories, self.options.hang_after)?,
+            None => lock_all(&self.options.directories, self.bounds())?,
             Some(_) => Vec::new(),
         };
         // Other processes wait for the locks meanwhile. So none waits here once more for a directory that hangs.
@@ -143,7 +148,7 @@ impl<'a> Opening<'a> {
             }
             let there = arranged.directories.iter().filter(|it| !is_lost(it));
             let there: Vec<_> = there.map(|it| it.path.clone()).collect();
-            let ways = ask_all(&there, self.options.hang_after, |it| Ok(owner::way_in(it)));
+            let ways = ask_all(&there, arranged.bounds(), |it| Ok(owner::way_in(it)));
             for (path, way) in there.iter().zip(ways) {
                 if let Ok(Some(way)) = way {
                     let path = path.display();
@@ -211,13 +216,13 @@ fn make_directory(path: &Path, given_up: &GivenUp) -> io::Result<()> {
 
 /// Locks directories, so that no other process makes a store of them, whatever it calls the first. A file system
 /// that has no locks of directories does without.
-fn lock_all(paths: &[PathBuf], limit: Duration) -> Result<Vec<File>> {
+fn lock_all(paths: &[PathBuf], bounds: Bounds) -> Result<Vec<File>> {
     let mut in_order = BTreeMap::new();
     let open = |path: &Path| {
         let directory = File::open(path)?;
         directory.metadata().map(|it| ((it.dev(), it.ino()), directory))
     };
-    for (path, opened) in paths.iter().zip(ask_all(paths, limit, open)) {
+    for (path, opened) in paths.iter().zip(ask_all(paths, bounds, open)) {
         let failed = |source| Error::Directory { path: path.clone(), source };
         let (number, directory) = opened.map_err(failed)?;
         in_order.insert(number, directory);
@@ -244,8 +249,10 @@ mod tests {
     use crate::Store;
     use crate::bench::Bench;
     use crate::log::superblock;
+    use crate::membership::{elect, join};
     use kvferry_testkit::hanging::HangingDisk;
     use kvferry_testkit::{PATIENCE, Watchdog};
+    use std::time::Duration;
 
     /// The disks of a store in two directories, both in memory: one answers also while the machine's disk is busy. `None`
     /// where they can't be mounted.
@@ -276,6 +283,42 @@ mod tests {
         opening.open_superblock().expect("the directories are as they were found");
         assert_eq!(opening.readable(), std::slice::from_ref(first));
         assert!(!opening.is_overtaken());
+    }
+
+    #[test]
+    fn the_last_directory_that_is_left_of_several_is_not_waited_for_when_it_hangs() {
+        let _watchdog = Watchdog::new(PATIENCE);
+        let bench = Bench::new("last-one", 1 << 20);
+        let Some(([lost, disk], options)) = two_in_memory(&bench) else { return };
+        Store::open(&bench.agent, &options).expect("a store").close();
+        drop(lost);
+        std::fs::remove_dir_all(&options.directories[0]).expect("it is not mounted");
+        let opening = Opening::new(&bench.agent, &options).expect("directories");
+        let left = opening.readable();
+        assert_eq!(left, options.directories[1..]);
+        disk.hold();
+        let joined = join(
+            &left,
+            opening.bounds(),
+            || opening.open_superblock(),
+            |_| unreachable!("no lock was opened"),
+        );
+        match joined.err() {
+            Some(Error::Directory { path, source }) => {
+                assert!(is_hang(&source) && path.starts_with(&left[0]), "{source}");
+            }
+            other => panic!("{other:?}"),
+        }
+        assert!(elect::announced(&left, opening.bounds()).is_empty());
+        let opened = Store::open(&bench.agent, &options);
+        assert!(matches!(opened, Err(Error::Directory { .. })), "{opened:?}");
+        disk.release();
+        let store = Store::open(&bench.agent, &options).expect("a store");
+        assert_eq!(store.stats().lost_directories, 1);
+        // Also when it is closed.
+        disk.hold();
+        store.close();
+        disk.release();
     }
 
     /// A store in two directories, of which the second hangs when its `superblocks`-th superblock is to take its place.

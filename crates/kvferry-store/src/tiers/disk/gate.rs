@@ -100,16 +100,17 @@ impl AwakeTime {
     }
 }
 
-/// Calls `ask` for each directory, on a thread of its own where there are several. A directory that has not answered
-/// within `limit` hangs; its thread ends once `ask` returns, and the late answer is dropped.
+/// Calls `ask` for each directory, on a thread of its own where the store has several. A directory that has not answered
+/// within the limit hangs; its thread ends once `ask` returns, and the late answer is dropped.
 pub(crate) fn ask_all<T: Send + 'static>(
     paths: &[PathBuf],
-    limit: Duration,
+    bounds: Bounds,
     ask: impl Fn(&Path) -> io::Result<T> + Clone + Send + 'static,
 ) -> Vec<io::Result<T>> {
-    if let [one] = paths {
-        return vec![ask(one)];
+    if !bounds.has_several {
+        return paths.iter().map(|path| ask(path)).collect();
     }
+    let limit = bounds.limit;
     let (tell, told) = mpsc::channel();
     let mut answers: Vec<Option<io::Result<T>>> = paths.iter().map(|_| None).collect();
     for (at, path) in paths.iter().enumerate() {
@@ -147,10 +148,10 @@ impl GivenUp {
     }
 }
 
-/// Time limit of directories that are written to before their [`Gate`]s exist.
+/// Time limit of directories that are asked, or written to, before their [`Gate`]s exist.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bounds {
-    /// The store has several directories: for one that hangs, nothing waits.
+    /// The store has several directories, also if only one of them is left: for one that hangs, nothing waits.
     pub(crate) has_several: bool,
     pub(crate) limit: Duration,
 }
@@ -473,8 +474,8 @@ mod tests {
             Ok(path.to_path_buf())
         };
         // Longer than any thread of this test is kept waiting for a processor.
-        let limit = Duration::from_secs(10);
-        let [a, b, c] = ask_all(&paths, limit, ask).try_into().expect("three");
+        let bounds = Bounds { has_several: true, limit: Duration::from_secs(10) };
+        let [a, b, c] = ask_all(&paths, bounds, ask).try_into().expect("three");
         assert_eq!(
             (a.expect("it answers"), c.expect("it answers")),
             (paths[0].clone(), paths[2].clone())
