@@ -95,7 +95,13 @@ impl OpenFiles {
         Some(Arc::clone(known))
     }
 
-    /// Adds a file. Returns those that have to be closed for it, so that no more than `most` are open.
+    /// Adds a file. Returns those that have to be closed for it, so that no more than `most` are open: of the others, first
+    /// those that this process does not write to, then those that were not used for longest.
+    ///
+    /// A file to which this process writes has the segment's lock, and its descriptor sees each error of writing pages
+    /// back. Linux reports an error that no descriptor has seen to one that is opened later, but only while it has the inode
+    /// in memory. So a sync may say nothing of a loss only where all files that are open are written to, one of them is
+    /// closed, a write-back of it fails, and its inode leaves the memory before the sync.
     pub(super) fn add(
         &mut self,
         segment: u32,
@@ -106,8 +112,11 @@ impl OpenFiles {
         let before = self.files.insert(segment, (Arc::clone(new), self.uses));
         oldest.extend(before.map(|(file, _)| file));
         while self.files.len() > most {
-            let used = |(number, (_, used)): (&u32, &(Arc<Segment>, u64))| (*used, *number);
-            let Some((_, number)) = self.files.iter().map(used).min() else { break };
+            let rank = |(number, (file, used)): (&u32, &(Arc<Segment>, u64))| {
+                (file.is_locked.load(Relaxed), *used, *number)
+            };
+            let others = self.files.iter().filter(|(number, _)| **number != segment);
+            let Some((.., number)) = others.map(rank).min() else { break };
             oldest.extend(self.files.remove(&number).map(|(file, _)| file));
         }
         oldest
@@ -116,5 +125,55 @@ impl OpenFiles {
     pub(super) fn close(&mut self, segment: u32) -> Option<Arc<Segment>> {
         self.closed += 1;
         self.files.remove(&segment).map(|(file, _)| file)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::Bench;
+    use kvferry::FileOptions;
+
+    #[test]
+    fn a_file_that_is_written_to_is_closed_only_if_all_others_are_written_to_as_well() {
+        let bench = Bench::new("open-files", 4096);
+        std::fs::create_dir_all(&bench.folder).expect("a folder");
+        let file = |number: u32, is_locked: bool| {
+            let path = bench.folder.join(number.to_string());
+            std::fs::write(&path, [0; 4096]).expect("room");
+            let file = File::options().read(true).write(true).open(&path).expect("it exists");
+            let copy = file.try_clone().expect("a descriptor").into();
+            let region = bench.agent.register_file(copy, &FileOptions::read_write().name(path));
+            Arc::new(Segment {
+                agent: bench.agent.clone(),
+                file: Tracked::new(file),
+                region: region.expect("a file"),
+                is_writable: true,
+                is_locked: AtomicBool::new(is_locked),
+                is_left: AtomicBool::new(false),
+            })
+        };
+        let mut open = OpenFiles::default();
+        let mut closed = Vec::new();
+        for (number, is_locked) in
+            [true, true, false, false, false, true, true].into_iter().enumerate()
+        {
+            let number = u32::try_from(number).expect("few");
+            let before: Vec<_> = open.files.keys().copied().collect();
+            open.add(number, &file(number, is_locked), 4);
+            // As its first user does.
+            open.find(number, true);
+            closed.extend(before.into_iter().filter(|it| !open.files.contains_key(it)));
+        }
+        // 0 and 1 are written to and were used least lately.
+        assert_eq!(closed, [2, 3, 4]);
+        let mut left: Vec<_> = open.files.keys().copied().collect();
+        left.sort_unstable();
+        assert_eq!(left, [0, 1, 5, 6]);
+        open.add(7, &file(7, true), 4);
+        assert!(!open.files.contains_key(&0) && open.files.len() == 4);
+        // Never the one that was just opened.
+        open.add(8, &file(8, false), 4);
+        assert!(open.files.contains_key(&8) && !open.files.contains_key(&1));
     }
 }
