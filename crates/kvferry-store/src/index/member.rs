@@ -123,8 +123,11 @@ impl Index {
         (used == Use::Joined).then_some(MemberId { number, generation })
     }
 
-    /// Takes a number for this thread. A process that is killed between the two stores keeps its number
-    /// for good; so there is nothing between them that takes long.
+    /// Takes a number for this thread. A process that is killed between the two stores keeps its number until all
+    /// processes have closed the store; so there is nothing between them that takes long.
+    ///
+    /// No other process takes such a number back: one that was stopped there, and not killed, would go on and make its
+    /// mark in memory that is another member's by then.
     fn take_number(&self) -> io::Result<(AliveMark, MemberId)> {
         let id = (0..MAX_MEMBERS as u8).find_map(|number| {
             let state = self.member_word(number, STATE);

@@ -145,6 +145,12 @@ impl Directories {
     }
 
     /// Adds a block, and what fills its last page if `pad`, to a batch.
+    ///
+    /// With [`DirectIo`], the last page of a block whose length is no multiple of a page goes through the page cache, and the
+    /// others past it. When such a page is written past the cache later, in another use of the segment, while a late `get`
+    /// reads it, the kernel may fail to drop it from the cache, and report that as an error of the next sync. Then
+    /// [`Store::sync`](crate::Store::sync) fails until the keeper has moved the blocks; no block is lost or wrong. Blocks of
+    /// whole pages, as engines have them, have no such page.
     fn push(
         &self,
         batch: &mut Batch,
