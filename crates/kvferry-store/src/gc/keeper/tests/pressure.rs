@@ -206,7 +206,7 @@ fn the_faster_segments_are_put_and_the_longer_it_takes_to_free_one_the_more_are_
     };
     let least = core.wanted_segments();
     let most = core.member.geometry().segments as usize / FREE_SHARE as usize;
-    assert!(least + 2 < most, "{least} {most}");
+    assert!(least + 2 <= most, "{least} {most}");
     let mut keeper = Keeper::new(Arc::clone(&core));
     let began = Instant::now();
     let at = |seconds| began + Duration::from_secs(seconds);
