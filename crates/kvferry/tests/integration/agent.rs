@@ -557,31 +557,6 @@ fn one_thread_agent() -> Agent {
 }
 
 #[test]
-fn a_shutdown_from_a_callback_returns_at_once_and_the_next_call_waits_for_its_end() {
-    let _bound = bounded();
-    let (near, far) = (one_thread_agent(), one_thread_agent());
-    // The shutdown of `far` lasts until its device has ended this copy.
-    let (slow, to) = held_device(&far, 64 * KIB);
-    let _write = held_write(&near, &far, &slow, &to);
-    let (device, back) = held_device(&near, 64 * KIB);
-    let transfer = held_write(&far, &near, &device, &back);
-    let (sender, returned) = mpsc::channel();
-    let stopping = far.clone();
-    let waiting = slow.clone();
-    transfer.on_end(move |_| {
-        stopping.shutdown();
-        stopping.shutdown();
-        let refused = kind(stopping.allocate(4096, Access::READ));
-        sender.send((waiting.pending(), refused)).expect("the test waits");
-    });
-    device.release();
-    let returned = returned.recv_timeout(Duration::from_secs(20));
-    assert_eq!(returned.expect("it returns"), (1, ErrorKind::Shutdown));
-    assert_eq!(ended_late(&far, &slow, &[&|| far.shutdown()]), [((), false)]);
-    assert!(!to.is_quarantined());
-}
-
-#[test]
 fn a_list_of_ranges_with_a_bad_one_leaves_the_batch_as_it_was() {
     let _bound = bounded();
     let near = agent();

@@ -51,6 +51,31 @@ fn ended_late<T: Send>(
 }
 
 #[test]
+fn a_shutdown_from_a_callback_returns_at_once_and_the_next_call_waits_for_its_end() {
+    let _bound = bounded();
+    let (near, far) = (one_thread_agent(), one_thread_agent());
+    // The shutdown of `far` lasts until its device has ended this copy.
+    let (slow, to) = held_device(&far, 64 * KIB);
+    let _write = held_write(&near, &far, &slow, &to);
+    let (device, back) = held_device(&near, 64 * KIB);
+    let transfer = held_write(&far, &near, &device, &back);
+    let (sender, returned) = mpsc::channel();
+    let stopping = far.clone();
+    let waiting = slow.clone();
+    transfer.on_end(move |_| {
+        stopping.shutdown();
+        stopping.shutdown();
+        let refused = kind(stopping.allocate(4096, Access::READ));
+        sender.send((waiting.pending(), refused)).expect("the test waits");
+    });
+    device.release();
+    let returned = returned.recv_timeout(PATIENCE);
+    assert_eq!(returned.expect("it returns"), (1, ErrorKind::Shutdown));
+    assert_eq!(ended_late(&far, &slow, &[&|| far.shutdown()]), [((), false)]);
+    assert!(!to.is_quarantined());
+}
+
+#[test]
 fn every_shutdown_and_unregister_call_waits_for_the_copies_of_a_device() {
     let _bound = bounded();
     let gone = Err(ErrorKind::NotRegistered);

@@ -237,7 +237,7 @@ fn a_keeper_frees_as_many_segments_as_the_pace_of_puts_asks_for() {
     let first = (0..).find(|key| !bench.put(&core, &writer, *key, Retention::DEFAULT));
     writer.seal(&core, SealScope::All);
     let mut keeper = Keeper::new(Arc::clone(&core));
-    keeper.look_at_all();
+    keeper.run_until_idle();
     let least = core.wanted_segments();
     assert_eq!(core.free_segments(), least);
     let next = first.expect("the store is full");
@@ -248,7 +248,7 @@ fn a_keeper_frees_as_many_segments_as_the_pace_of_puts_asks_for() {
     let later = Instant::now() + Duration::from_secs(1);
     let wanted = keeper.wanted_at(later);
     assert!(wanted > least, "{wanted}");
-    keeper.look_at_all();
+    keeper.run_until_idle();
     assert_eq!(core.free_segments(), wanted);
     keeper.stop();
 }
