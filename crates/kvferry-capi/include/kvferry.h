@@ -395,7 +395,8 @@ int kvferry_agent_start(const struct kvferry_agent_options *options,
 //
 // Any thread, more than once. From a callback on a thread of the agent it returns at once, and a thread of its
 // own goes on; a later call waits for it. After a fork: `KVFERRY_FORKED`.
-int kvferry_agent_shutdown(struct kvferry_agent *agent, struct kvferry_error *error);
+int kvferry_agent_shutdown(struct kvferry_agent *agent,
+                           struct kvferry_error *error);
 
 // Shuts the agent down and frees the handle. Handles of its regions, peers, files and transfers stay
 // valid and are freed on their own, before or after.
