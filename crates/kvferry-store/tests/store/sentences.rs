@@ -105,7 +105,10 @@ fn a_smaller_capacity_deletes_segments_with_a_warning_and_a_larger_one_brings_no
     assert!((1..16 * 15).contains(&left), "{left}");
     drop(engine);
     let (engine, warnings) = warned(|| Engine::open(&with(32 * MIB), LEN));
-    assert_eq!((found(&engine), warnings), (left, Vec::new()));
+    assert_eq!(warnings, Vec::<String>::new());
+    // The keeper goes on to free space until the store is closed.
+    let again = found(&engine);
+    assert!((1..=left).contains(&again), "{again} of {left}");
 }
 
 #[test]
