@@ -14,6 +14,7 @@ import numpy as np
 
 import kvferry
 from kvferry._engine.log import logger_of
+from kvferry._engine.quiet import is_quiet
 from kvferry.nixl._bindings import nixl_mem_t, nixlXferTelemetry
 from kvferry.nixl._errors import (
     GONE,
@@ -282,12 +283,13 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
         job = self._job
         if job is None:
             return True
+        until = time.monotonic() + limit_s
         if self._ended is None:
             # An error is its outcome, which nobody asks for any more.
             with contextlib.suppress(kvferry.Error):
                 job.cancel()
                 job.wait(limit_s)
-        return job.is_quiet()
+        return is_quiet(job, until - time.monotonic())
 
     def release(self) -> None:
         """Gives the transfer up. A running one is cancelled: after this, nothing copies from or to its memory.

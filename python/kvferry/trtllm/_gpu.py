@@ -67,7 +67,9 @@ class GpuCopies:
             )
         after = "host" if stream is None else stream
         start = peer.read_async if to_pages else peer.write_async
-        return _Copies(start(batch, timeout=_PATIENCE_S, after=after))
+        transfer = start(batch, timeout=_PATIENCE_S, after=after)
+        # Copies from the pages write to the agent's own memory, which it keeps until they have ended.
+        return _Copies(transfer) if to_pages else transfer
 
     def _peer_of(self, memory: Memory) -> tuple[Any, Any]:
         """The agent that has registered memory of the host, and the region."""
