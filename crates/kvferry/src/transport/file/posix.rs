@@ -185,6 +185,27 @@ impl Lane {
         }
     }
 
+    /// Takes the tasks of one transfer that no thread has taken.
+    fn withdraw(&mut self, results: &Arc<Results>) -> Vec<Task> {
+        let is_of = |task: &Task| Arc::ptr_eq(&task.results, results);
+        let mut withdrawn = Vec::new();
+        for queue in self.writes.values_mut() {
+            let (of, others): (VecDeque<_>, _) = std::mem::take(queue).into_iter().partition(is_of);
+            withdrawn.extend(of);
+            *queue = others;
+        }
+        for turn in std::mem::take(&mut self.turns) {
+            match turn {
+                Turn::Task(task) if is_of(&task) => withdrawn.push(task),
+                Turn::Writes(key) if self.writes.get(&key).is_some_and(VecDeque::is_empty) => {
+                    self.writes.remove(&key);
+                }
+                turn => self.turns.push_back(turn),
+            }
+        }
+        withdrawn
+    }
+
     fn into_tasks(self) -> impl Iterator<Item = Task> {
         let tasks = self.turns.into_iter().filter_map(|turn| match turn {
             Turn::Task(task) => Some(task),
@@ -222,6 +243,13 @@ impl Work {
         self.runs += 1;
         lane.last_run = self.runs;
         Some(lane.take(*number))
+    }
+
+    /// Takes the tasks of one transfer that no thread has taken.
+    fn withdraw(&mut self, results: &Arc<Results>) -> Vec<Task> {
+        let withdrawn = self.lanes.values_mut().flat_map(|lane| lane.withdraw(results)).collect();
+        self.lanes.retain(|_, lane| lane.busy > 0 || !lane.turns.is_empty());
+        withdrawn
     }
 
     /// A run of a lane has ended.
@@ -449,8 +477,12 @@ impl Queue for PoolQueue {
         if self.in_flight == 0 {
             return;
         }
-        self.results.stopped.store(true, Ordering::Release);
-        self.results.end(self.pushed.drain(..).map(|task| (task.operation, Err(interrupted()))));
+        let mut withdrawn = std::mem::take(&mut self.pushed);
+        if !self.results.stopped.swap(true, Ordering::AcqRel) {
+            // Those that come after others in a file need not wait for them.
+            withdrawn.extend(self.pool.0.work.lock().withdraw(&self.results));
+        }
+        self.results.end(withdrawn.into_iter().map(|task| (task.operation, Err(interrupted()))));
     }
 
     fn completed(&mut self) -> Option<(Operation, io::Result<usize>)> {

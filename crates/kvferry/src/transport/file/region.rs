@@ -260,7 +260,8 @@ impl Table {
         path: &Path,
         options: &FileOptions,
     ) -> Result<FileRegion> {
-        let how = OpenFlags { read: true, write: options.write, create: options.create, direct: false };
+        let how =
+            OpenFlags { read: true, write: options.write, create: options.create, direct: false };
         let file =
             File::open(path, how).map_err(|e| failed("the file can't be opened", e, path))?;
         self.insert((incarnation, id), path.to_owned(), file, options)

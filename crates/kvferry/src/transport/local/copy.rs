@@ -257,7 +257,11 @@ impl Walk<'_> {
         let first = self.at;
         self.targets.ranges[first.piece..].iter().enumerate().map(move |(i, range)| {
             let within = if i == 0 { first.within } else { 0 };
-            TargetPart { pair: first.piece + i, region: range.region, offset: range.offset + within }
+            TargetPart {
+                pair: first.piece + i,
+                region: range.region,
+                offset: range.offset + within,
+            }
         })
     }
 

@@ -21,8 +21,7 @@ struct Rig {
 impl Rig {
     fn new(name: &str) -> Self {
         let agent = Agent::builder().name(name).start().expect("an agent");
-        let folder =
-            std::env::temp_dir().join(format!("kvferry-{}-{name}", std::process::id()));
+        let folder = std::env::temp_dir().join(format!("kvferry-{}-{name}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("a folder");
         let target = FileOptions::create(LEN);
         let target = agent.open_file(folder.join("target"), &target).expect("a file");
@@ -123,6 +122,37 @@ fn neighbours_of_a_transfer_are_one_run_and_a_file_is_written_by_one_thread_at_a
     lane.ended(Some(keys_b));
     (0..3).for_each(|_| lane.ended(None));
     assert_eq!((lane.busy, lane.turns.len(), lane.writes.len()), (0, 0, 0));
+}
+
+#[test]
+fn a_stopped_transfer_does_not_wait_for_writes_of_another_one_to_its_file() {
+    let rig = Rig::new("withdraw");
+    let [a, b] = ["a", "b"].map(|name| rig.file(name, LEN));
+    let [first, second] = [results(), results()];
+    let mut work = Work::default();
+    for (results, file, numbers) in [(&first, &a, 0..2), (&second, &a, 2..4), (&second, &b, 4..6)] {
+        numbers.for_each(|number| work.push(1, rig.task(results, Way::Write, file, number)));
+    }
+    let hangs = work.take(1).expect("the first writes");
+    work.push(1, rig.task(&second, Way::Read, &a, 6));
+    work.push(2, rig.task(&second, Way::Read, &a, 7));
+    assert_eq!(places(&hangs), (a.inode(), vec![0, 1]));
+    let mut withdrawn: Vec<u64> =
+        work.withdraw(&second).iter().map(|task| task.operation.offset / LEN).collect();
+    withdrawn.sort_unstable();
+    assert_eq!(withdrawn, [2, 3, 4, 5, 6, 7]);
+    assert!(work.take(4).is_none() && work.lanes.len() == 1);
+    // What comes later has its turn.
+    work.push(1, rig.task(&second, Way::Write, &b, 8));
+    let next = work.take(4).expect("a write to a file of which none is under way");
+    assert_eq!(places(&next), (b.inode(), vec![8]));
+    work.push(1, rig.task(&second, Way::Write, &a, 9));
+    assert!(work.take(4).is_none(), "the first transfer writes to the file");
+    work.ended(1, hangs.writes);
+    let last = work.take(4).expect("the file's turn");
+    assert_eq!(places(&last), (a.inode(), vec![9]));
+    [next.writes, last.writes].into_iter().for_each(|file| work.ended(1, file));
+    assert!(work.lanes.is_empty());
 }
 
 #[test]
