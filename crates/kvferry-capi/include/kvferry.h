@@ -468,8 +468,9 @@ int kvferry_region_allocate(const struct kvferry_agent *agent,
 // Unregisters a region and frees its handle. When this returns `KVFERRY_OK`, no copier touches the
 // memory any more.
 //
-// `KVFERRY_QUARANTINED`: a process of this host or a device that may use the memory does not answer. The
-// handle stays valid; do not reuse the memory, and call again later.
+// `KVFERRY_QUARANTINED`: a process of this host or a device that may use the memory does not answer, or a
+// callback has called `kvferry_agent_shutdown`, which has not ended. The handle stays valid; do not reuse the
+// memory, and call again later.
 //
 // Any thread; also after the agent was shut down or freed. After a fork: `KVFERRY_FORKED`.
 int kvferry_region_unregister(struct kvferry_region *region, struct kvferry_error *error);

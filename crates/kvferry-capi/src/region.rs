@@ -216,8 +216,9 @@ pub unsafe extern "C" fn kvferry_region_allocate(
 /// Unregisters a region and frees its handle. When this returns `KVFERRY_OK`, no copier touches the
 /// memory any more.
 ///
-/// `KVFERRY_QUARANTINED`: a process of this host or a device that may use the memory does not answer. The
-/// handle stays valid; do not reuse the memory, and call again later.
+/// `KVFERRY_QUARANTINED`: a process of this host or a device that may use the memory does not answer, or a
+/// callback has called `kvferry_agent_shutdown`, which has not ended. The handle stays valid; do not reuse the
+/// memory, and call again later.
 ///
 /// Any thread; also after the agent was shut down or freed. After a fork: `KVFERRY_FORKED`.
 ///
@@ -233,9 +234,10 @@ pub unsafe extern "C" fn kvferry_region_unregister(
         let (agent, registered) = &*owned;
         match agent.unregister(registered) {
             Err(refused) if refused.kind() == ErrorKind::Quarantined => return Err(refused.into()),
-            // The shutdown has unregistered it.
+            // The shutdown unregisters it: it may still have to, if it was called in a callback.
             Err(refused)
-                if refused.kind() == ErrorKind::Shutdown && registered.is_quarantined() =>
+                if refused.kind() == ErrorKind::Shutdown
+                    && (registered.is_registered() || registered.is_quarantined()) =>
             {
                 return Err(Failure::new(failure::KVFERRY_QUARANTINED, refused.to_string()));
             }

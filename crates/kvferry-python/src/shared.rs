@@ -101,7 +101,7 @@ impl Shared {
     pub(crate) fn release_all(&self) {
         let released = std::mem::take(&mut *self.holds.lock());
         for Hold { region, buffer } in released.into_values() {
-            if region.is_quarantined() {
+            if region.is_registered() || region.is_quarantined() {
                 // A process or a device that does not answer may still write to it: never free it.
                 std::mem::forget(buffer);
             }

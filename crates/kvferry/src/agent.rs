@@ -432,10 +432,12 @@ impl Agent {
     ///
     /// May be called more than once, by any thread; every call waits until the agent is shut down,
     /// except a call on one of the agent's threads, as from a callback: it returns at once, other
-    /// calls fail from then on, and a thread of its own shuts the agent down. Takes at most 0.2 s plus
+    /// calls fail from then on, and a thread of its own shuts the agent down: until that is done,
+    /// [`Region::is_registered`] is true and copiers may touch the memory. Takes at most 0.2 s plus
     /// the silence limit. A region that a device or a process of this host may still touch after
     /// that is logged, and [`Region::is_quarantined`] returns true for it.
     ///
+    /// [`Region::is_registered`]: crate::Region::is_registered
     /// [`Region::is_quarantined`]: crate::Region::is_quarantined
     pub fn shutdown(&self) {
         if self.core().was_forked() || !self.0.begins_shutdown() {
@@ -444,8 +446,7 @@ impl Agent {
         if self.0.is_own_thread() {
             self.0.close();
             let inner = Arc::clone(&self.0);
-            let name = format!("kvferry-{}-end", self.name());
-            match kvferry_sys::thread::spawn(name, move || inner.run_shutdown()) {
+            match kvferry_sys::thread::spawn("kvferry-end".into(), move || inner.run_shutdown()) {
                 Ok(_) => return,
                 Err(e) => {
                     tracing::warn!(error = %e, "an agent is shut down on a thread of its own callbacks")

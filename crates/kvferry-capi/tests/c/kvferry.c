@@ -176,6 +176,46 @@ static void a_callback_is_called_once_with_the_outcome(void) {
     end(&two);
 }
 
+typedef struct Shuts {
+    Ended ended;
+    Two *two;
+    pthread_t caller;
+    int shutdown, unregister, is_own_thread;
+} Shuts;
+
+static void shuts_down(void *user, const kvferry_error *why, const kvferry_transfer_stats *stats) {
+    Shuts *shuts = (Shuts *)user;
+    kvferry_error of_callback;
+    memset(&of_callback, 0, sizeof of_callback);
+    of_callback.size = sizeof of_callback;
+    shuts->is_own_thread = !pthread_equal(pthread_self(), shuts->caller);
+    if (shuts->is_own_thread) {
+        shuts->shutdown = kvferry_agent_shutdown(shuts->two->a, &of_callback);
+        shuts->unregister = kvferry_region_unregister(shuts->two->from, &of_callback);
+    }
+    ended(&shuts->ended, why, stats);
+}
+
+/* The agent's threads are not stopped before the callback has returned: until then they may use the memory. */
+static void memory_is_not_given_back_in_a_callback_that_shuts_its_agent_down(void) {
+    Two two = start("tcp");
+    kvferry_batch *batch = reversed(&two);
+    Shuts shuts = {{PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, -1, 0}, &two, pthread_self(), -1, -1, 0};
+    kvferry_transfer_options options = plain();
+    options.done = shuts_down;
+    options.user = &shuts;
+    /* The caller's thread may see the end first. */
+    for (int round = 1; !shuts.is_own_thread; round++) {
+        CHECK(round <= 10000);
+        CHECK(kvferry_write_async(two.peer, batch, &options, NULL, &error) == 0);
+        wait_for(&shuts.ended, round);
+    }
+    CHECK(shuts.shutdown == 0 && shuts.unregister == KVFERRY_QUARANTINED);
+    CHECK(kvferry_agent_shutdown(two.a, &error) == 0);
+    CHECK(kvferry_batch_free(batch, &error) == 0);
+    end(&two);
+}
+
 static void notifications_follow_the_data_with_their_bytes(void) {
     Two two = start(NULL);
     kvferry_batch *batch = reversed(&two);
@@ -379,6 +419,7 @@ int main(void) {
     every_byte_lands_by_write_and_read();
     a_transfer_ends_by_descriptor_and_by_waiting();
     a_callback_is_called_once_with_the_outcome();
+    memory_is_not_given_back_in_a_callback_that_shuts_its_agent_down();
     notifications_follow_the_data_with_their_bytes();
     wrong_handles_are_errors();
     wrong_arguments_are_errors_that_say_so();

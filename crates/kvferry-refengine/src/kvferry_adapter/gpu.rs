@@ -66,9 +66,9 @@ impl KvMemory for GpuMemory {
 
 impl Drop for GpuMemory {
     fn drop(&mut self) {
-        // If the agent was shut down, its shutdown has waited for the copies.
+        // If the agent is shut down, the shutdown unregisters it, and waits for the copies.
         let _ = self.agent.unregister(&self.region);
-        if self.region.is_quarantined() {
+        if self.region.is_registered() || self.region.is_quarantined() {
             // A copy from or to the memory may still run.
             std::mem::forget(self.allocation.take());
         }

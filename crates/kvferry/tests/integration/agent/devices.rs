@@ -61,18 +61,21 @@ fn a_shutdown_from_a_callback_returns_at_once_and_the_next_call_waits_for_its_en
     let transfer = held_write(&far, &near, &device, &back);
     let (sender, returned) = mpsc::channel();
     let stopping = far.clone();
-    let waiting = slow.clone();
+    let (waiting, region) = (slow.clone(), to.clone());
     transfer.on_end(move |_| {
         stopping.shutdown();
         stopping.shutdown();
-        let refused = kind(stopping.allocate(4096, Access::READ));
-        sender.send((waiting.pending(), refused)).expect("the test waits");
+        let refused =
+            [kind(stopping.allocate(4096, Access::READ)), kind(stopping.unregister(&region))];
+        // The memory is not its owner's yet.
+        let is_held = region.is_registered() || region.is_quarantined();
+        sender.send((waiting.pending(), refused, is_held)).expect("the test waits");
     });
     device.release();
     let returned = returned.recv_timeout(PATIENCE);
-    assert_eq!(returned.expect("it returns"), (1, ErrorKind::Shutdown));
+    assert_eq!(returned.expect("it returns"), (1, [ErrorKind::Shutdown; 2], true));
     assert_eq!(ended_late(&far, &slow, &[&|| far.shutdown()]), [((), false)]);
-    assert!(!to.is_quarantined());
+    assert!(!to.is_registered() && !to.is_quarantined());
 }
 
 #[test]
