@@ -228,7 +228,7 @@ bench-scheduler: wheel-measured ## Measure what an engine's scheduler waits for,
 
 bench-idle: command-dist wheel-measured ## Measure processor time and wake-ups of processes with nothing to do; fails above 0.02 % of a core
 	@$(BIN)/pip install --quiet 'numpy>=1.26,<3'
-	$(call part,processes with nothing to do,short=0; target/dist/kvferry bench idle --check || short=1; \
+	$(call part,processes with nothing to do,short=0; target/dist/kvferry bench idle --check $(BENCH_ARGS) || short=1; \
 	    PYTHON=$(BIN)/python bench/idle/run --check $(BENCH_ARGS) || short=1; exit $$short)
 
 # Where nvcc is installed, the kernels of bench/gpu/copy.cu are measured, too.

@@ -50,7 +50,7 @@ pub(crate) struct Used {
 /// Measures all subjects at once; `bar` shows the progress.
 ///
 /// # Errors
-/// What a subject failed with.
+/// The failure of a subject.
 pub fn measure(options: &IdleBench, bar: &ProgressBar) -> Result<Report, Failure> {
     let folder = Folder::new(options)?;
     let store = folder.0.to_string_lossy().into_owned();

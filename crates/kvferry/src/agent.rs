@@ -62,13 +62,13 @@ impl Inner {
     /// Every call returns when the agent is shut down. Exceptions: a call on one of the agent's
     /// threads and a call from within the shutdown return at once, because the shutdown waits for them.
     fn shutdown(&self) {
-        if self.begins_shutdown() {
+        if self.claim_shutdown() {
             self.run_shutdown();
         }
     }
 
-    /// True for one caller, which has to see to the shutdown. For the others, see [`Inner::shutdown`].
-    fn begins_shutdown(&self) -> bool {
+    /// True for the first caller, which then calls [`Inner::run_shutdown`]. Other callers wait as in [`Inner::shutdown`].
+    fn claim_shutdown(&self) -> bool {
         let me = thread::current().id();
         let mut stage = self.stage.lock();
         loop {
@@ -87,6 +87,7 @@ impl Inner {
     }
 
     fn run_shutdown(&self) {
+        // This thread may be another one than the caller of `claim_shutdown`.
         *self.stage.lock() = Stage::Stopping(thread::current().id());
         self.stop();
         *self.stage.lock() = Stage::Stopped;
@@ -440,7 +441,7 @@ impl Agent {
     /// [`Region::is_registered`]: crate::Region::is_registered
     /// [`Region::is_quarantined`]: crate::Region::is_quarantined
     pub fn shutdown(&self) {
-        if self.core().was_forked() || !self.0.begins_shutdown() {
+        if self.core().was_forked() || !self.0.claim_shutdown() {
             return;
         }
         if self.0.is_own_thread() {
@@ -449,7 +450,7 @@ impl Agent {
             match kvferry_sys::thread::spawn("kvferry-end".into(), move || inner.run_shutdown()) {
                 Ok(_) => return,
                 Err(e) => {
-                    tracing::warn!(error = %e, "an agent is shut down on a thread of its own callbacks")
+                    tracing::warn!(error = %e, "no thread can be started for a shutdown from a callback: it runs on the callback's thread")
                 }
             }
         }

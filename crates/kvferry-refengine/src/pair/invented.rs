@@ -109,9 +109,9 @@ pub fn pair(timeout: Duration) -> kvferry::Result<Pair> {
 /// Times at which requests arrive. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Arrivals {
-    /// So many with each step of the engines.
+    /// This many with each step of the engines.
     PerTick(usize),
-    /// So many each second, evenly spaced, however many the engines have ended. A latency counts from the time at which
+    /// This many each second, evenly spaced, whether or not the engines keep up. A latency counts from the time at which
     /// the request was due.
     PerSecond(f64),
 }

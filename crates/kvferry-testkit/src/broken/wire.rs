@@ -165,7 +165,7 @@ struct Job {
     bigs_before: u64,
     progress: Mutex<Progress>,
     outcome: Mutex<Option<Outcome>>,
-    /// What replaces the outcome once it was read.
+    /// The outcome that replaces the first one once that was read.
     second: Mutex<Option<Outcome>>,
     /// Threads that wait for the end.
     waiting: AtomicUsize,

@@ -22,7 +22,7 @@ fn unregister_of_memory_whose_device_hangs_ends_as_quarantined_after_the_silence
     drop(writing);
 }
 
-/// What each call returned, and whether the device still copied then. The first call has taken the agent's only region out
+/// Results of the calls, each with true if the device still copied when the call returned. The first call has taken the agent's only region out
 /// of the table before the others begin.
 fn ended_late<T: Send>(
     agent: &Agent,
