@@ -469,8 +469,8 @@ int kvferry_region_allocate(const struct kvferry_agent *agent,
 // memory any more.
 //
 // `KVFERRY_QUARANTINED`: a process of this host or a device that may use the memory does not answer, or a
-// callback has called `kvferry_agent_shutdown`, which has not ended. The handle stays valid; do not reuse the
-// memory, and call again later.
+// shutdown of the agent has not ended, as one that a callback has called. The handle stays valid; do not
+// reuse the memory, and call again later.
 //
 // Any thread; also after the agent was shut down or freed. After a fork: `KVFERRY_FORKED`.
 int kvferry_region_unregister(struct kvferry_region *region, struct kvferry_error *error);

@@ -217,8 +217,8 @@ pub unsafe extern "C" fn kvferry_region_allocate(
 /// memory any more.
 ///
 /// `KVFERRY_QUARANTINED`: a process of this host or a device that may use the memory does not answer, or a
-/// callback has called `kvferry_agent_shutdown`, which has not ended. The handle stays valid; do not reuse the
-/// memory, and call again later.
+/// shutdown of the agent has not ended, as one that a callback has called. The handle stays valid; do not
+/// reuse the memory, and call again later.
 ///
 /// Any thread; also after the agent was shut down or freed. After a fork: `KVFERRY_FORKED`.
 ///
@@ -234,7 +234,7 @@ pub unsafe extern "C" fn kvferry_region_unregister(
         let (agent, registered) = &*owned;
         match agent.unregister(registered) {
             Err(refused) if refused.kind() == ErrorKind::Quarantined => return Err(refused.into()),
-            // The shutdown unregisters it: it may still have to, if it was called in a callback.
+            // The shutdown unregisters it, and may still have to.
             Err(refused)
                 if refused.kind() == ErrorKind::Shutdown
                     && (registered.is_registered() || registered.is_quarantined()) =>

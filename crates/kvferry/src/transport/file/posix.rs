@@ -189,10 +189,17 @@ impl Lane {
     fn withdraw(&mut self, results: &Arc<Results>) -> Vec<Task> {
         let is_of = |task: &Task| Arc::ptr_eq(&task.results, results);
         let mut withdrawn = Vec::new();
-        for queue in self.writes.values_mut() {
+        for queue in self.writes.values_mut().filter(|queue| queue.iter().any(is_of)) {
             let (of, others): (VecDeque<_>, _) = std::mem::take(queue).into_iter().partition(is_of);
             withdrawn.extend(of);
             *queue = others;
+        }
+        let is_to_go = |turn: &Turn| match turn {
+            Turn::Task(task) => is_of(task),
+            Turn::Writes(_) => !withdrawn.is_empty(),
+        };
+        if !self.turns.iter().any(is_to_go) {
+            return withdrawn;
         }
         for turn in std::mem::take(&mut self.turns) {
             match turn {
