@@ -425,7 +425,7 @@ fn begin(core: &Core, segment: u32) -> io::Result<Appender> {
     Appender::begin(&core.disk, core.superblock.geometry, header).map_err(log::Error::into_io)
 }
 
-/// What tests do between two steps of [`Writer::seal`].
+/// A hook for tests between two steps of [`Writer::seal`].
 #[cfg(test)]
 pub(crate) mod race {
     use std::cell::RefCell;

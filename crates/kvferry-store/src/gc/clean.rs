@@ -46,7 +46,7 @@ pub(crate) fn alone(directories: &[PathBuf], superblock: &Superblock) -> Result<
     // As a process that joins: `join` first, so that none meets `members` locked by a process that
     // is no member. In all directories: a process may have them open that could read only some of them.
     let lock = |name: &'static str| {
-        let bounds = Bounds { has_several: directories.len() > 1, limit: Duration::MAX };
+        let bounds = Bounds::of(directories.len(), Duration::MAX);
         let files = membership::lock_files(directories, name, bounds)?;
         for file in files.iter() {
             membership::wait_until(LOCK_TIMEOUT, || file.try_exclusive())

@@ -99,7 +99,7 @@ pub(crate) struct JoinedIndex {
 #[derive(Debug)]
 struct StoreNames {
     directories: Vec<PathBuf>,
-    /// Time limit for a directory's answer.
+    /// Time limit for a directory's answer, if there are several.
     bounds: Bounds,
     beacon: Vec<u8>,
 }
@@ -122,7 +122,7 @@ struct Follower {
 #[derive(Debug)]
 pub(crate) struct Locks {
     files: Vec<LockFile>,
-    /// Time limit for a directory's answer.
+    /// Time limit for a directory's answer, if there are several.
     bounds: Bounds,
 }
 

@@ -121,8 +121,7 @@ pub(crate) fn arrange_within(
             LookedAt { directory: None, found: Ok(FoundStore::Lost(error)) }
         })
     };
-    let bounds = Bounds { has_several: paths.len() > 1, limit };
-    let looked = ask_all(paths, bounds, ask);
+    let looked = ask_all(paths, Bounds::of(paths.len(), limit), ask);
     arrange_found(paths, looked.into_iter().zip(paths).map(&mut lost).collect())
 }
 
@@ -269,7 +268,7 @@ impl ArrangedDirectories {
     }
 
     pub(crate) fn bounds(&self) -> Bounds {
-        Bounds { has_several: self.directories.len() > 1, limit: self.limit }
+        Bounds::of(self.directories.len(), self.limit)
     }
 }
 

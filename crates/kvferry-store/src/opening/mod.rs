@@ -61,10 +61,9 @@ impl<'a> Opening<'a> {
         self.arranged.lock().readable()
     }
 
-    /// Time limit for a directory's answer.
+    /// Time limit for a directory's answer, if there are several.
     pub(crate) fn bounds(&self) -> Bounds {
-        let has_several = self.options.directories.len() > 1;
-        Bounds { has_several, limit: self.options.hang_after }
+        Bounds::of(self.options.directories.len(), self.options.hang_after)
     }
 
     pub(crate) fn first(&self) -> PathBuf {

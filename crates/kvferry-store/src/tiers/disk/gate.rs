@@ -157,6 +157,11 @@ pub(crate) struct Bounds {
 }
 
 impl Bounds {
+    /// The bounds of a store of so many directories, those included that are lost.
+    pub(crate) const fn of(directories: usize, limit: Duration) -> Self {
+        Self { has_several: directories > 1, limit }
+    }
+
     /// Writes to a directory, on a thread of its own where there are several. That may take as long as an operation of
     /// [`Pace::Slow`]; the directory hangs if it does not answer a read beside it within the limit.
     ///
