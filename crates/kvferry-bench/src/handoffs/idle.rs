@@ -1,11 +1,10 @@
 //! The helper `idle connector` of `kvferry bench idle`: both halves, with a request that was fetched from another process.
 
-use kvferry_connector::{ConnectorMetadata, EngineId, GroupRule, Scheduler, SchedulerConfig};
-use kvferry_proto::layout::Kind;
+use kvferry_connector::ConnectorMetadata;
 
 use super::exposed::{BLOCK_TOKENS, LAYERS};
-use super::producer::Producer;
-use super::rank::{Build, Geometry, PATIENCE, Rank, Ready, failed, fetch_request};
+use super::rank::{Geometry, failed, fetch_request};
+use super::step::with_peer;
 use crate::failure::Failure;
 
 const BLOCKS: u32 = 8;
@@ -20,24 +19,7 @@ pub(crate) fn run() -> Result<(), Failure> {
         heads: 1,
         content: 64,
     };
-    let build = |engine| Build {
-        engine,
-        transport: "tcp".to_owned(),
-        ready: Ready::Layers { least_bytes: 0 },
-        geometry,
-    };
-    let (mut peer, rank) = (Producer::start(&build(1))?, Rank::without_engine(&build(2))?);
-    let config = SchedulerConfig {
-        groups: vec![GroupRule { kind: Kind::Full, block_tokens: BLOCK_TOKENS }],
-        ranks: 1,
-        timeout: PATIENCE,
-        eager: true,
-        recomputed_tokens: 0,
-        null_block: None,
-        idle: None,
-    };
-    let mut scheduler = Scheduler::new(config, EngineId(2));
-    scheduler.set_ranks(vec![rank.worker.rank_metadata().to_vec()]).map_err(failed)?;
+    let (mut peer, rank, mut scheduler) = with_peer(geometry, "tcp")?;
     rank.worker.apply(&scheduler.step([], []).encode()).map_err(failed)?;
     let blocks: Vec<u32> = (0..BLOCKS).collect();
     let tokens = BLOCKS * BLOCK_TOKENS;

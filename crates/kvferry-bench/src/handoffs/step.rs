@@ -124,6 +124,32 @@ fn whole(tokens: u32) -> Vec<u32> {
     blocks(0, tokens / BLOCK_TOKENS)
 }
 
+/// A peer in another process, and both halves of an engine of one rank.
+pub(super) fn with_peer(
+    geometry: Geometry,
+    transport: &str,
+) -> Result<(Producer, Rank, Scheduler), Failure> {
+    let build = |engine| Build {
+        engine,
+        transport: transport.to_owned(),
+        ready: Ready::Layers { least_bytes: 0 },
+        geometry,
+    };
+    let (peer, rank) = (Producer::start(&build(1))?, Rank::without_engine(&build(2))?);
+    let config = SchedulerConfig {
+        groups: vec![GroupRule { kind: Kind::Full, block_tokens: geometry.block_tokens }],
+        ranks: 1,
+        timeout: PATIENCE,
+        eager: true,
+        recomputed_tokens: 0,
+        null_block: None,
+        idle: None,
+    };
+    let mut scheduler = Scheduler::new(config, EngineId(2));
+    scheduler.set_ranks(vec![rank.worker.rank_metadata().to_vec()]).map_err(failed)?;
+    Ok((peer, rank, scheduler))
+}
+
 impl Engine {
     /// Starts an engine with all requests live, and pools for this many steps.
     fn start(steps: u32) -> Result<Engine, Failure> {
@@ -134,25 +160,7 @@ impl Engine {
             heads: 1,
             content: 1,
         };
-        let build = |engine| Build {
-            engine,
-            transport: "local".to_owned(),
-            ready: Ready::Layers { least_bytes: 0 },
-            geometry,
-        };
-        let (mut peer, rank) = (Producer::start(&build(1))?, Rank::without_engine(&build(2))?);
-        let config = SchedulerConfig {
-            groups: vec![GroupRule { kind: Kind::Full, block_tokens: BLOCK_TOKENS }],
-            ranks: 1,
-            timeout: PATIENCE,
-            eager: true,
-            recomputed_tokens: 0,
-            null_block: None,
-            idle: None,
-        };
-        let mut scheduler = Scheduler::new(config, EngineId(2));
-        let introduced = scheduler.set_ranks(vec![rank.worker.rank_metadata().to_vec()]);
-        introduced.map_err(failed)?;
+        let (mut peer, rank, scheduler) = with_peer(geometry, "local")?;
         let prefill_tokens = steps * CHUNK_TOKENS;
         let address = rank.agent.advertised().to_owned();
         // The peer has produced the requests that will be admitted.

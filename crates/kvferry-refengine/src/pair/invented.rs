@@ -1,6 +1,6 @@
 //! A client that makes up `kv_transfer_params`, beside one whose requests are handed over.
 
-use super::{Flow, Node, Pair, prompt, submit, transfer};
+use super::{Flow, Node, PAUSE, Pair, prompt, submit, transfer};
 use crate::config::{EngineConfig, GroupCache, LoadFailurePolicy};
 use crate::kvferry_adapter::KvferryAdapterConfig;
 use crate::model::{GroupSpec, ModelSpec};
@@ -22,8 +22,6 @@ pub const BLOCKS_EACH: usize = PROMPT / BLOCK_TOKENS;
 const BLOCK_TOKENS: usize = 8;
 /// Blocks of each engine.
 const BLOCKS: u32 = 512;
-/// Pause between two looks for arrivals while the engines have no work. They sleep as long in a step without progress.
-const LOOK: Duration = Duration::from_micros(200);
 /// Tokens of a handoff's prompt, and those that it generates.
 const HANDOFF: (usize, usize) = (40, 6);
 /// Time that an unanswered load and an unclaimed offer last; 30 s by default.
@@ -175,7 +173,9 @@ impl Clients<'_> {
             ticked(pair);
             match (worked, sent < self.requests) {
                 (false, false) => break,
-                (false, true) if self.due(sent, ticks, first).is_none() => std::thread::sleep(LOOK),
+                (false, true) if self.due(sent, ticks, first).is_none() => {
+                    std::thread::sleep(PAUSE)
+                }
                 _ => {}
             }
         }
