@@ -52,11 +52,11 @@ const SILENCE: Duration = Duration::from_secs(2);
 /// all agents whose test names no other.
 const NEVER: Duration = Duration::from_secs(600);
 
-/// Tries of what a thread or process disturbs that does not run for most of a silence limit: its sessions end. What is
-/// wrong shows in each try.
+/// Attempts at what a process can spoil that does not run for a part of the silence limit: its sessions end. A real fault
+/// fails each attempt.
 const TRIES: usize = 6;
 
-/// Tries until a try succeeds.
+/// The result of the first attempt of [`TRIES`] that succeeds.
 fn in_one_try<T>(mut attempt: impl FnMut() -> Result<T, String>) -> T {
     let mut failures = Vec::new();
     while failures.len() < TRIES {
@@ -65,7 +65,7 @@ fn in_one_try<T>(mut attempt: impl FnMut() -> Result<T, String>) -> T {
             Err(failure) => failures.push(failure),
         }
     }
-    panic!("in each try: {failures:#?}");
+    panic!("each attempt has failed: {failures:#?}");
 }
 
 /// Aborts a test that hangs.
