@@ -235,10 +235,7 @@ pub unsafe extern "C" fn kvferry_region_unregister(
         match agent.unregister(registered) {
             Err(refused) if refused.kind() == ErrorKind::Quarantined => return Err(refused.into()),
             // The shutdown unregisters it, and may still have to.
-            Err(refused)
-                if refused.kind() == ErrorKind::Shutdown
-                    && (registered.is_registered() || registered.is_quarantined()) =>
-            {
+            Err(refused) if refused.kind() == ErrorKind::Shutdown && registered.is_in_use() => {
                 return Err(Failure::new(failure::KVFERRY_QUARANTINED, refused.to_string()));
             }
             _ => {}

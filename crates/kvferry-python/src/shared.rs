@@ -86,7 +86,7 @@ impl Shared {
         let mut released = Vec::new();
         let mut holds = self.holds.lock();
         let ours = |region: &&kvferry::Region| {
-            let ended = !region.is_registered() && !region.is_quarantined();
+            let ended = !region.is_in_use();
             region.remote().incarnation == self.agent.incarnation() && ended
         };
         for region in regions.iter().filter(ours) {
@@ -101,7 +101,7 @@ impl Shared {
     pub(crate) fn release_all(&self) {
         let released = std::mem::take(&mut *self.holds.lock());
         for Hold { region, buffer } in released.into_values() {
-            if region.is_registered() || region.is_quarantined() {
+            if region.is_in_use() {
                 // A process or a device that does not answer may still write to it: never free it.
                 std::mem::forget(buffer);
             }

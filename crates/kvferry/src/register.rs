@@ -29,9 +29,8 @@ impl Agent {
     ///
     /// # Safety
     /// The range must stay mapped, readable and, if peers may write or this agent reads into it,
-    /// writable, until [`Agent::unregister`] of it has returned, or the agent is shut down and both
-    /// [`Region::is_registered`] and [`Region::is_quarantined`] are false. Peers write to it at any time,
-    /// so no references to it may exist.
+    /// writable, until [`Agent::unregister`] of it has returned, or the agent is shut down and
+    /// [`Region::is_in_use`] is false. Peers write to it at any time, so no references to it may exist.
     ///
     /// Nor may its pages be replaced, by `madvise(MADV_DONTNEED)` or by mapping anything else over them:
     /// transfers with files may go on with the former pages.

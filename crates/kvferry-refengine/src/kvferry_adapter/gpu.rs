@@ -68,7 +68,7 @@ impl Drop for GpuMemory {
     fn drop(&mut self) {
         // If the agent is shut down, the shutdown unregisters it, and waits for the copies.
         let _ = self.agent.unregister(&self.region);
-        if self.region.is_registered() || self.region.is_quarantined() {
+        if self.region.is_in_use() {
             // A copy from or to the memory may still run.
             std::mem::forget(self.allocation.take());
         }

@@ -264,6 +264,12 @@ impl Region {
         matches!(*self.0.quarantine(), Quarantine::Leaving | Quarantine::Inside(..))
     }
 
+    /// True if the region is registered or quarantined: something may touch its memory, which must stay as it is.
+    pub fn is_in_use(&self) -> bool {
+        // In this order: a region that is unregistered is quarantined before it is no longer registered.
+        self.is_registered() || self.is_quarantined()
+    }
+
     /// The description that a peer needs to name this region in its transfers.
     pub fn remote(&self) -> RemoteRegion {
         RemoteRegion {

@@ -68,14 +68,14 @@ fn a_shutdown_from_a_callback_returns_at_once_and_the_next_call_waits_for_its_en
         let refused =
             [kind(stopping.allocate(4096, Access::READ)), kind(stopping.unregister(&region))];
         // The memory is not its owner's yet.
-        let is_held = region.is_registered() || region.is_quarantined();
+        let is_held = region.is_in_use();
         sender.send((waiting.pending(), refused, is_held)).expect("the test waits");
     });
     device.release();
     let returned = returned.recv_timeout(PATIENCE);
     assert_eq!(returned.expect("it returns"), (1, [ErrorKind::Shutdown; 2], true));
     assert_eq!(ended_late(&far, &slow, &[&|| far.shutdown()]), [((), false)]);
-    assert!(!to.is_registered() && !to.is_quarantined());
+    assert!(!to.is_in_use());
 }
 
 #[test]
