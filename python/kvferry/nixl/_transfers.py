@@ -285,7 +285,7 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
             return True
         until = time.monotonic() + limit_s
         if self._ended is None:
-            # An error is its outcome, which nobody asks for any more.
+            # The caller gives the transfer up: an error of it is of no use.
             with contextlib.suppress(kvferry.Error):
                 job.cancel()
                 job.wait(limit_s)

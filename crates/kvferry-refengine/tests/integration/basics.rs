@@ -1,4 +1,4 @@
-//! What the test binaries share: random numbers, models, settings.
+//! Random numbers, models and settings for all tests.
 
 use kvferry_refengine::{EngineConfig, GroupCache, GroupSpec, ModelSpec};
 

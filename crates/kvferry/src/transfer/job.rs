@@ -149,7 +149,7 @@ struct State {
     acknowledged: u64,
     /// Streams on which the peer may still have frames in progress.
     dirty: Vec<StreamId>,
-    /// What shares that ended before their bytes stood still have left.
+    /// Copies, reads and writes of shares that ended before these did.
     still_moving: Vec<StillMoving>,
     error: Option<Error>,
     notified: bool,

@@ -1,4 +1,4 @@
-//! What moves bytes of a share's memory after the share has ended.
+//! Copies, reads and writes that use a share's memory after the share has ended.
 
 use crate::memory::gate::Gate;
 use crate::sync::{Arc, Weak};

@@ -125,7 +125,7 @@ impl Share {
         Progress::Done
     }
 
-    /// Whether every request was answered and nothing is left to send.
+    /// True if every request was answered and nothing is left to send.
     pub(super) fn is_clean(&self) -> bool {
         self.awaited.is_empty() && self.out.is_empty() && self.flushing.is_none()
     }

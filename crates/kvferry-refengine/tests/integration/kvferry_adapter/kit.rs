@@ -59,7 +59,7 @@ pub(crate) fn alike(flow: Flow, config: &EngineConfig, adapter: &KvferryAdapterC
     Pair::of(flow, node(config, adapter), node(config, adapter))
 }
 
-/// What tests assert of a pair.
+/// Assertions about a pair.
 pub(crate) trait Asserts {
     /// A handoff from beginning to end.
     fn works(&mut self, id: &str, n: u64);

@@ -18,7 +18,7 @@ struct Manual {
     stages: Arc<StagePool>,
     bytes: Mutex<Vec<u8>>,
     started: Mutex<Vec<(Direction, DeviceCopy)>>,
-    /// It completes copies before the call that starts them returns.
+    /// True if a copy is complete before the call that starts it returns.
     is_immediate: bool,
 }
 

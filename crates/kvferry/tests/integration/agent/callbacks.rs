@@ -5,7 +5,7 @@ use super::*;
 /// Takes longer for each message of a flood than the control thread may stay with a session.
 struct SlowHandler {
     order: Mutex<Vec<Vec<u8>>>,
-    /// Told when the first message is being handled, which takes until `go` is told.
+    /// Gets a message when the handler has the first one; the handler returns once `go` has one.
     first: mpsc::Sender<()>,
     go: Mutex<mpsc::Receiver<()>>,
 }
