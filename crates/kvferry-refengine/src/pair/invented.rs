@@ -4,7 +4,7 @@ use super::{Flow, Node, PAUSE, Pair, prompt, submit, transfer};
 use crate::config::{EngineConfig, GroupCache, LoadFailurePolicy};
 use crate::kvferry_adapter::KvferryAdapterConfig;
 use crate::model::{GroupSpec, ModelSpec};
-use crate::request::{Params, Request};
+use crate::request::{Params, Request, RequestId};
 use kvferry::{Agent, Transports};
 use kvferry_connector::{ConsumerParams, IdleLimit, Limits, producer_params};
 use std::io;
@@ -22,8 +22,8 @@ pub const BLOCKS_EACH: usize = PROMPT / BLOCK_TOKENS;
 const BLOCK_TOKENS: usize = 8;
 /// Blocks of each engine.
 const BLOCKS: u32 = 512;
-/// Tokens of a handoff's prompt, and those that it generates.
-const HANDOFF: (usize, usize) = (40, 6);
+/// Tokens of a handoff's prompt, and those that it generates: fewer than most answers have.
+const HANDOFF: (usize, usize) = (40, 32);
 /// Time that an unanswered load and an unclaimed offer last; 30 s by default.
 const WAIT: Duration = Duration::from_millis(300);
 /// Silence after which an agent gives up an address at which nothing answers.
@@ -123,15 +123,19 @@ pub struct Clients<'a> {
     pub arrivals: Arrivals,
     /// Requests of the first client for each handoff of the second one, which begins with the first of them.
     pub per_handoff: usize,
+    /// Time that a step of both engines takes, besides what their processor does: that of the GPU's work.
+    pub step: Duration,
     /// Addresses that the parameters name. Without them the requests are the same, but have no parameters.
     pub dead: Option<&'a DeadAddresses>,
 }
 
 /// The times of a run.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Times {
     /// Latencies of the handoffs.
     pub handoffs: Vec<Duration>,
+    /// Times to their first tokens from the decode engine.
+    pub first_tokens: Vec<Duration>,
     /// Time from the first arrival until no engine had work.
     pub all: Duration,
 }
@@ -148,25 +152,35 @@ impl Clients<'_> {
     /// The cases of [`Pair::tick`].
     pub fn run(&self, pair: &mut Pair, mut ticked: impl FnMut(&Pair)) -> Times {
         let real = pair.prefill.kvferry_adapter.address(0).to_owned();
-        let mut began: Vec<(String, Instant)> = Vec::new();
+        // With whether the first token was seen.
+        let mut began: Vec<(String, Instant, bool)> = Vec::new();
         let first = Instant::now();
-        let mut latencies = Vec::new();
+        let mut times = Times::default();
         let (mut sent, mut ticks) = (0, 0);
         loop {
             while sent < self.requests
                 && let Some(due) = self.due(sent, ticks, first)
             {
                 if self.submit(pair, sent, &real) {
-                    began.push((handoff(sent), due));
+                    began.push((handoff(sent), due, false));
                 }
                 sent += 1;
             }
             ticks += 1;
             let worked = pair.tick();
-            began.retain(|(id, at)| {
+            if worked {
+                std::thread::sleep(self.step);
+            }
+            began.retain_mut(|(id, at, has_first)| {
                 let ended = pair.ended(id).is_some();
+                if !*has_first
+                    && (ended || pair.outputs.tokens.contains_key(&RequestId::from(id.as_str())))
+                {
+                    *has_first = true;
+                    times.first_tokens.push(at.elapsed());
+                }
                 if ended {
-                    latencies.push(at.elapsed());
+                    times.handoffs.push(at.elapsed());
                 }
                 !ended
             });
@@ -179,7 +193,8 @@ impl Clients<'_> {
                 _ => {}
             }
         }
-        Times { handoffs: latencies, all: first.elapsed() }
+        times.all = first.elapsed();
+        times
     }
 
     /// The time at which the `n`th request was due after `ticks` steps; `None` if it is not yet due.

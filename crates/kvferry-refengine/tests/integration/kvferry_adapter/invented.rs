@@ -6,6 +6,7 @@ use kvferry_refengine::pair::invented::{
 };
 use kvferry_refengine::{FinishReason, RequestId, continuation};
 use kvferry_testkit::{PATIENCE, Watchdog};
+use std::time::Duration;
 
 /// Runs so many made-up requests, with handoffs beside them.
 fn run(invented: usize) {
@@ -21,6 +22,7 @@ fn run(invented: usize) {
         requests: invented,
         arrivals: Arrivals::PerTick(8),
         per_handoff: 200,
+        step: Duration::ZERO,
         dead: Some(&dead),
     };
     let times = clients.run(&mut pair, |pair| {

@@ -101,7 +101,7 @@ fn invented_producers_leave_room_for_loads_from_producers_that_have_answered() {
 fn a_request_whose_producer_has_answered_its_claim_needs_no_room_beside_made_up_ones() {
     let mut it = limited(&[FULL]);
     load(&mut it, "invented", "10.0.0.1", Match::Tokens(8));
-    for n in 0..300 {
+    for n in 0..40 {
         load(&mut it, &format!("w{n}"), "10.0.0.1", Match::Unknown);
     }
     load(&mut it, "real", "10.0.0.9", Match::Unknown);
@@ -129,7 +129,7 @@ fn requests_beyond_those_that_may_wait_for_room_are_refused_counted_and_freed_at
         }
         waiting += 1;
     };
-    assert_eq!((waiting, gauge(&it, "deferred")), (256, 256));
+    assert_eq!((waiting, gauge(&it, "deferred")), (32, 32));
     assert_eq!(it.refusals(), [(Refused::Busy, 1)]);
     assert_eq!(it.take_stats().refused, [("busy".to_owned(), 1)].into());
     assert_eq!(freed(&empty_step(&mut it)), [(&refused[..], WireCode::Busy)]);
