@@ -103,12 +103,15 @@ impl Epoll {
         Ok(epoll::delete(&self.0, fd)?)
     }
 
-    /// Waits until a descriptor is ready or `timeout` has passed, and appends at most 64 events.
+    /// Events that a wait reports at most. The kernel reports the others before it reports these again.
+    pub const EVENTS_MAX: usize = 64;
+
+    /// Waits until a descriptor is ready or `timeout` has passed, and appends at most [`Epoll::EVENTS_MAX`] events.
     ///
     /// # Errors
     /// The kernel's error; an interrupted wait is an empty one.
     pub fn wait(&self, events: &mut Vec<Event>, timeout: Option<Duration>) -> io::Result<()> {
-        let mut raw = [MaybeUninit::<epoll::Event>::uninit(); 64];
+        let mut raw = [MaybeUninit::<epoll::Event>::uninit(); Self::EVENTS_MAX];
         let timeout = timeout.map(timespec);
         let ready = match epoll::wait(&self.0, &mut raw, timeout.as_ref()) {
             Ok((ready, _)) => ready,

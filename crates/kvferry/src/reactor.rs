@@ -16,7 +16,7 @@ use kvferry_proto::Timestamp;
 use kvferry_sys::clock;
 use kvferry_sys::poll::{Event, Interest, Ready};
 use rustc_hash::FxHashMap;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
@@ -256,8 +256,7 @@ impl Reactor {
             epoll,
             entries: FxHashMap::default(),
             timers: BTreeSet::new(),
-            again: Vec::new(),
-            called_again: Vec::new(),
+            again: VecDeque::new(),
             taken: Vec::new(),
             due: Vec::new(),
             linger,
@@ -350,9 +349,9 @@ struct Run {
     epoll: Epoll,
     entries: FxHashMap<u64, Entry>,
     timers: BTreeSet<(Timestamp, u64)>,
-    again: Vec<u64>,
+    /// Handlers that have more work, in the order in which they said so.
+    again: VecDeque<u64>,
     // Empty between rounds; kept for their capacity.
-    called_again: Vec<u64>,
     taken: Vec<Command>,
     due: Vec<u64>,
     linger: Duration,
@@ -382,6 +381,10 @@ impl Run {
                 }
             }
             self.fire_first(at);
+            // Where more descriptors are ready than a wait reports, the wake-up may be among the others.
+            if events.len() >= Epoll::EVENTS_MAX {
+                self.commands(at);
+            }
             for event in &events {
                 if event.token == WAKEUP {
                     self.commands(at);
@@ -418,16 +421,16 @@ impl Run {
         self.taken = taken;
     }
 
+    /// Calls as many handlers that have more work as a wait reports descriptors: with all of them, a descriptor that is ready
+    /// beside thousands would wait for thousands of turns in each of many rounds.
     fn call_again(&mut self, at: Timestamp) {
-        let mut tokens = std::mem::take(&mut self.called_again);
-        std::mem::swap(&mut self.again, &mut tokens);
-        for token in tokens.drain(..) {
+        for _ in 0..self.again.len().min(Epoll::EVENTS_MAX) {
+            let Some(token) = self.again.pop_front() else { return };
             if let Some(entry) = self.entries.get_mut(&token) {
                 entry.again = false;
             }
             self.call(token, Cause::default(), at);
         }
-        self.called_again = tokens;
     }
 
     fn add(&mut self, token: u64, handler: Box<dyn Handler>, at: Timestamp) {
@@ -510,7 +513,7 @@ impl Run {
             }
             Next::Again => {
                 if !std::mem::replace(&mut entry.again, true) {
-                    self.again.push(token);
+                    self.again.push_back(token);
                 }
             }
             Next::Close => self.close(token),

@@ -186,6 +186,27 @@ impl Handler for Endless {
     }
 }
 
+/// As [`Endless`], of which there are many.
+struct Always {
+    socket: std::os::unix::net::UnixStream,
+    is_watched: bool,
+    calls: std::sync::Arc<AtomicU64>,
+}
+
+impl Handler for Always {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(std::os::fd::AsFd::as_fd(&self.socket))
+    }
+
+    fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+        if !std::mem::replace(&mut self.is_watched, true) {
+            return Next::Wait { interest: Interest::Read, deadline: None };
+        }
+        self.calls.fetch_add(1, Ordering::SeqCst);
+        Next::Again
+    }
+}
+
 /// Counts the calls of another handler between two of its own.
 struct Turns {
     calls: std::sync::Arc<AtomicU64>,
@@ -219,6 +240,90 @@ fn a_handler_that_always_has_work_gets_no_more_turns_in_each_round() {
         let calls = turns.recv_timeout(Duration::from_secs(60)).expect("its turn comes");
         assert!(calls <= 4, "{calls} calls of the other handler in round {round}");
     }
+    reactor.stop();
+}
+
+/// In its first turn makes another handler's descriptor ready, and wakes a third one.
+struct Signals {
+    calls: std::sync::Arc<AtomicU64>,
+    ready: Option<std::os::unix::net::UnixStream>,
+    remote: Remote,
+    woken: u64,
+    at: std::sync::Arc<AtomicU64>,
+}
+
+impl Handler for Signals {
+    fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+        use std::io::Write;
+        if let Some(mut ready) = self.ready.take() {
+            self.at.store(self.calls.load(Ordering::SeqCst), Ordering::SeqCst);
+            ready.write_all(b"ready").expect("connected");
+            self.remote.wake(self.woken);
+        }
+        Next::Wait { interest: Interest::None, deadline: None }
+    }
+}
+
+/// Says how many calls the others got between the turn of [`Signals`] and its own.
+struct Signalled {
+    socket: Option<std::os::unix::net::UnixStream>,
+    calls: std::sync::Arc<AtomicU64>,
+    at: std::sync::Arc<AtomicU64>,
+    waited: mpsc::Sender<u64>,
+}
+
+impl Handler for Signalled {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.socket.as_ref().map(std::os::fd::AsFd::as_fd)
+    }
+
+    fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+        let at = self.at.load(Ordering::SeqCst);
+        if at == 0 {
+            return Next::Wait { interest: Interest::Read, deadline: None };
+        }
+        let _ = self.waited.send(self.calls.load(Ordering::SeqCst) - at);
+        Next::Close
+    }
+}
+
+#[test]
+fn beside_hundreds_of_handlers_that_always_have_work_a_descriptor_and_a_command_wait_for_few_turns()
+{
+    use std::io::Write;
+    const BUSY: usize = 640;
+    let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
+    let remote = reactor.remote();
+    let pair = || std::os::unix::net::UnixStream::pair().expect("a socket pair");
+    let (socket, mut peer) = pair();
+    peer.write_all(b"ready").expect("connected");
+    let (calls, at) = (std::sync::Arc::default(), std::sync::Arc::default());
+    for _ in 0..BUSY {
+        // Descriptors of one socket: all of them are ready.
+        let socket = socket.try_clone().expect("a descriptor");
+        let calls = std::sync::Arc::clone(&calls);
+        remote.add(remote.token(), Box::new(Always { socket, is_watched: false, calls }));
+    }
+    let (watched, ready) = pair();
+    let (descriptor, waited_descriptor) = mpsc::channel();
+    let (command, waited_command) = mpsc::channel();
+    let woken = remote.token();
+    for (token, socket, waited) in
+        [(remote.token(), Some(watched), descriptor), (woken, None, command)]
+    {
+        let (calls, at) = (std::sync::Arc::clone(&calls), std::sync::Arc::clone(&at));
+        remote.add(token, Box::new(Signalled { socket, calls, at, waited }));
+    }
+    let signals = Signals { calls, ready: Some(ready), remote: remote.clone(), woken, at };
+    remote.add(remote.token(), Box::new(signals));
+
+    let wait = Duration::from_secs(60);
+    let round = 2 * Epoll::EVENTS_MAX as u64;
+    let waited = waited_command.recv_timeout(wait).expect("its turn comes");
+    assert!(waited <= 2 * round, "{waited} calls before that of a handler that was woken");
+    let rounds = BUSY.div_ceil(Epoll::EVENTS_MAX) as u64 + 2;
+    let waited = waited_descriptor.recv_timeout(wait).expect("its turn comes");
+    assert!(waited <= rounds * round, "{waited} calls before that of a descriptor that was ready");
     reactor.stop();
 }
 
