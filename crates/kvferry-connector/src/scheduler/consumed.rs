@@ -154,12 +154,11 @@ impl Consumed {
             return Some(found);
         }
         known.asked = known.asked.saturating_add(1);
-        if !known.deferred && self.deferred >= DEFERRED_MAX {
-            // Its claim may be answered by the next time.
-            return (known.asked < ASKED_MAX).then_some(Match::Unknown);
-        }
         self.deferred += usize::from(!std::mem::replace(&mut known.deferred, true));
-        Some(Match::Unknown)
+        // The engine asks first for those that have waited longest without an answer. Made-up ones would otherwise keep
+        // the places of later ones, whose claims are about to be answered.
+        let leaves = self.deferred > DEFERRED_MAX && known.asked >= ASKED_MAX;
+        (!leaves).then_some(Match::Unknown)
     }
 
     /// Adds the claims of requests that have arrived and wait.

@@ -8,11 +8,12 @@
 use rustc_hash::FxHashSet;
 use std::collections::BTreeMap;
 
-/// Requests that wait without blocks for room among the waiting loads, at most. Later ones are refused: the engine asks for
-/// each of them in each of its steps, and every request of the step waits for that.
+/// Requests that wait without blocks for room among the waiting loads, besides those asked for fewer than [`ASKED_MAX`]
+/// times. With more, those that have waited longest are refused: the engine asks for each of them in each of its steps, and
+/// every request of the step waits for that.
 pub(super) const DEFERRED_MAX: usize = 32;
 
-/// Number of times that the engine asks for a request that finds no room, before it is refused: the answer to its claim
+/// Number of times that the engine asks for a request that finds no room, before it may be refused: the answer to its claim
 /// takes a step or two, and a request with an answer needs no room.
 pub(super) const ASKED_MAX: u8 = 8;
 

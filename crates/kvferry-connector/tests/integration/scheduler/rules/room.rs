@@ -111,37 +111,34 @@ fn a_request_whose_producer_has_answered_its_claim_needs_no_room_beside_made_up_
 }
 
 #[test]
-fn requests_beyond_those_that_may_wait_for_room_are_refused_counted_and_freed_at_their_producer() {
+fn of_more_requests_than_may_wait_for_room_the_longest_waiting_are_refused_counted_and_freed() {
     let mut it = limited(&[FULL]);
     load(&mut it, "a", "10.0.0.9", Match::Tokens(8));
-    let mut waiting = 0;
-    let refused = loop {
-        let id = format!("w{waiting}");
-        let params = consumes(&id);
-        let request = request(&id, 8, &params);
-        it.arrived(&request);
-        assert_eq!(it.matched(&request, 0), Match::Unknown, "its claim may be answered soon");
-        if gauge(&it, "deferred") == waiting {
-            // The engine asks again in its next steps.
-            let found = (0..100).map(|_| it.matched(&request, 0)).find(|it| *it != Match::Unknown);
-            assert_eq!(found, Some(Match::NONE));
-            break id;
-        }
-        waiting += 1;
-    };
-    assert_eq!((waiting, gauge(&it, "deferred")), (32, 32));
+    let ids: Vec<_> = (0..33).map(|n| format!("w{n}")).collect();
+    let ask = |it: &mut Scheduler, id: &str| it.matched(&request(id, 8, &consumes(id)), 0);
+    for id in &ids[..32] {
+        it.arrived(&request(id, 8, &consumes(id)));
+        assert!((0..100).all(|_| ask(&mut it, id) == Match::Unknown), "there is a place for it");
+    }
+    let late = &ids[32];
+    it.arrived(&request(late, 8, &consumes(late)));
+    assert!((0..7).all(|_| ask(&mut it, late) == Match::Unknown), "its claim may be answered soon");
+    assert_eq!(gauge(&it, "deferred"), 33);
+
+    // The engine's next step: it asks in the order of arrival.
+    assert_eq!(ask(&mut it, "w0"), Match::NONE);
+    assert!(ids[1..].iter().all(|id| ask(&mut it, id) == Match::Unknown));
+    assert_eq!(gauge(&it, "deferred"), 32);
     assert_eq!(it.refusals(), [(Refused::Busy, 1)]);
     assert_eq!(it.take_stats().refused, [("busy".to_owned(), 1)].into());
-    assert_eq!(freed(&empty_step(&mut it)), [(&refused[..], WireCode::Busy)]);
+    assert_eq!(freed(&empty_step(&mut it)), [("w0", WireCode::Busy)]);
     // Room does not bring it back: the engine computes it.
     it.received(["a"]);
-    assert_eq!(it.matched(&request(&refused, 8, &consumes(&refused)), 0), Match::NONE);
-    assert_eq!(it.matched(&request("w0", 8, &consumes("w0")), 0), Match::Tokens(8));
-    for n in 0..=waiting {
-        let (id, params) = (format!("w{n}"), consumes("a"));
-        it.finished(&request(&id, 8, &params), FinishReason::Abort, None, None);
+    assert_eq!(ask(&mut it, "w0"), Match::NONE);
+    assert_eq!(ask(&mut it, "w1"), Match::Tokens(8));
+    for id in ids.iter().map(String::as_str).chain(["a"]) {
+        it.finished(&request(id, 8, &consumes(id)), FinishReason::Abort, None, None);
     }
-    it.finished(&request("a", 8, &consumes("a")), FinishReason::Abort, None, None);
     empty_step(&mut it);
     assert_idle(&it);
 }
