@@ -60,6 +60,30 @@ def test_a_write_and_a_read_of_gpu_memory_move_its_bytes(
     array.free()
 
 
+def test_transfers_with_memory_of_the_peers_gpu_say_why_they_are_not_local(driver: Driver) -> None:
+    agent, far = [kvferry.Agent(listen="127.0.0.1:0", transports=["local", "tcp"]) for _ in range(2)]
+    arrays, hosts = [Array(driver, NBYTES), Array(driver, NBYTES)], [bytearray(NBYTES), bytearray(NBYTES)]
+    near_regions = [agent.register(hosts[0]), agent.register(arrays[0])]
+    far_regions = [far.register(hosts[1]), far.register(arrays[1])]
+    peer, counted = agent.peer(far.address), 0
+    for transport, remote in zip(("local", "tcp"), far_regions, strict=True):
+        assert (peer.connect().transport, peer.connect().fallback) == ("local", None)
+        for region in near_regions:
+            batch = kvferry.Batch()
+            batch.push(region, 0, remote.remote(), 0, NBYTES)
+            for call in (peer.write, peer.read):
+                assert call(batch, after="host").transport == transport
+                counted += transport == "tcp"
+            assert agent.stats()["fallbacks_peer_device"] == counted
+    fallback = peer.connect().fallback
+    assert fallback == "local has no path to device memory of the peer; such transfers go over tcp"
+    assert far.stats()["fallbacks_peer_device"] == 0
+    agent.shutdown()
+    far.shutdown()
+    for array in arrays:
+        array.free()
+
+
 def test_a_gpu_array_goes_to_a_file_and_back_after_what_computes_it(
     driver: Driver, agent: kvferry.Agent, tmp_path: Path
 ) -> None:

@@ -408,7 +408,8 @@ impl Agent {
         fd.map(|fd| fd.as_raw_fd()).map_err(|e| error::exception(py, &e))
     }
 
-    /// The agent's counters since it started, by name.
+    /// The agent's counters since it started, by name. `fallbacks_peer_device`, `fallbacks_out_of_reach` and
+    /// `fallbacks_unlisted` count the transfers within the host that did not go over "local", by the reason.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = serde_json::to_value(self.0.agent(py)?.stats())
             .map_err(|e| error::new(py, ErrorKind::Internal, &e.to_string()))?;

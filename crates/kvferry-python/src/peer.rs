@@ -347,7 +347,7 @@ impl PeerSummary {
         self.0.transport.as_str()
     }
 
-    /// Why the peer is not reached by the fastest transport within one host; None if it is.
+    /// Why the peer, or memory that a transfer named, is not reached by the fastest transport within one host; None if it is.
     #[getter]
     fn fallback(&self) -> Option<&str> {
         self.0.fallback.as_deref()

@@ -3,7 +3,7 @@
 use crate::fabric::{
     Aim, Effort, Endpoint, Fabric, Failure, Handle, Move, Outcome, Pair, Region, TransferStats, Way,
 };
-use crate::memory::Memory;
+use crate::memory::{Memory, MemoryKind};
 use crate::region::moved;
 use kvferry::{
     Access, Agent, AgentBuilder, Batch, Checksum, Incarnation, Notification, Options, Peer,
@@ -13,14 +13,17 @@ use kvferry_sys::sync::Mutex;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Makes pairs of agents with these settings.
 #[derive(Clone, Debug)]
 pub struct AgentFabric {
-    /// The names of the transports that the agents may use, separated by commas.
+    /// The names of the transports that the agents may use, separated by commas, the fastest first. A transfer goes over
+    /// the first; over the last, if it names device memory of the other side. A transfer over another one fails.
     pub transports: &'static str,
+    /// Whether the far side has its memory in the host, whatever the memory under test.
+    pub far_in_host: bool,
     /// Settings of the transports, with their values.
     pub settings: &'static [(&'static str, &'static str)],
     /// Whether the agents have kvferry's own sessions with each other. Without one, a peer confirms no cancel, and
@@ -45,6 +48,7 @@ impl AgentFabric {
     pub const fn new(transports: &'static str) -> Self {
         Self {
             transports,
+            far_in_host: false,
             settings: &[],
             has_sessions: true,
             checksum: Checksum::Auto,
@@ -89,6 +93,10 @@ impl Fabric for AgentFabric {
         self.effort
     }
 
+    fn far_kind(&self, kind: MemoryKind) -> MemoryKind {
+        if self.far_in_host { MemoryKind::Host } else { kind }
+    }
+
     fn patience(&self) -> Duration {
         self.patience
     }
@@ -112,6 +120,8 @@ impl Fabric for AgentFabric {
                 memories: Memories::default(),
                 closed: AtomicBool::new(false),
                 by_address: !self.names_regions(),
+                transports: self.transports,
+                with_peer_device: AtomicU64::new(0),
             }))
         };
         Ok(Pair { near: end(&near, &far)?, far: end(&far, &near)? })
@@ -127,8 +137,14 @@ pub(crate) fn failure(error: kvferry::Error) -> Failure {
     }
 }
 
-fn outcome(result: Result<kvferry::TransferStats, kvferry::Error>) -> Outcome {
-    result.map(|m| TransferStats { bytes: m.bytes, descriptors: m.descriptors }).map_err(failure)
+/// The outcome of a transfer that should go over `transport`.
+fn outcome(result: Result<kvferry::TransferStats, kvferry::Error>, transport: &str) -> Outcome {
+    let stats = result.map_err(failure)?;
+    if stats.bytes > 0 && stats.transport.is_none_or(|over| over.as_str() != transport) {
+        let text = format!("bytes went over {:?}, not over {transport}", stats.transport);
+        return Err(Failure { kind: "another_transport".to_owned(), quiesced: None, text });
+    }
+    Ok(TransferStats { bytes: stats.bytes, descriptors: stats.descriptors })
 }
 
 /// The memory that was registered with an agent. Kept until the agent ends: if it fails to stop a copier,
@@ -167,6 +183,31 @@ struct AgentEnd {
     memories: Memories,
     closed: AtomicBool,
     by_address: bool,
+    /// See [`AgentFabric::transports`].
+    transports: &'static str,
+    /// Transfers that named device memory of the other side.
+    with_peer_device: AtomicU64,
+}
+
+impl AgentEnd {
+    /// Returns the transport of a transfer that begins.
+    fn transport(&self, moves: &[Move]) -> &'static str {
+        let mut names = self.transports.split(',');
+        let first = names.next().expect("a name");
+        if moves.iter().all(|m| m.remote.memory.kind() == MemoryKind::Host) {
+            return first;
+        }
+        self.with_peer_device.fetch_add(1, Ordering::SeqCst);
+        names.next_back().unwrap_or(first)
+    }
+
+    /// Transfers that did not take the first transport although they could.
+    fn missed(&self, stats: &kvferry::Stats) -> u64 {
+        let device = stats.fallbacks_peer_device;
+        device.saturating_sub(self.with_peer_device.load(Ordering::SeqCst))
+            + stats.fallbacks_out_of_reach
+            + stats.fallbacks_unlisted
+    }
 }
 
 pub(crate) fn region_of(region: &Region) -> kvferry::Region {
@@ -216,15 +257,18 @@ impl Endpoint for AgentEnd {
     }
 
     fn transfer(&self, way: Way, moves: &[Move], how: &Options<'_>) -> Outcome {
-        outcome(moved(way, &self.peer, &batch(moves, self.by_address)?, how))
+        let (batch, over) = (batch(moves, self.by_address)?, self.transport(moves));
+        outcome(moved(way, &self.peer, &batch, how), over)
     }
 
     fn start(&self, way: Way, moves: &[Move], how: &Options<'_>) -> Box<dyn Handle> {
         let batch = batch(moves, self.by_address).expect("scenarios start only what fits itself");
-        Box::new(Running(match way {
+        let over = self.transport(moves);
+        let transfer = match way {
             Way::Write => self.peer.write_async(&batch, how),
             Way::Read => self.peer.read_async(&batch, how),
-        }))
+        };
+        Box::new(Running { transfer, over })
     }
 
     fn notify(&self, note: Notification, how: &Options<'_>) -> Result<(), Failure> {
@@ -246,6 +290,7 @@ impl Endpoint for AgentEnd {
             ("requests_in_flight", stats.requests_in_flight),
             ("handshakes_pending", stats.handshakes_pending),
             ("regions", stats.regions),
+            ("transfers over another transport", self.missed(&stats)),
             ("notifications", self.agent.notifications().len() as u64),
         ];
         if self.closed.load(Ordering::SeqCst) {
@@ -262,22 +307,26 @@ impl Endpoint for AgentEnd {
     }
 }
 
-struct Running(Transfer);
+struct Running {
+    transfer: Transfer,
+    /// The transport that the bytes should go over.
+    over: &'static str,
+}
 
 impl Handle for Running {
     fn poll(&self) -> Option<Outcome> {
-        self.0.outcome().map(outcome)
+        self.transfer.outcome().map(|it| outcome(it, self.over))
     }
 
     fn wait(&self, timeout: Duration) -> Option<Outcome> {
-        self.0.wait(timeout).map(outcome)
+        self.transfer.wait(timeout).map(|it| outcome(it, self.over))
     }
 
     fn cancel(&self) {
-        self.0.cancel();
+        self.transfer.cancel();
     }
 
     fn event_fd(&self) -> BorrowedFd<'_> {
-        self.0.event_fd().expect("the process has descriptors left")
+        self.transfer.event_fd().expect("the process has descriptors left")
     }
 }

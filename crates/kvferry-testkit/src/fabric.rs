@@ -1,6 +1,6 @@
 //! The interface that the conformance suite needs of a transport: two connected endpoints.
 
-use crate::memory::Memory;
+use crate::memory::{Memory, MemoryKind};
 use crate::slow::SlowMemory;
 use kvferry::{Access, Notification, Options};
 use std::any::Any;
@@ -23,6 +23,11 @@ pub trait Fabric: Send + Sync {
     /// Amount of work that the scenarios should do.
     fn effort(&self) -> Effort {
         Effort::Full
+    }
+
+    /// The kind of memory of the far side, for scenarios on memory of `kind`.
+    fn far_kind(&self, kind: MemoryKind) -> MemoryKind {
+        kind
     }
 
     /// Whether a transfer names regions of one incarnation. Otherwise it names addresses, and every

@@ -39,8 +39,8 @@ pub struct PeerSummary {
     pub authenticated: bool,
     /// Whether payload carries CRC32C checksums.
     pub checksum: bool,
-    /// The reason why the session does not use `local`, the fastest transport within one host; `None` if it does. Text
-    /// for people.
+    /// The reason why the session does not use `local`, the fastest transport within one host, or why a transfer of the
+    /// session did not, such as one with device memory of the peer; `None` if all went over it. Text for people.
     pub fallback: Option<String>,
 }
 

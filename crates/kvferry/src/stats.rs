@@ -37,6 +37,13 @@ counters! {
     transfers_cancelled,
     /// Transfers that ended early and whose quiesce the peer could not confirm.
     transfers_unconfirmed,
+    /// Transfers within a host that went over another transport than `local`, because they name device memory of the
+    /// peer, such as that of a GPU.
+    fallbacks_peer_device,
+    /// The same, because the kernel does not let this process reach memory of the peer that is not shared.
+    fallbacks_out_of_reach,
+    /// The same, because the peer has more regions than its table for `local` holds.
+    fallbacks_unlisted,
     /// Gauge: transfers without an outcome.
     transfers_in_flight,
     /// Payload bytes this agent's transfers wrote to peers.

@@ -6,6 +6,7 @@ mod absent;
 mod bytes;
 mod calibrate;
 mod fake;
+mod fallbacks;
 mod faults;
 mod hardware;
 mod kernel;

@@ -60,5 +60,10 @@ fn file_on_gpu() -> FileFabric {
 }
 
 kvferry_testkit::conformance!(tcp, on_gpu("tcp"), gpu: Provided);
-kvferry_testkit::conformance!(local, on_gpu("local,tcp"), gpu: Provided);
+// `local` has no path to memory of the peer's GPU: the far side's memory is in the host.
+kvferry_testkit::conformance!(
+    local,
+    AgentFabric { far_in_host: true, ..on_gpu("local,tcp") },
+    gpu: Provided
+);
 kvferry_testkit::conformance!(file, file_on_gpu(), gpu: Provided);

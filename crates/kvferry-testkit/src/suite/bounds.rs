@@ -54,10 +54,10 @@ fn healthy(rig: &Rig<'_>, near: &Region, far: &Region, after: &str) -> Result<Du
 
 fn beyond_is_refused(rig: &Rig<'_>, way: Way) -> Result<(Region, Region)> {
     let near = rig.area(Side::Near, 128 * KIB, Access::NONE)?;
-    let far = match rig.kind {
+    let far = match rig.kind_of(Side::Far) {
         // A region in the middle of memory, so that the bytes around the region are checked, too.
         MemoryKind::Host => {
-            let memory = Memory::new(rig.kind, 192 * KIB);
+            let memory = Memory::new(MemoryKind::Host, 192 * KIB);
             rig.register(Side::Far, &memory, 64 * KIB, 64 * KIB, Access::READ_WRITE)?
         }
         _ => rig.area(Side::Far, 64 * KIB, Access::READ_WRITE)?,
@@ -112,12 +112,12 @@ pub(super) fn unregistered_ranges_are_refused(rig: &Rig<'_>) -> Result {
 }
 
 pub(super) fn neighbouring_regions_are_not_one(rig: &Rig<'_>) -> Result {
-    if rig.kind != MemoryKind::Host {
+    if rig.kind_of(Side::Far) != MemoryKind::Host {
         println!("nothing to test: a device's memory is registered as a whole");
         return Ok(());
     }
     let near = rig.area(Side::Near, 128 * KIB, Access::NONE)?;
-    let memory = Memory::new(rig.kind, 128 * KIB);
+    let memory = Memory::new(MemoryKind::Host, 128 * KIB);
     let left = rig.register(Side::Far, &memory, 0, 64 * KIB, Access::READ_WRITE)?;
     let right = rig.register(Side::Far, &memory, 64 * KIB, 64 * KIB, Access::READ_WRITE)?;
     for (offset, len) in [(64 * KIB - 8, 16), (0, 128 * KIB), (64 * KIB - 1, 2)] {

@@ -75,7 +75,7 @@ pub(super) fn nothing_lands_after_a_confirmed_cancel(rig: &Rig<'_>) -> Result {
 }
 
 pub(super) fn a_cancel_is_not_confirmed_while_the_device_copies(rig: &Rig<'_>) -> Result {
-    if !needs_device(rig, "a cancel while a device copies") {
+    if !needs_far_device(rig, "a cancel while a device copies") {
         return Ok(());
     }
     let near = rig.area(Side::Near, MIB, Access::NONE)?;

@@ -32,7 +32,8 @@ pub(super) fn host_and_device_memory_in_one_batch_land_whole(rig: &Rig<'_>) -> R
         return Ok(());
     }
     let new = |side, kind| area(rig, side, kind, 2 * MIB);
-    let both = |side| -> Result<_> { Ok([new(side, MemoryKind::Host)?, new(side, rig.kind)?]) };
+    let both =
+        |side| -> Result<_> { Ok([new(side, MemoryKind::Host)?, new(side, rig.kind_of(side))?]) };
     let regions = [both(Side::Near)?, both(Side::Far)?];
     for piece in [MIB, 700 * KIB, 64 * KIB, 4097] {
         for way in Way::ALL {
@@ -55,8 +56,8 @@ struct Held {
 impl Held {
     fn start(rig: &Rig<'_>, side: Side, way: Way) -> Result<Self> {
         let (near, far) = match side {
-            Side::Near => (rig.kind, MemoryKind::Host),
-            Side::Far => (MemoryKind::Host, rig.kind),
+            Side::Near => (rig.kind_of(side), MemoryKind::Host),
+            Side::Far => (MemoryKind::Host, rig.kind_of(side)),
         };
         let near = area(rig, Side::Near, near, 3 * MIB)?;
         let far = area(rig, Side::Far, far, 3 * MIB)?;
@@ -77,12 +78,8 @@ impl Held {
 }
 
 pub(super) fn a_confirmed_cancel_leaves_no_copy_between_host_and_device(rig: &Rig<'_>) -> Result {
-    if !needs_device(rig, "a cancel while a device copies") {
-        return Ok(());
-    }
-    for (side, way) in
-        [(Side::Near, Write), (Side::Near, Read), (Side::Far, Write), (Side::Far, Read)]
-    {
+    let cases = [(Side::Near, Write), (Side::Near, Read), (Side::Far, Write), (Side::Far, Read)];
+    for (side, way) in with_devices(rig, cases, "a cancel while a device copies") {
         let held = Held::start(rig, side, way)?;
         held.handle.cancel();
         let early = held.handle.wait(WATCHED);
@@ -102,11 +99,13 @@ pub(super) fn a_confirmed_cancel_leaves_no_copy_between_host_and_device(rig: &Ri
 }
 
 pub(super) fn a_close_waits_for_the_copies_of_its_devices(rig: &Rig<'_>) -> Result {
-    if !needs_device(rig, "a close while a device copies") {
-        return Ok(());
-    }
     // The near device is written by a read, the far one by a write. Each twice: a thread that is late to close sees no copy.
-    for (side, way) in [(Side::Near, Read), (Side::Far, Write)].repeat(2) {
+    let cases = with_devices(
+        rig,
+        [(Side::Near, Read), (Side::Far, Write)],
+        "a close while a device copies",
+    );
+    for (side, way) in cases.repeat(2) {
         let rig = Rig::new(rig.fabric, rig.kind)?;
         let held = Held::start(&rig, side, way)?;
         let device = held.device().device();

@@ -26,7 +26,7 @@ use crate::fabric::{Aim, Fabric, Handle, Move, Outcome, Region};
 use crate::memory::{Memory, MemoryKind};
 use crate::violation::{Violation, ensure};
 use kvferry::{Access, Notification, Options};
-use rig::{Rig, Side, done, failed, needs_device, pieces, watch, within};
+use rig::{Rig, Side, done, failed, needs_far_device, pieces, watch, with_devices, within};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, mpsc};

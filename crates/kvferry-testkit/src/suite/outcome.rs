@@ -283,13 +283,10 @@ pub(super) fn a_deadline_is_honoured(rig: &Rig<'_>) -> Result {
 }
 
 pub(super) fn a_failing_device_fails_its_transfer(rig: &Rig<'_>) -> Result {
-    if !needs_device(rig, "a failing device") {
-        return Ok(());
-    }
+    let cases = [(Side::Near, Write), (Side::Near, Read), (Side::Far, Write), (Side::Far, Read)];
+    let cases = with_devices(rig, cases, "a failing device");
     let (near, mut far) = rig.both(MIB)?;
-    for (side, way) in
-        [(Side::Near, Write), (Side::Near, Read), (Side::Far, Write), (Side::Far, Read)]
-    {
+    for (side, way) in cases {
         let failing = if side == Side::Near { &near } else { &far };
         failing.device().fail_next(1);
         ensure!(
@@ -312,7 +309,7 @@ pub(super) fn a_failing_device_fails_its_transfer(rig: &Rig<'_>) -> Result {
 }
 
 pub(super) fn a_stuck_device_does_not_stop_other_regions(rig: &Rig<'_>) -> Result {
-    if !needs_device(rig, "a stuck device") {
+    if !needs_far_device(rig, "a stuck device") {
         return Ok(());
     }
     let (near, far) = rig.both(MIB)?;

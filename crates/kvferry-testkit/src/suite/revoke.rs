@@ -88,7 +88,7 @@ pub(super) fn a_local_region_is_left_alone_after_unregister_returned(rig: &Rig<'
 }
 
 pub(super) fn unregister_waits_for_the_device(rig: &Rig<'_>) -> Result {
-    if !needs_device(rig, "unregister while a device copies") {
+    if !needs_far_device(rig, "unregister while a device copies") {
         return Ok(());
     }
     let near = rig.area(Side::Near, MIB, Access::NONE)?;

@@ -26,7 +26,7 @@ pub(super) struct Rig<'a> {
     /// Starts most transfers.
     pub(super) near: Arc<dyn Endpoint>,
     pub(super) far: Arc<dyn Endpoint>,
-    /// The memory under test.
+    /// The memory under test; see [`Rig::kind_of`].
     pub(super) kind: MemoryKind,
     regions: Mutex<Vec<(Side, Region)>>,
     /// Kept, so that no later region has its addresses: a late request may still name them.
@@ -90,9 +90,22 @@ impl<'a> Rig<'a> {
         }
     }
 
+    /// The kind of memory that a side has.
+    pub(super) fn kind_of(&self, side: Side) -> MemoryKind {
+        match side {
+            Side::Near => self.kind,
+            Side::Far => self.fabric.far_kind(self.kind),
+        }
+    }
+
+    /// Whether the memory of a side is a device's that can be held and made to fail.
+    pub(super) fn can_be_held(&self, side: Side) -> bool {
+        !matches!(self.kind_of(side), MemoryKind::Host | MemoryKind::Provided)
+    }
+
     /// New memory, registered as a whole.
     pub(super) fn area(&self, side: Side, len: usize, access: Access) -> Result<Region> {
-        self.register(side, &Memory::new(self.kind, len), 0, len, access)
+        self.register(side, &Memory::new(self.kind_of(side), len), 0, len, access)
     }
 
     /// Registers a part of some memory.
@@ -305,12 +318,25 @@ pub(super) fn watch(memory: &Memory, time: Duration, what: &str) -> Result {
     }
 }
 
-/// Whether the memory under test is a device's that can be held and made to fail; if not, prints that there is nothing
-/// to test.
-pub(super) fn needs_device(rig: &Rig<'_>, what: &str) -> bool {
-    let can_be_held = !matches!(rig.kind, MemoryKind::Host | MemoryKind::Provided);
+/// Whether the memory of the far side is a device's that can be held and made to fail; if not, prints that there is
+/// nothing to test.
+pub(super) fn needs_far_device(rig: &Rig<'_>, what: &str) -> bool {
+    let can_be_held = rig.can_be_held(Side::Far);
     if !can_be_held {
         println!("nothing to test: {what} is about device memory that the test can hold");
     }
     can_be_held
+}
+
+/// The cases whose side has a device that can be held and made to fail; prints if there are none.
+pub(super) fn with_devices<const N: usize>(
+    rig: &Rig<'_>,
+    cases: [(Side, Way); N],
+    what: &str,
+) -> Vec<(Side, Way)> {
+    let cases: Vec<_> = cases.into_iter().filter(|(side, _)| rig.can_be_held(*side)).collect();
+    if cases.is_empty() {
+        println!("nothing to test: {what} is about device memory that the test can hold");
+    }
+    cases
 }

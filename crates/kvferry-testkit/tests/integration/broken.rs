@@ -73,6 +73,17 @@ fn every_fault_of_a_device_is_caught_by_the_promise_it_breaks() {
     }
 }
 
+#[test]
+fn a_transfer_over_another_transport_than_the_fabric_says_is_noticed() {
+    // The agents take `local`, the fastest.
+    let says_tcp = AgentFabric { effort: Effort::Brief, ..AgentFabric::new("tcp,local") };
+    let fabric: Arc<dyn Fabric> = Arc::new(says_tcp);
+    let scenario = Scenario::named("every_byte_lands_and_nothing_else").expect("its name");
+    let violation = scenario.run_within(&fabric, MemoryKind::Host, PATIENCE);
+    let violation = violation.expect_err("the bytes go over local").to_string();
+    assert!(violation.contains("not over tcp"), "{violation}");
+}
+
 fn is_caught(fault: Fault) -> bool {
     let scenario = Scenario::named(fault.breaks()).expect("a fault names a scenario");
     let began = Instant::now();

@@ -7,6 +7,7 @@
 //! When a link ends, it shuts down every lane's socket, which wakes the threads that wait on one;
 //! they find the reason in [`Link::end`].
 
+use super::fallback::{Fallback, Fallbacks};
 use super::lanes::{Lane, LaneGiven, Lanes, Open};
 use super::messages::MessageQueue;
 use crate::core::Core;
@@ -136,7 +137,7 @@ pub(crate) enum Offered {
     /// The route moves the batch; the job gets its outcome.
     Taken,
     /// The route can't reach the batch's memory, for this reason; another route may.
-    Elsewhere(&'static str),
+    Elsewhere(Fallback),
     /// The peer would refuse the batch.
     Refused(Error),
 }
@@ -205,6 +206,7 @@ pub struct Link {
     routes: RwLock<SmallVec<[Arc<dyn Route>; 2]>>,
     /// The reason why there is no faster route.
     obstacle: OnceLock<String>,
+    fallbacks: Fallbacks,
     pub(crate) lanes: Lanes,
     pub(crate) messages: MessageQueue,
     /// Transfers of this side and requests of the peer that are in progress.
@@ -243,6 +245,7 @@ impl Link {
             backend,
             routes: RwLock::default(),
             obstacle: OnceLock::new(),
+            fallbacks: Fallbacks::default(),
             lanes,
             messages: MessageQueue::new(account),
             in_flight: AtomicUsize::new(0),
@@ -359,9 +362,10 @@ impl Link {
 
     /// The reason why not every byte takes the fastest route; `None` if the session had no choice.
     pub(crate) fn obstacle(&self) -> Option<String> {
-        self.obstacle.get().cloned().or_else(|| {
-            self.routes.read().iter().find_map(|route| route.obstacle().map(str::to_owned))
-        })
+        let of_routes =
+            || self.routes.read().iter().find_map(|route| route.obstacle().map(str::to_owned));
+        let of_batches = || self.fallbacks.first().map(str::to_owned);
+        self.obstacle.get().cloned().or_else(of_routes).or_else(of_batches)
     }
 
     pub(crate) fn has_routes(&self) -> bool {
@@ -390,21 +394,30 @@ impl Link {
         self.main_route().map(|route| route.transport().capabilities())
     }
 
-    /// Offers something to each open route, fastest first, until one accepts it.
+    /// Offers a batch to each open route, fastest first, until one accepts it. A batch that goes to a slower route
+    /// is counted by the reason.
     pub(crate) fn offer(
         self: &Arc<Self>,
         mut to: impl FnMut(&Arc<dyn Route>) -> Offered,
     ) -> Result<(), Error> {
         let mut obstacle = "no transport is attached";
+        let mut left = None;
         for at in 0.. {
             let Some(route) = self.routes.read().get(at).map(Arc::clone) else { break };
             if !route.is_open() {
                 obstacle = "the peer's memory is out of reach";
                 continue;
             }
+            if let Some((why, from)) = left.take() {
+                let kinds = (from, route.kind());
+                self.fallbacks.count(why, kinds, &self.address, &self.core.counters);
+            }
             match to(&route) {
                 Offered::Taken => return Ok(()),
-                Offered::Elsewhere(why) => obstacle = why,
+                Offered::Elsewhere(why) => {
+                    obstacle = why.in_words();
+                    left = Some((why, route.kind()));
+                }
                 Offered::Refused(error) => return Err(error),
             }
         }

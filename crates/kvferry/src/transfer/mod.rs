@@ -4,6 +4,7 @@ pub(crate) mod batch;
 pub(crate) mod caller;
 pub(crate) mod drive;
 pub(crate) mod edges;
+pub(crate) mod fallback;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 pub(crate) mod job;

@@ -11,8 +11,13 @@ kvferry_testkit::conformance!(
     tcp_with_a_secret_and_one_thread,
     AgentFabric { streams: Some(3), io_threads: Some(1), secret: Some("one"), ..BRIEF }
 );
-// `local` can't reach device memory: it goes over tcp.
+// `local` can't reach device memory of the peer: such transfers go over tcp.
 kvferry_testkit::conformance!(local, AgentFabric::new("local,tcp"));
+kvferry_testkit::conformance!(
+    local_to_host,
+    AgentFabric { far_in_host: true, transports: "local,tcp", ..BRIEF },
+    slow: Slow
+);
 // Memory of a device with addresses of this process, which the CPU must not touch.
 kvferry_testkit::conformance!(tcp_by_address, BRIEF, addressed: Addressed);
 kvferry_testkit::conformance!(

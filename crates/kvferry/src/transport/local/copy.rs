@@ -11,6 +11,7 @@ use crate::memory::region::Access;
 use crate::memory::remote;
 use crate::sync::Arc;
 use crate::transfer::batch::Batch;
+use crate::transfer::fallback::Fallback;
 use crate::transfer::job::Op;
 use kvferry_proto::{RegionId, Timestamp, WireCode};
 use kvferry_sys::process_vm::{self, RemoteSpan};
@@ -53,7 +54,7 @@ pub(crate) enum Unreached {
     /// The peer would refuse the pair with this number.
     Refused { code: WireCode, pair: usize },
     /// Another transport may reach the memory.
-    Elsewhere,
+    Elsewhere(Fallback),
 }
 
 #[derive(Debug)]
@@ -91,7 +92,7 @@ impl LocalPeer {
         }
         found.map_err(|(missed, pair)| match missed {
             Missed::Refused(code) => Unreached::Refused { code, pair },
-            Missed::Elsewhere => Unreached::Elsewhere,
+            Missed::Elsewhere(why) => Unreached::Elsewhere(why),
         })
     }
 
@@ -118,7 +119,7 @@ impl LocalPeer {
                     let map = seen.is_shared().then(|| self.map_of(&index, seen.id())).flatten();
                     let map = map.filter(|map| map.is_writable() || !need.write);
                     if map.is_none() && self.vm.is_err() {
-                        return Err((Missed::Elsewhere, pair));
+                        return Err((Missed::Elsewhere(Fallback::OutOfReach), pair));
                     }
                     targets.regions.push(TargetRegion { seen, map });
                     targets.regions.len() - 1

@@ -30,7 +30,7 @@ pub(crate) fn copy_all(
     // Taken, not borrowed: the caller's interrupt check may call this function again.
     let mut targets = TARGETS.take();
     let copied = match peer.look_up_into(&mut targets, batch, op) {
-        Err(Unreached::Elsewhere) => None,
+        Err(Unreached::Elsewhere(_)) => None,
         Err(Unreached::Refused { code, pair }) => Some(Err(peer.refused(link, batch, code, pair))),
         Ok(()) => {
             let gate = peer.take_gate(&link.core);

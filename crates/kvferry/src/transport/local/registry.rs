@@ -12,6 +12,7 @@
 use crate::memory::region::{Access, RegionInner};
 use crate::sync::atomic::{Ordering, fence};
 use crate::sync::{Arc, RwLock, RwLockReadGuard};
+use crate::transfer::fallback::Fallback;
 use kvferry_proto::{RegionId, WireCode};
 use kvferry_sys::alive::{self, AliveMark};
 use kvferry_sys::shared::Shared;
@@ -182,7 +183,7 @@ pub(crate) enum Missed {
     /// The owner would refuse the range with this code.
     Refused(WireCode),
     /// Another transport may reach it.
-    Elsewhere,
+    Elsewhere(Fallback),
 }
 
 impl From<WireCode> for Missed {
@@ -322,7 +323,10 @@ impl Index {
         need: Access,
     ) -> Result<(Seen, u64), Missed> {
         let unknown = || {
-            if view.is_partial() { Missed::Elsewhere } else { WireCode::UnknownRegion.into() }
+            match view.is_partial() {
+                true => Missed::Elsewhere(Fallback::Unlisted),
+                false => WireCode::UnknownRegion.into(),
+            }
         };
         if len == 0 {
             return Err(WireCode::ZeroLength.into());
@@ -349,7 +353,10 @@ impl Index {
         if (need.read && !seen.has(READ)) || (need.write && !seen.has(WRITE)) {
             return Err(WireCode::AccessDenied.into());
         }
-        if seen.has(DEVICE) { Err(Missed::Elsewhere) } else { Ok((seen, offset)) }
+        match seen.has(DEVICE) {
+            true => Err(Missed::Elsewhere(Fallback::PeerDevice)),
+            false => Ok((seen, offset)),
+        }
     }
 }
 
@@ -357,11 +364,30 @@ impl Index {
 mod tests {
     use super::super::own::OwnMemory;
     use super::*;
+    use crate::memory::device::{Device, DeviceCopy, DeviceMemory};
     use crate::memory::region::{Backing, Region};
+    use crate::memory::stages::StagePool;
     use crate::memory::table::RegionTable;
     use kvferry_proto::Incarnation;
     use proptest::prelude::*;
     use std::os::fd::AsFd;
+
+    /// A device that is never asked to copy.
+    struct NoDevice;
+
+    impl Device for NoDevice {
+        fn stages(&self) -> Arc<StagePool> {
+            StagePool::new(4096, 1).expect("memory")
+        }
+
+        fn pieces_max(&self) -> usize {
+            1
+        }
+
+        fn copy_out(&self, _: DeviceCopy) {}
+
+        fn copy_in(&self, _: DeviceCopy) {}
+    }
 
     fn table() -> (RegionTable, RegistryView) {
         let registry = Registry::create().expect("memory");
@@ -412,6 +438,27 @@ mod tests {
         table.remove(&a).expect("registered");
         assert_eq!(resolve(&view, a.id(), 4, 8), misfit(WireCode::UnknownRegion));
         assert_eq!(resolve(&view, absolute, 0x1004, 8), misfit(WireCode::UnknownRegion));
+    }
+
+    #[test]
+    fn a_lookup_says_why_another_transport_may_reach_what_this_one_does_not() {
+        let (table, view) = table();
+        let device = DeviceMemory::new(Arc::new(NoDevice), 0x1000, 0x1000);
+        let backing = Backing::Device(device);
+        let region = table.insert(Incarnation(1), 0, 0x1000, Access::READ_WRITE, backing);
+        let region = region.expect("no overlap");
+        let elsewhere = |why| Err(Missed::Elsewhere(why));
+        assert_eq!(resolve(&view, region.id(), 4, 8), elsewhere(Fallback::PeerDevice));
+        let refused = Err(Missed::Refused(WireCode::OutOfBounds));
+        assert_eq!(resolve(&view, region.id(), 0xffc, 8), refused);
+        table.remove(&region).expect("registered");
+
+        let mut registry = Registry::create().expect("memory");
+        let fd = registry.fd().try_clone_to_owned().expect("a descriptor");
+        let view = RegistryView::open(fd).expect("ours");
+        registry.high = ENTRIES;
+        registry.publish(&add(&table, 0x1000, 0x1000).0);
+        assert_eq!(resolve(&view, RegionId(7), 4, 8), elsewhere(Fallback::Unlisted));
     }
 
     #[test]

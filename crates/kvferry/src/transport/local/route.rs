@@ -36,9 +36,7 @@ impl LocalRoute {
     fn targets(&self, link: &Arc<Link>, job: &Job) -> Result<Arc<Targets>, Offered> {
         match self.0.targets(&job.batch, job.op) {
             Ok(targets) => Ok(Arc::new(targets)),
-            Err(Unreached::Elsewhere) => {
-                Err(Offered::Elsewhere("a region is not host memory within reach"))
-            }
+            Err(Unreached::Elsewhere(why)) => Err(Offered::Elsewhere(why)),
             Err(Unreached::Refused { code, pair }) => {
                 Err(Offered::Refused(self.0.refused(link, &job.batch, code, pair)))
             }
