@@ -108,7 +108,7 @@ impl Edge {
         Ok(Self::new(own, Some(stream)))
     }
 
-    /// The edges as transfers take them.
+    /// The edges as transfers take them. Without an edge, they name nothing: see [`After::host`].
     pub fn all(edges: impl IntoIterator<Item = Self>) -> After {
         After::all(edges.into_iter().map(|edge| Arc::new(edge) as Arc<dyn Any + Send + Sync>))
     }

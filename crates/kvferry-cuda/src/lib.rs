@@ -40,5 +40,5 @@ pub use error::Error;
 pub use gpu::{Counters, Gpu};
 pub use job::{Direction, Job, Unit};
 pub use memory::memory;
-pub use order::{Order, devices, edges, order};
+pub use order::{Order, after, devices, edges, order};
 pub use plan::{Plan, PlanError, Planner, Step, plan};

@@ -5,7 +5,7 @@
 use crate::edge::Edge;
 use crate::error::Error;
 use crate::gpu::Gpu;
-use kvferry::{Batch, DeviceMemory};
+use kvferry::{After, Batch, DeviceMemory};
 use kvferry_sys::cuda::{RawEvent, RawStream};
 
 /// Work that a transfer comes after.
@@ -34,7 +34,7 @@ pub unsafe fn order(batch: &mut Batch, after: &[Order]) -> Result<(), Error> {
         return Ok(());
     }
     // SAFETY: the caller promised that the streams and events exist.
-    batch.set_after(Edge::all(unsafe { edges(&devices, after) }?));
+    batch.set_after(unsafe { self::after(&devices, after) }?);
     Ok(())
 }
 
@@ -47,6 +47,19 @@ pub fn devices<'a>(memories: impl IntoIterator<Item = &'a DeviceMemory>) -> Vec<
         }
     }
     found
+}
+
+/// Makes the edges of this work as [`edges`] does, for a batch or for what makes batches.
+///
+/// # Errors
+/// Those of [`edges`].
+///
+/// # Safety
+/// As for [`edges`].
+pub unsafe fn after(devices: &[i32], after: &[Order]) -> Result<After, Error> {
+    // SAFETY: the caller promised that the streams and events exist.
+    let edges = unsafe { edges(devices, after) }?;
+    Ok(if edges.is_empty() { After::host() } else { Edge::all(edges) })
 }
 
 /// Makes the edges of this work, for memory of the GPUs with these numbers. [`Order::Host`] needs no edge, and without a

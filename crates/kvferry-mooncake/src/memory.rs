@@ -2,7 +2,7 @@
 
 use crate::refusal::{Answer, Refusal};
 use crate::running::{Running, pointer, size};
-use kvferry::{Access, Batch, DeviceMemory, Error, Region};
+use kvferry::{Access, After, Batch, DeviceMemory, Error, Region};
 use kvferry_cuda::Order;
 use kvferry_sys::cuda::RawStream;
 use kvferry_sys::host::LoadedDriver;
@@ -118,11 +118,13 @@ impl Orders {
     /// Finds memory of GPUs in a batch, and makes its transfers come after these orders.
     pub(crate) fn apply(&self, running: &Running, batch: &mut Batch) -> Answer<()> {
         batch.find_device_memory(&running.agent)?;
-        if !self.all.is_empty() {
-            // SAFETY: `MooncakeEngine::set_after` passes this promise on to its caller.
-            unsafe { kvferry_cuda::order(batch, &self.all) }.map_err(Refusal::invalid)?;
+        if self.all.is_empty() {
+            // Mooncake's contract: the caller has waited.
+            batch.set_after(After::host());
+            return Ok(());
         }
-        Ok(())
+        // SAFETY: `MooncakeEngine::set_after` passes this promise on to its caller.
+        unsafe { kvferry_cuda::order(batch, &self.all) }.map_err(Refusal::invalid)
     }
 }
 

@@ -54,6 +54,17 @@ impl Orders {
         py.detach(|| unsafe { kvferry_cuda::edges(devices, &self.orders) })
     }
 
+    /// The same, as fetches take it.
+    pub(crate) fn after(
+        &self,
+        py: Python<'_>,
+        devices: &[i32],
+    ) -> Result<kvferry::After, kvferry_cuda::Error> {
+        // Detached, as in `apply`.
+        // SAFETY: as in `apply`: the value owns the objects of the streams and events.
+        py.detach(|| unsafe { kvferry_cuda::after(devices, &self.orders) })
+    }
+
     /// Has transfers of a batch come after them. A batch with memory of a GPU needs at least one.
     pub(crate) fn apply(&self, py: Python<'_>, batch: &mut kvferry::Batch) -> PyResult<()> {
         if batch.devices().is_empty() {

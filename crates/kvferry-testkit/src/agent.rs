@@ -6,7 +6,7 @@ use crate::fabric::{
 use crate::memory::{Memory, MemoryKind};
 use crate::region::moved;
 use kvferry::{
-    Access, Agent, AgentBuilder, Batch, Checksum, Incarnation, Notification, Options, Peer,
+    Access, After, Agent, AgentBuilder, Batch, Checksum, Incarnation, Notification, Options, Peer,
     RegionId, RemoteRegion, Transfer, Transports,
 };
 use kvferry_sys::sync::Mutex;
@@ -217,6 +217,7 @@ pub(crate) fn region_of(region: &Region) -> kvferry::Region {
 
 fn batch(moves: &[Move], by_address: bool) -> Result<Batch, Failure> {
     let mut batch = Batch::with_capacity(moves.len());
+    batch.set_after(After::host());
     for m in moves {
         let (local, remote) = (region_of(&m.local), region_of(&m.remote));
         let mut named = remote.remote();

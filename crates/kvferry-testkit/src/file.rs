@@ -12,7 +12,7 @@ use crate::fabric::{
 };
 use crate::memory::Memory;
 use kvferry::{
-    Access, Agent, Batch, FileOptions, FileRegion, Notification, Options, Result, Transfer,
+    Access, After, Agent, Batch, FileOptions, FileRegion, Notification, Options, Result, Transfer,
 };
 use kvferry_sys::poll::EventFd;
 use kvferry_sys::sync::{Condvar, Mutex};
@@ -177,6 +177,8 @@ impl Steps {
         // Bytes beyond any memory are refused below, for the range that has them.
         let place = agent_pair.place(stats.bytes.min(FILE_BYTES / 64));
         let (mut write, mut read) = (Batch::new(), Batch::new());
+        write.set_after(After::host());
+        read.set_after(After::host());
         let mut at = place.start;
         for m in moves {
             let local = (region_of(&m.local), m.local_offset);

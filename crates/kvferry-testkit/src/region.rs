@@ -2,7 +2,9 @@
 
 use crate::fabric::Way;
 use crate::pattern::Pattern;
-use kvferry::{Access, Agent, Batch, Error, Options, Peer, Region, RemoteRegion, TransferStats};
+use kvferry::{
+    Access, After, Agent, Batch, Error, Options, Peer, Region, RemoteRegion, TransferStats,
+};
 
 /// New memory of `agent` that holds the pattern of `seed`.
 ///
@@ -32,13 +34,14 @@ pub fn content(region: &Region) -> Vec<u8> {
     bytes
 }
 
-/// A batch of blocks of one size, at the same offsets on both sides, as many as fit.
+/// A batch of blocks of one size, at the same offsets on both sides, as many as fit, without work to wait for.
 ///
 /// # Panics
 /// If a region is not what it says.
 pub fn batch(local: &Region, remote: &RemoteRegion, block: usize) -> Batch {
     let len = local.len().min(remote.len as usize);
     let mut batch = Batch::with_capacity(len / block);
+    batch.set_after(After::host());
     for at in (0..len / block).map(|i| (i * block) as u64) {
         batch.push(local, at, remote, at, block as u64).expect("inside both");
     }

@@ -257,6 +257,7 @@ impl Peer {
         {
             return outcome;
         }
+        batch.local.check_order()?;
         let job = self.job(op, batch, options);
         if !edges::have_happened(&job, options.interrupt) {
             return drive::outcome(&job, options.interrupt);
@@ -288,8 +289,11 @@ impl Peer {
 
     fn asynchronous(&self, op: Op, batch: &Batch, options: &Options<'_>) -> Transfer {
         let job = self.job(op, batch, options);
-        let refused =
-            self.core.check().and_then(|()| Self::check_notification(options.notify.as_ref()));
+        let refused = self
+            .core
+            .check()
+            .and_then(|()| Self::check_notification(options.notify.as_ref()))
+            .and_then(|()| batch.local.check_order());
         if let Err(e) = refused {
             job.finish(Err(e));
         } else if batch.is_empty() && options.notify.is_none() {
@@ -355,7 +359,8 @@ impl Peer {
     /// # Errors
     /// The peer: `Unreachable`, `PeerReset`, `PeerSilent`, `PeerClosed`, and those of authentication.
     /// The batch, with the number of the descriptor: `OutOfBounds`, `NotRegistered`, `AccessDenied`,
-    /// `Revoked`, `StaleIncarnation`. Time: `Deadline`, `Interrupted`. Damaged bytes: `Checksum`.
+    /// `Revoked`, `StaleIncarnation`; `InvalidArgument` for memory of a device without an order ([`Batch::set_after`]).
+    /// Time: `Deadline`, `Interrupted`. Damaged bytes: `Checksum`.
     pub fn write(&self, batch: &Batch, options: &Options<'_>) -> Result<TransferStats> {
         self.blocking(Op::Write, batch, options)
     }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use kvferry::{
-    Access, Agent, Batch, DirectIo, ErrorKind, FileRegion, Options, Region, TransportKind,
+    Access, After, Agent, Batch, DirectIo, ErrorKind, FileRegion, Options, Region, TransportKind,
     Transports,
 };
 use kvferry_cuda::Direction;
@@ -76,6 +76,7 @@ impl<'a> Place<'a> {
     /// Makes a batch of blocks in random order in memory, and one after the other in the file.
     fn batch(&self, memory: &Region, file: &FileRegion) -> Result<Batch, Failure> {
         let (mut batch, file) = (Batch::with_capacity(self.pieces.len()), file.remote());
+        batch.set_after(After::host());
         for piece in &self.pieces {
             let (near, far) = (piece.device_at as u64, piece.host_at as u64);
             batch.push(memory, near, &file, far, piece.len as u64)?;

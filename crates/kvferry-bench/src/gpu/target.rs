@@ -2,7 +2,7 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 
-use kvferry::{Access, Agent, Batch, Options, Peer, Region, RemoteRegion, Transports};
+use kvferry::{Access, After, Agent, Batch, Options, Peer, Region, RemoteRegion, Transports};
 use kvferry_cuda::raw::{self, Buffers, Piece};
 use serde::{Deserialize, Serialize};
 
@@ -111,6 +111,7 @@ impl Link {
             Memory::Host => (&self.near.host, &self.host),
         };
         let mut batch = Batch::with_capacity(pieces.len());
+        batch.set_after(After::host());
         for piece in pieces {
             let (at, len) = (piece.device_at as u64, piece.len as u64);
             batch.push(local, at, remote, at, len)?;

@@ -123,7 +123,8 @@ impl Worker {
     }
 
     /// Takes a step's metadata, before anything is computed or overwritten. When it returns, no
-    /// consumer will accept what it still reads of requests that lost their blocks or are not held.
+    /// consumer will accept what it still reads of requests that lost their blocks or are not held. For blocks in host
+    /// memory: fetches into memory of a device fail, see [`Worker::apply_after`].
     ///
     /// # Errors
     /// [`WorkerError::Metadata`]; [`WorkerError::Engine`] and [`WorkerError::Misuse`] for the metadata
@@ -133,8 +134,8 @@ impl Worker {
     }
 
     /// Applies a step as [`Worker::apply`] does. If the step has fetches, `after` is called without a lock. It returns the
-    /// work of a device that used the blocks before, and the fetches write their blocks after that work. If it returns an
-    /// error, the fetches fail, and write nothing.
+    /// work of a device that used the blocks before, and the fetches write their blocks after that work;
+    /// [`After::host`] if the caller has waited for it. If it returns an error, the fetches fail, and write nothing.
     ///
     /// # Errors
     /// Those of [`Worker::apply`].

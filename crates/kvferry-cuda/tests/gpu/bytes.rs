@@ -52,6 +52,7 @@ fn host_memory_and_memory_of_a_gpu_take_part_in_one_batch() {
         host.write_at(0, &Pattern::new(2).bytes(len)).expect("inside");
         let to = far.allocate(2 * len, Access::WRITE).expect("memory");
         let (mut batch, remote) = (kvferry::Batch::new(), to.remote());
+        batch.set_after(kvferry::After::host());
         let part = len / 8;
         for i in 0..8 {
             let at = (i * part) as u64;
@@ -133,6 +134,7 @@ fn neighbours_in_one_allocation_are_one_copy_and_two_allocations_are_two() {
         near.register_device(half.expect("memory of a GPU"), Access::NONE).expect("a region")
     });
     let mut batch = kvferry::Batch::new();
+    batch.set_after(kvferry::After::host());
     for (i, region) in regions.iter().enumerate() {
         batch.push(region, 0, &to.remote(), (i * len) as u64, len as u64).expect("inside");
     }

@@ -140,6 +140,7 @@ fn peer_process(kind: TransportKind, len: usize) -> (Child, String, ChildRegion)
 
 fn blocks(region: &kvferry::Region, remote: &kvferry::RemoteRegion, block: usize) -> Batch {
     let mut batch = Batch::new();
+    batch.set_after(kvferry::After::host());
     for at in (0..remote.len).step_by(block) {
         batch.push(region, at, remote, at, block as u64).expect("inside");
     }

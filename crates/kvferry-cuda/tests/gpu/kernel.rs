@@ -35,6 +35,7 @@ impl Pair {
     /// Pieces of these offsets and lengths, the same on both sides.
     fn batch(&self, pieces: &[(usize, usize)]) -> Batch {
         let mut batch = Batch::new();
+        batch.set_after(kvferry::After::host());
         for &(at, len) in pieces {
             let at = at as u64;
             batch.push(&self.region, at, &self.to.remote(), at, len as u64).expect("inside");

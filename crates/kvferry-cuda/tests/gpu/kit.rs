@@ -3,7 +3,7 @@
 use crate::fake::FakeMachine;
 use crate::machine::{Kernel, Machine, Mode, machine};
 use kvferry::{
-    Access, Agent, Batch, Error, Options, Peer, Region, Transfer, TransportKind, Transports,
+    Access, After, Agent, Batch, Error, Options, Peer, Region, Transfer, TransportKind, Transports,
 };
 use kvferry_cuda::{Counters, Gpu};
 use kvferry_fakecuda::Fault;
@@ -214,9 +214,10 @@ impl Pair {
     }
 }
 
-/// Pairs of pieces: piece `i` of `len` bytes is at `2 * i * len` on both sides.
+/// Pairs of pieces, without work to wait for: piece `i` of `len` bytes is at `2 * i * len` on both sides.
 pub(crate) fn scattered(local: &Region, remote: &Region, count: usize, len: usize) -> Batch {
     let mut batch = Batch::new();
+    batch.set_after(After::host());
     let remote = remote.remote();
     for at in (0..count).map(|i| (2 * i * len) as u64) {
         batch.push(local, at, &remote, at, len as u64).expect("inside");
@@ -224,9 +225,10 @@ pub(crate) fn scattered(local: &Region, remote: &Region, count: usize, len: usiz
     batch
 }
 
-/// Everything from the first byte on.
+/// Everything from the first byte on, without work to wait for.
 pub(crate) fn whole(local: &Region, remote: &Region, len: usize) -> Batch {
     let mut batch = Batch::new();
+    batch.set_after(After::host());
     batch.push(local, 0, &remote.remote(), 0, len as u64).expect("inside");
     batch
 }

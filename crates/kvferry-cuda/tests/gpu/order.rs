@@ -174,7 +174,7 @@ fn the_thread_of_the_gpu_destroys_the_events_of_edges() {
         let of_all = || rig.fake.counter("call:cuEventDestroy_v2");
         let of_this_thread = || rig.fake.counter("own_call:cuEventDestroy_v2");
         let (before, own) = (of_all(), of_this_thread());
-        batch.set_after(After::default());
+        batch.set_after(After::host());
         assert_eq!(
             of_this_thread(),
             own,

@@ -187,11 +187,8 @@ impl WorkerHalf {
         after: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let orders = self.orders(after)?;
-        let edges = || {
-            let edges = orders.edges(py, &self.0.devices);
-            edges.map(Edge::all).map_err(|error| error.to_string())
-        };
-        self.worker()?.apply_after(metadata, edges).map_err(refused)
+        let after = || orders.after(py, &self.0.devices).map_err(|error| error.to_string());
+        self.worker()?.apply_after(metadata, after).map_err(refused)
     }
 
     fn fetch(&self) -> PyResult<()> {

@@ -43,7 +43,8 @@ pub trait Device: Send + Sync + 'static {
     /// edge stands for may itself wait for another transfer. The device forgets waits that are not needed any more
     /// ([`Happened::is_needed`]).
     fn wait_for(&self, _after: &After, happened: Happened) {
-        let what = "the device knows no edges: wait for what uses the memory, and pass none";
+        let what =
+            "the device knows no edges: wait for what uses the memory, and pass After::host()";
         happened.complete(Err(io::Error::new(io::ErrorKind::Unsupported, what)));
     }
 }
@@ -126,27 +127,52 @@ pub struct DevicePiece {
 }
 
 /// What has to happen before a device may touch memory: edges, such as the event after a kernel. An edge is of a
-/// type that the device knows, and is kept until the transfers that wait for it have ended. Without edges, the
-/// caller has waited for what uses the memory.
+/// type that the device knows, and is kept until the transfers that wait for it have ended. [`After::host`] has no edges:
+/// the caller has waited. The default names nothing, which is an error for memory of a device.
 #[derive(Clone, Default)]
-pub struct After(Option<Arc<[Arc<dyn Any + Send + Sync>]>>);
+pub struct After(Named);
+
+#[derive(Clone, Default)]
+enum Named {
+    #[default]
+    Nothing,
+    Host,
+    Edges(Arc<[Arc<dyn Any + Send + Sync>]>),
+}
 
 impl After {
-    /// After all of these edges.
+    /// After all of these edges. Without an edge, the same as the default.
     pub fn all(edges: impl IntoIterator<Item = Arc<dyn Any + Send + Sync>>) -> Self {
         let edges: Arc<[_]> = edges.into_iter().collect();
-        Self((!edges.is_empty()).then_some(edges))
+        Self(if edges.is_empty() { Named::Nothing } else { Named::Edges(edges) })
+    }
+
+    /// The order is kept on the host: the caller has waited for what uses the memory.
+    pub fn host() -> Self {
+        Self(Named::Host)
     }
 
     /// The edges; none if the order is kept on the host.
     pub fn edges(&self) -> &[Arc<dyn Any + Send + Sync>] {
-        self.0.as_deref().unwrap_or_default()
+        match &self.0 {
+            Named::Edges(edges) => edges,
+            Named::Nothing | Named::Host => &[],
+        }
+    }
+
+    /// True for edges, and for [`After::host`].
+    pub(crate) fn is_named(&self) -> bool {
+        !matches!(self.0, Named::Nothing)
     }
 }
 
 impl fmt::Debug for After {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "After[{} edges]", self.edges().len())
+        match &self.0 {
+            Named::Nothing => f.write_str("After[nothing named]"),
+            Named::Host => f.write_str("After[host]"),
+            Named::Edges(edges) => write!(f, "After[{} edges]", edges.len()),
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! The local memory of a batch: pieces of regions, positions in them, and why a piece can't be used.
 
+use crate::error::{Error, Result};
 use crate::memory::device::{After, DeviceMemory, Wait};
 use crate::memory::gate::Touches;
 use crate::memory::region::{Backing, RegionInner};
@@ -126,6 +127,19 @@ impl Pieces {
             Backing::Device(memory) => Some(memory),
             _ => None,
         }
+    }
+
+    /// Refuses memory of a device if no order was named for it.
+    pub(crate) fn check_order(&self) -> Result<()> {
+        if self.after.is_named() {
+            return Ok(());
+        }
+        let Some(region) = self.regions.iter().find(|region| region.is_device()) else {
+            return Ok(());
+        };
+        let what = "the batch has memory of a device: say what the transfer comes after, by Batch::set_after with \
+                    the edges of that work, or with After::host() if the caller has waited";
+        Err(Error::invalid(what).with("region", region.id))
     }
 
     /// Whether a device has to wait before the memory is touched.

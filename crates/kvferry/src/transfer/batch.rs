@@ -69,9 +69,11 @@ impl Batch {
 
     /// Makes transfers of this batch begin only after these edges, if it has local memory of a device: a write
     /// reads the memory after the work that computes the bytes, a read writes it after the work that used the memory
-    /// last, or that initialises it. Without edges, the caller has waited for that work. Until the edges have happened, a
-    /// transfer uses nothing that others could wait for; cancelling it and its deadline end it at once. Then it goes on
-    /// as a transfer without edges does. If it has to connect first, a blocking call ends at its deadline; an
+    /// last, or that initialises it. [`After::host`] means that the caller has waited for that work. A batch with local
+    /// memory of a device has no order of its own: transfers of it are refused with `InvalidArgument` until this method
+    /// names one. Memory of the peer's device is the peer's matter. Until the edges have happened, a transfer uses nothing
+    /// that others could wait for; cancelling it and its deadline end it at once. Then it goes on as a transfer without
+    /// edges does. If it has to connect first, a blocking call ends at its deadline; an
     /// asynchronous transfer ends with the attempt to connect.
     pub fn set_after(&mut self, after: After) {
         Arc::make_mut(&mut self.local).after = after;

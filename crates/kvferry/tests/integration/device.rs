@@ -81,6 +81,7 @@ fn ended(transfer: &Transfer) -> Result<(), Error> {
 /// Pairs of pieces, each at twice its place, so that no two of them touch.
 fn scattered(local: &Region, remote: &Region, count: usize) -> Batch {
     let mut batch = Batch::new();
+    batch.set_after(After::host());
     let remote = remote.remote();
     for at in (0..count).map(|i| (2 * i * PIECE) as u64) {
         batch.push(local, at, &remote, at, PIECE as u64).expect("inside");
@@ -126,6 +127,7 @@ fn one_call_takes_pieces_of_all_regions_of_a_device() {
     });
     let to = far.allocate(len, Access::READ_WRITE).expect("memory");
     let mut batch = Batch::new();
+    batch.set_after(After::host());
     for i in 0..COUNT {
         let (layer, at) = (i % 2, (2 * i * PIECE) as u64);
         batch.push(&layers[layer], at, &to.remote(), at, PIECE as u64).expect("inside");
@@ -286,6 +288,7 @@ fn a_transfer_goes_on_while_more_than_the_stages_wait_for_the_edge_that_comes_af
         let (edge, after) = SlowMemory::edge();
         let batch = |i: usize| {
             let mut batch = Batch::new();
+            batch.set_after(After::host());
             let (at, len) = ((i * part) as u64, part as u64);
             batch.push(&from, at, &to.remote(), at, len).expect("inside");
             batch
@@ -358,6 +361,48 @@ fn a_device_that_fails_in_the_middle_of_a_batch_fails_its_transfer_and_no_other(
             run().expect("the next one is as it should be");
             ours.comes_to_rest();
         }
+    }
+}
+
+#[test]
+fn a_transfer_of_device_memory_is_refused_until_it_names_what_it_comes_after() {
+    let _bound = Watchdog::new(PATIENCE);
+    for kind in [TransportKind::TCP, TransportKind::LOCAL] {
+        let (near, far) = (agent(kind), agent(kind));
+        let peer = peer_of(&near, &far);
+        let (ours, theirs) = (TestDevice::new(4096, 1), TestDevice::new(4096, 2));
+        let (from, to) = (ours.register(&near), theirs.register(&far));
+        let calls = |batch: &Batch| {
+            [
+                peer.write(batch, &options()).map(drop),
+                peer.read(batch, &options()).map(drop),
+                ended(&peer.write_async(batch, &options())),
+                ended(&peer.read_async(batch, &options())),
+            ]
+        };
+        let mut batch = Batch::new();
+        batch.push(&from, 0, &to.remote(), 0, 4096).expect("inside");
+        for unnamed in [After::default(), After::all([])] {
+            batch.set_after(unnamed);
+            for outcome in calls(&batch) {
+                let error = outcome.expect_err("it names nothing");
+                assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{kind}: {error}");
+                let text = error.to_string();
+                assert!(text.contains("say what the transfer comes after"), "{text}");
+                assert!(text.contains("After::host()"), "{text}");
+            }
+        }
+        assert_eq!((ours.slow.started(), theirs.slow.started()), ((0, 0), (0, 0)));
+        batch.set_after(After::host());
+        calls(&batch).into_iter().for_each(|outcome| outcome.expect("the caller has waited"));
+        // The peer's device is not this side's matter.
+        let host = near.allocate(4096, Access::NONE).expect("memory");
+        batch.clear();
+        batch.push(&host, 0, &to.remote(), 0, 4096).expect("inside");
+        calls(&batch).into_iter().for_each(|outcome| outcome.expect("host memory has no order"));
+        batch.push(&from, 0, &to.remote(), 0, 64).expect("inside");
+        let [refused, ..] = calls(&batch);
+        assert_eq!(refused.expect_err("cleared").kind(), ErrorKind::InvalidArgument);
     }
 }
 
@@ -439,6 +484,7 @@ fn a_peer_that_does_not_read_holds_no_stage_that_another_transfer_waits_for() {
     held.slow.hold();
     let write = |peer: &Peer, to: &Region, i: usize| {
         let mut batch = Batch::new();
+        batch.set_after(After::host());
         let (at, len) = ((i * part) as u64, part as u64);
         batch.push(&from, at, &to.remote(), at, len).expect("inside");
         peer.write_async(&batch, &options())
@@ -475,6 +521,7 @@ fn the_device_of_a_blocking_write_whose_peer_does_not_read_copies_nothing_again_
         peer.write(&small, &striped).expect("written").streams == LANES
     });
     let mut batch = Batch::new();
+    batch.set_after(After::host());
     batch.push(&from, 0, &to.remote(), 0, len as u64).expect("inside");
     held.slow.hold();
     thread::scope(|scope| {
@@ -506,6 +553,7 @@ fn write_all_at_once(peer: &Peer, from: &Region, to: &Region, count: usize, part
     let running: Vec<_> = (0..count)
         .map(|i| {
             let mut batch = Batch::new();
+            batch.set_after(After::host());
             let (at, len) = ((i * part) as u64, part as u64);
             batch.push(from, at, &to.remote(), at, len).expect("inside");
             peer.write_async(&batch, &options())

@@ -1,6 +1,6 @@
 //! Device memory with addresses of the process: batches and peers name it as they name host memory.
 
-use kvferry::{Access, Agent, Batch, ErrorKind, Options, TransportKind, Transports};
+use kvferry::{Access, After, Agent, Batch, ErrorKind, Options, TransportKind, Transports};
 use kvferry_sys::map::Mapping;
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::slow::SlowMemory;
@@ -54,6 +54,7 @@ fn device_memory_with_addresses_of_the_process_is_named_by_them_at_both_ends() {
         }
         batch.find_device_memory(&near).expect("it is registered");
         assert_eq!(batch.devices().len(), 1);
+        batch.set_after(After::host());
         let options = Options { timeout: Some(PATIENCE), ..Options::default() };
         peer.write(&batch, &options).expect("written");
         assert_eq!(bytes(&theirs, START, PIECE), [9; PIECE], "{kind}");

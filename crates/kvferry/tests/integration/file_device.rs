@@ -2,8 +2,8 @@
 //! tested in `conformance.rs`.
 
 use kvferry::{
-    Access, Agent, Batch, Device, DirectIo, Error, ErrorKind, FileOptions, FileRegion, Options,
-    Region,
+    Access, After, Agent, Batch, Device, DirectIo, Error, ErrorKind, FileOptions, FileRegion,
+    Options, Region,
 };
 use kvferry_sys::map::Mapping;
 use kvferry_testkit::hanging::HangingDisk;
@@ -94,6 +94,7 @@ sentences! {
     ranges_of_any_alignment_go_to_a_file_and_back
     blocks_smaller_than_a_page_that_are_neighbours_in_a_file_take_as_few_copies_as_they_can
     pieces_of_two_devices_and_of_host_memory_go_to_several_files_and_back
+    a_transfer_that_names_nothing_that_it_comes_after_is_refused
     a_transfer_touches_memory_of_its_device_only_after_its_edges
     a_full_device_is_an_error_that_names_the_pair_and_gives_the_stages_back
     the_end_of_a_file_is_an_error_that_names_the_pair_and_leaves_the_device_alone
@@ -160,6 +161,7 @@ fn options() -> Options<'static> {
 
 fn one(memory: &Region, file: &FileRegion, len: u64) -> Batch {
     let mut batch = Batch::new();
+    batch.set_after(After::host());
     batch.push(memory, 0, &file.remote(), 0, len).expect("inside");
     batch
 }
@@ -167,6 +169,7 @@ fn one(memory: &Region, file: &FileRegion, len: u64) -> Batch {
 /// Blocks of `len` bytes, one after the other in the file, in reverse order in memory.
 fn reversed(memory: &Region, file: &FileRegion, len: u64, count: u64) -> Batch {
     let mut batch = Batch::new();
+    batch.set_after(After::host());
     for block in 0..count {
         let near = (count - 1 - block) * len;
         batch.push(memory, near, &file.remote(), block * len, len).expect("inside");
@@ -187,6 +190,7 @@ fn ranges_of_any_alignment_go_to_a_file_and_back(rig: &Rig) {
             let offset = rng.u64(..MIB) & [!0, !511, !4095][rng.usize(..3)];
             let near = rng.u64(..MIB / 2) & [!0, !127, !511, !4095][rng.usize(..4)];
             let mut batch = Batch::new();
+            batch.set_after(After::host());
             batch.push(&memory, near, &file.remote(), offset, len).expect("inside");
             device.fill(round as u64);
             let wanted = device.content();
@@ -237,6 +241,7 @@ fn pieces_of_two_devices_and_of_host_memory_go_to_several_files_and_back(rig: &R
     let sources = [devices[0].register(rig), devices[1].register(rig), host.clone()];
     let files = [0, 1].map(|i| rig.file(&format!("mixed-{i}"), COUNT * LEN));
     let mut batch = Batch::new();
+    batch.set_after(After::host());
     for i in 0..COUNT {
         let (memory, file, at) = (&sources[small(i) % 3], &files[small(i) % 2], i * LEN);
         batch.push(memory, at, &file.remote(), at, LEN).expect("inside");
@@ -263,6 +268,24 @@ fn pieces_of_two_devices_and_of_host_memory_go_to_several_files_and_back(rig: &R
         assert!(bytes_of(i) == *wanted, "piece {i}");
     }
     devices.iter().for_each(TestDevice::comes_to_rest);
+}
+
+fn a_transfer_that_names_nothing_that_it_comes_after_is_refused(rig: &Rig) {
+    let (device, file) = (TestDevice::new(MIB, 1), rig.file("no-order", MIB));
+    let mut batch = one(&device.register(rig), &file, MIB);
+    batch.set_after(After::default());
+    let files = rig.agent.files();
+    for outcome in [
+        files.write(&batch, &options()),
+        files.read(&batch, &options()),
+        files.write_async(&batch, &options()).wait(PATIENCE).expect("it ends"),
+        files.read_async(&batch, &options()).wait(PATIENCE).expect("it ends"),
+    ] {
+        let error = outcome.expect_err("it names nothing");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert!(error.to_string().contains("say what the transfer comes after"), "{error}");
+    }
+    assert_eq!(device.slow.started(), (0, 0));
 }
 
 fn a_transfer_touches_memory_of_its_device_only_after_its_edges(rig: &Rig) {
@@ -403,6 +426,7 @@ fn more_transfers_than_a_device_has_stages_all_end_and_give_them_back(rig: &Rig)
         let batches: Vec<_> = (0..COUNT)
             .map(|i| {
                 let mut batch = Batch::new();
+                batch.set_after(After::host());
                 batch.push(&memory, i * MIB, &file.remote(), i * MIB, MIB).expect("inside");
                 batch
             })

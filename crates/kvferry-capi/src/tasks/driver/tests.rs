@@ -195,7 +195,7 @@ fn i2_a_task_whose_read_was_given_up_ends_when_its_device_has_ended_the_copy() {
         let from = sends.allocate(LEN, Access::READ).expect("memory");
         let into = receives.register_device(device.memory(), Access::NONE).expect("a region");
         let wanted = vec![Wanted { key: 1, lens: vec![LEN as u64] }];
-        let places = (vec![Some((into, 0))], After::default());
+        let places = (vec![Some((into, 0))], After::host());
         let received = receiver.recv("k", wanted, places, NEVER, None);
         let (task, end) = received.expect("there is room");
         let _sent = send(&sender, &receives, "k", &from);

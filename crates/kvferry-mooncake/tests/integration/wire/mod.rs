@@ -10,7 +10,7 @@ mod initiator;
 mod stock;
 mod target;
 
-use kvferry::{Access, Agent, AgentBuilder, Batch, Region};
+use kvferry::{Access, After, Agent, AgentBuilder, Batch, Region};
 use kvferry_testkit::region::content as bytes_of;
 use serde_json::Value;
 use std::io::{Read, Write};
@@ -50,6 +50,7 @@ fn filled(agent: &Agent, seed: u8, len: usize) -> Region {
 /// `i`-th, so that neither side is contiguous.
 fn scattered(local: &Region, remote: u64, block: usize, blocks: usize) -> Batch {
     let mut batch = Batch::with_capacity(blocks);
+    batch.set_after(After::host());
     for i in 0..blocks {
         let to = remote + ((blocks - 1 - i) * block) as u64;
         batch.push_to_address(local, (i * block) as u64, to, block as u64).expect("in bounds");

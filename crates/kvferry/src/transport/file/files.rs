@@ -110,6 +110,7 @@ impl Files {
     /// `Io` with the file, the offset and the number of the pair: a full disk, a device's error, the
     /// file's end. `OutOfBounds`, `AccessDenied`, `NotRegistered`, `Revoked`, `StaleIncarnation`;
     /// `Internal` with the device's error as its source if a device fails to copy its memory.
+    /// `InvalidArgument` for memory of a device without an order ([`Batch::set_after`]).
     /// `Unsupported` with a notification. `Deadline`, `Interrupted`. After an
     /// error, some of the bytes may be in the file.
     pub fn write(&self, batch: &Batch, options: &Options<'_>) -> Result<TransferStats> {

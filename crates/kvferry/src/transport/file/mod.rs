@@ -211,7 +211,7 @@ impl Storage {
                 "the batch names regions of another agent, or of an earlier one",
             )
             .with("named", named)),
-            _ => Ok(()),
+            _ => batch.local.check_order(),
         }
     }
 }

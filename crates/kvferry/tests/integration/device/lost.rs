@@ -116,6 +116,7 @@ fn i9_a_call_whose_device_has_lost_its_batches_ends_after_its_agent() {
             let ours = TestDevice::with_stages(LEN, 1, 3 * streams);
             let to = far.allocate(LEN, Access::READ_WRITE).expect("memory");
             let mut batch = Batch::new();
+            batch.set_after(After::host());
             batch.push(&ours.register(&near), 0, &to.remote(), 0, LEN as u64).expect("inside");
             let options = Options { streams: Some(streams), ..options() };
             // A stage that is taken may still wait for the peer's bytes.
