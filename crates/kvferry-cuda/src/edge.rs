@@ -7,6 +7,8 @@ use kvferry::After;
 use kvferry_sys::cuda::{self, Context, Driver, Event, RawEvent, RawStream, Stream};
 use kvferry_sys::sync::Mutex;
 use std::any::Any;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 /// The most dropped edges that wait for the thread of their GPU, which sleeps while no transfer needs it.
@@ -22,6 +24,18 @@ pub struct Edge {
     recorded: Option<Recorded>,
     /// The list that takes `recorded` from the thread that drops the edge.
     ended: Weak<Ended>,
+    source: Source,
+    /// The number of the stream's GPU, or of the GPU that waits for the event.
+    device: i32,
+    /// Set once a look at the edge has found that the work has run.
+    has_happened: AtomicBool,
+}
+
+/// What an edge was made of, by the caller's handle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Source {
+    Stream(RawStream),
+    Event(RawEvent),
 }
 
 /// The driver's objects of an edge.
@@ -46,8 +60,15 @@ impl Ended {
 }
 
 impl Edge {
-    fn new(event: Event, stream: Option<Stream>) -> Self {
-        Self { recorded: Some(Recorded { event, _stream: stream }), ended: Weak::new() }
+    fn new(source: Source, event: Event, stream: Option<Stream>) -> Self {
+        let device = event.context().device().ordinal();
+        Self {
+            recorded: Some(Recorded { event, _stream: stream }),
+            ended: Weak::new(),
+            source,
+            device,
+            has_happened: AtomicBool::new(false),
+        }
     }
 
     /// Leaves the end of the edge to the thread that clears `ended`.
@@ -87,7 +108,7 @@ impl Edge {
         let event = Event::new(&context)?;
         // SAFETY: as above.
         unsafe { event.record_raw(stream) }?;
-        Ok(Self::new(event, None))
+        Ok(Self::new(Source::Stream(stream), event, None))
     }
 
     /// The work before the last record of the event, of the GPU `device`.
@@ -105,7 +126,7 @@ impl Edge {
         unsafe { stream.wait_raw(event) }?;
         let own = Event::new(&context)?;
         own.record(&stream)?;
-        Ok(Self::new(own, Some(stream)))
+        Ok(Self::new(Source::Event(event), own, Some(stream)))
     }
 
     /// The edges as transfers take them. Without an edge, they name nothing: see [`After::host`].
@@ -119,7 +140,24 @@ impl Edge {
     /// An error of the GPU's context, or if the driver refuses.
     pub fn has_happened(&self) -> Result<bool, cuda::Error> {
         // The first error may come from another call of the driver.
-        self.event().query().or_else(|_| self.event().query())
+        let has_happened = self.event().query().or_else(|_| self.event().query())?;
+        if has_happened {
+            self.has_happened.store(true, Ordering::Relaxed);
+        }
+        Ok(has_happened)
+    }
+
+    /// Names the first edge that no look has found to have happened, and its place among several. Calls no driver.
+    pub(crate) fn awaited(after: &After) -> Option<String> {
+        let edges = after.edges();
+        let (at, edge) = edges.iter().enumerate().find_map(|(at, edge)| {
+            let edge = edge.downcast_ref::<Self>()?;
+            (!edge.has_happened.load(Ordering::Relaxed)).then_some((at, edge))
+        })?;
+        Some(match edges.len() {
+            1 => edge.to_string(),
+            all => format!("{edge} (edge {} of {all})", at + 1),
+        })
     }
 
     /// True once all edges of GPUs have happened. Never waits.
@@ -133,6 +171,22 @@ impl Edge {
             }
         }
         Ok(true)
+    }
+}
+
+impl fmt::Display for Edge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let device = self.device;
+        match self.source {
+            Source::Stream(RawStream::PER_THREAD) => {
+                write!(f, "the calling thread's default stream of GPU {device}")
+            }
+            Source::Stream(stream) if stream.is_default() => {
+                write!(f, "the default stream of GPU {device}")
+            }
+            Source::Stream(stream) => write!(f, "stream {:#x} of GPU {device}", stream.0),
+            Source::Event(event) => write!(f, "event {:#x}, waited for on GPU {device}", event.0),
+        }
     }
 }
 

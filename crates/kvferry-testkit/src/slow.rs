@@ -608,6 +608,11 @@ impl Device for SlowMemory {
         }
         self.shared.look_at_waits();
     }
+
+    fn awaited(&self, after: &After) -> Option<String> {
+        let at = edges(after).flatten().position(|edge| !edge.state().has_happened)?;
+        Some(format!("slow edge {}", at + 1))
+    }
 }
 
 impl fmt::Debug for SlowMemory {

@@ -223,6 +223,10 @@ impl Device for Gpu {
             drop(waits);
         }
     }
+
+    fn awaited(&self, after: &After) -> Option<String> {
+        Edge::awaited(after)
+    }
 }
 
 impl Drop for Gpu {

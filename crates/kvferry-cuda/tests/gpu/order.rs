@@ -2,7 +2,7 @@
 
 use crate::kit::*;
 use crate::machine::Kernel;
-use kvferry::{Access, After, ErrorKind, Options, TransportKind};
+use kvferry::{Access, After, ErrorKind, Options, Transfer, TransportKind};
 use kvferry_cuda::{Edge, Order};
 use kvferry_fakecuda::Fault;
 use kvferry_sys::cuda::{DeviceAllocation, Event, RawStream, Stream};
@@ -150,6 +150,9 @@ fn an_event_that_never_happens_ends_the_transfer_at_its_deadline_and_holds_up_no
     let error = peer.write(&batch, &brief).expect_err("it never happens");
     assert_eq!(error.kind(), ErrorKind::Deadline, "{error}");
     assert_eq!(error.quiesced(), Some(true), "{error}");
+    let named =
+        format!("it still waited for event {:#x}, waited for on GPU 0; look at", event.raw().0);
+    assert!(error.to_string().contains(&named), "{error}");
     // Another one, whose event does happen.
     let other = Stream::new(&rig.context(0)).expect("a stream");
     let mut batch = whole(&region, &to, LEN);
@@ -158,6 +161,59 @@ fn an_event_that_never_happens_ends_the_transfer_at_its_deadline_and_holds_up_no
     peer.write(&batch, &options()).expect("written");
     rig.release();
     assert_eq!(rig.findings(), Vec::<String>::new());
+}
+
+#[test]
+fn the_error_of_a_deadline_names_the_stream_or_event_that_the_transfer_still_waited_for() {
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    let gpu = rig.memory(0, LEN, 1);
+    let Pair { near: _near, far: _far, region, to, peer } = Pair::new(TransportKind::TCP, &gpu);
+    // The first write pins a stage, which may wait for a kernel that is held.
+    peer.write(&whole(&region, &to, LEN), &options()).expect("written");
+    let [idle, compute] = [(); 2].map(|()| Stream::new(&rig.context(0)).expect("a stream"));
+    rig.hold();
+    rig.launch(&compute, &Kernel { name: "stuck", ..Kernel::default() });
+    let event = Event::new(&rig.context(0)).expect("an event");
+    event.record(&compute).expect("recorded");
+    let stream = |stream: &Stream| {
+        // SAFETY: the stream exists.
+        unsafe { Edge::after_stream(stream.raw(), 0) }.expect("an edge")
+    };
+    let brief = Options { timeout: Some(Duration::from_millis(50)), ..Options::default() };
+    for is_event in [true, false] {
+        let ended = stream(&idle);
+        eventually("the idle stream has no work", || ended.has_happened() == Ok(true));
+        // SAFETY: the event exists.
+        let by_event = || unsafe { Edge::after_event(event.raw(), 0) }.expect("an edge");
+        let stuck = if is_event { by_event() } else { stream(&compute) };
+        let name = match is_event {
+            true => format!("event {:#x}, waited for on GPU 0", event.raw().0),
+            false => format!("stream {:#x} of GPU 0", compute.raw().0),
+        };
+        let mut batch = whole(&region, &to, LEN);
+        batch.set_after(Edge::all([ended, stuck]));
+        for error in [
+            peer.write(&batch, &brief).expect_err("it never happens"),
+            peer.read(&batch, &brief).expect_err("it never happens"),
+            ended_with(&peer.write_async(&batch, &brief)),
+            ended_with(&peer.read_async(&batch, &brief)),
+        ] {
+            assert_eq!((error.kind(), error.quiesced()), (ErrorKind::Deadline, Some(true)));
+            let text = error.to_string();
+            assert!(
+                text.contains(&format!("it still waited for {name} (edge 2 of 2); look at")),
+                "{text}"
+            );
+        }
+    }
+    rig.release();
+    assert_eq!(rig.findings(), Vec::<String>::new());
+}
+
+/// The error of a transfer that is expected to fail.
+fn ended_with(transfer: &Transfer) -> kvferry::Error {
+    ended(transfer).expect_err("it never happens")
 }
 
 #[test]
@@ -223,9 +279,11 @@ fn a_stream_in_a_graph_capture_is_refused_and_its_capture_goes_on() {
 #[test]
 fn a_default_stream_is_ordered_after_and_a_gpu_that_is_not_there_is_refused() {
     let _rig = Rig::new(&[]);
-    for default in [0, 1, 2].map(RawStream) {
+    let names = ["the default stream", "the default stream", "the calling thread's default stream"];
+    for (default, name) in [0, 1, 2].map(RawStream).into_iter().zip(names) {
         // SAFETY: default streams always exist.
-        assert!(unsafe { Edge::after_stream(default, 0) }.is_ok(), "{default:?}");
+        let edge = unsafe { Edge::after_stream(default, 0) }.expect("an edge");
+        assert_eq!(edge.to_string(), format!("{name} of GPU 0"));
         // SAFETY: as above.
         let missing = unsafe { Edge::after_stream(default, 9) }.expect_err("no such device");
         assert!(missing.to_string().contains("no CUDA device 9"), "{missing}");

@@ -47,6 +47,12 @@ pub trait Device: Send + Sync + 'static {
             "the device knows no edges: wait for what uses the memory, and pass After::host()";
         happened.complete(Err(io::Error::new(io::ErrorKind::Unsupported, what)));
     }
+
+    /// Names the edge that a wait of [`Device::wait_for`] has still to see happen, for the error of a transfer whose time
+    /// is over: its stream or event, and its place among the edges. `None` if the device can't tell.
+    fn awaited(&self, _after: &After) -> Option<String> {
+        None
+    }
 }
 
 /// Memory of a device.

@@ -1,5 +1,6 @@
 //! The local memory of a batch: pieces of regions, positions in them, and why a piece can't be used.
 
+use crate::callback::contain;
 use crate::error::{Error, Result};
 use crate::memory::device::{After, DeviceMemory, Wait};
 use crate::memory::gate::Touches;
@@ -151,6 +152,13 @@ impl Pieces {
     pub(crate) fn wait_for_edges(&self, wake: &Wake) -> Vec<Arc<Wait>> {
         let start = |memory: &DeviceMemory| Wait::start(&*memory.device, &self.after, wake);
         self.one_of_each_device().into_iter().map(start).collect()
+    }
+
+    /// The name of an edge that a device has still to see happen, if the device can tell.
+    pub(crate) fn awaited(&self) -> Option<String> {
+        let name = |memory: &DeviceMemory| memory.device.awaited(&self.after);
+        let mut devices = self.one_of_each_device().into_iter();
+        devices.find_map(|memory| contain("a device's name of an edge", || name(memory)).flatten())
     }
 
     /// One region's memory for each device.

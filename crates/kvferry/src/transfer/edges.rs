@@ -8,7 +8,7 @@ use crate::memory::device::Wait;
 use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::sync::Arc;
 use crate::transfer::job::Job;
-use crate::transfer::slot::{INTERRUPT_EVERY, Interrupt, deadline_passed, interrupted, says_stop};
+use crate::transfer::slot::{INTERRUPT_EVERY, Interrupt, interrupted, says_stop};
 use kvferry_sys::poll::Interest;
 use std::sync::mpsc::{self, RecvTimeoutError};
 
@@ -46,6 +46,17 @@ pub(crate) fn have_happened(job: &Arc<Job>, interrupt: Interrupt<'_>) -> bool {
     }
 }
 
+/// The error of a job whose deadline has passed before its edges have happened.
+fn still_waits(job: &Job) -> Error {
+    let awaited = job.batch.local.awaited();
+    let awaited = awaited.as_deref().unwrap_or("the work that it comes after");
+    let what = format!(
+        "the transfer did not end in time: it still waited for {awaited}; look at what runs before that, such as a kernel \
+         that does not end, or name other work"
+    );
+    Error::new(ErrorKind::Deadline, what)
+}
+
 struct Waiting<F> {
     job: Arc<Job>,
     waits: Vec<Arc<Wait>>,
@@ -57,7 +68,7 @@ impl<F: FnOnce() + Send> Handler for Waiting<F> {
     fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
         let job = &self.job;
         if cx.now >= job.deadline && !job.is_stopped() {
-            job.stop(deadline_passed());
+            job.stop(still_waits(job));
         }
         self.waits.retain(|wait| match wait.outcome.lock().take() {
             None => true,

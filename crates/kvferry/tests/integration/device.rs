@@ -237,6 +237,8 @@ fn a_transfer_that_waits_for_its_edge_keeps_nothing_from_its_owner() {
                     End::Unregister => ErrorKind::Revoked,
                 };
                 assert_eq!((error.kind(), error.quiesced()), (wanted, Some(true)), "{what}");
+                let names = error.to_string().contains("it still waited for slow edge 1; look at");
+                assert_eq!(names, matches!(end, End::Deadline), "{what}: {error}");
                 if region.is_registered() {
                     near.unregister(&region).expect("nothing copies");
                 }
