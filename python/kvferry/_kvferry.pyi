@@ -1,6 +1,6 @@
 """The native module. Import its classes from `kvferry` and `kvferry.mooncake`."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import GenericAlias, TracebackType
@@ -1014,34 +1014,28 @@ class SchedulerHalf:
     def refuse(
         self, id: str, reason: Literal["internal", "resumable", "prompt_logprobs", "changed_weights"] = "internal"
     ) -> None:
-        """A request that the caller failed with, or can't hand over: it is computed as if it had no parameters, and counted."""
+        """A request that the caller failed with, or can't hand over: it is computed as if it had no parameters, and counted
+        unless it has arrived.
+        """
 
     def arrived(
         self, id: str, prompt_tokens: int, max_tokens: int, params: dict[str, Any] | None, prompt: bytes | None
-    ) -> None:
-        """A request has arrived, which generates at most `max_tokens`, with its ``kv_transfer_params`` and its `prompt_id`. Later calls for the same request
-        need neither.
+    ) -> int:
+        """A request has arrived, which generates at most `max_tokens`, with its ``kv_transfer_params`` and its `prompt_id`. Later
+        calls name it by its `id`. Returns how many tokens of its prompt are prefilled: a producer's are fewer than the
+        prompt has where the consumer computes the last ones again.
         """
 
-    def prompt_tokens_to_prefill(self, id: str, prompt_tokens: int) -> int:
-        """How many tokens of its prompt a producer prefills: with recurrent states fewer than the prompt has."""
-
-    def matched(self, id: str, prompt_tokens: int, computed: int) -> int | None:
+    def matched(self, id: str, computed: int) -> int | None:
         """How many tokens can be loaded beyond the `computed` ones; None if that is not known yet."""
 
-    def allocated(self, id: str, prompt_tokens: int, computed: int, external: int, blocks: _Blocks) -> None:
-        """A request has got all its blocks, to load `external` tokens beyond the `computed` ones."""
+    def allocated(self, id: str, external: int, blocks: _Blocks) -> None:
+        """A request has got all its blocks, to load `external` tokens beyond those that were computed when it was matched
+        last.
+        """
 
     def waits_for_blocks(self, id: str) -> bool:
         """Whether `allocated` of this request would change anything."""
-
-    def is_known(self, id: str) -> bool:
-        """Whether a request has arrived here, or was refused, and has not ended: `finished` needs neither its parameters nor
-        its prompt.
-        """
-
-    def produces(self, id: str) -> bool:
-        """Whether `step` must get the steps of this request."""
 
     def step(self, scheduled: Sequence[tuple[str, int, int, bool, _Blocks]], preempted: Sequence[str]) -> bytes:
         """The step for `WorkerHalf.apply` of every rank; empty if there is nothing to do.
@@ -1051,18 +1045,37 @@ class SchedulerHalf:
         `preempted`: requests that lost their blocks.
         """
 
+    def step_of(
+        self,
+        ids: dict[str, Any],
+        steps: Callable[[dict[str, bool]], list[tuple[str, int, int, bool, _Blocks]]],
+        preempted: Sequence[str],
+    ) -> tuple[bytes, bool]:
+        """As `step`, for an engine that does not know which of its requests produce. Also whether any was scheduled.
+
+        `ids`: the requests of the step, as keys. `steps` returns what `step` takes as `scheduled`. It is called if any of
+        the requests may be handed over, with these: True if all of a request's steps must be returned, False if only one
+        with all its blocks. What it raises is raised here, and the step has no effect then.
+        """
+
+    def give_up(self, ids: Sequence[str]) -> None:
+        """Has these requests not handed over, if they produce and have not ended."""
+
+    def give_up_all(self) -> None:
+        """The engine's weights have changed, or may have: of what has arrived nothing is handed over or loaded any more. All
+        offers are withdrawn and all loads are cancelled.
+        """
+
     def finished(
         self,
         id: str,
-        prompt_tokens: int,
-        params: dict[str, Any] | None,
-        prompt: bytes | None,
         reason: Literal["length", "stop", "abort", "error"],
         blocks: _Blocks | None,
         side_data: bytes | None = None,
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended, known or not, with these blocks. True if its blocks must be kept until `sent` reports it;
-        and the ``kv_transfer_params`` of its response.
+    ) -> tuple[bool, dict[str, Any] | None] | None:
+        """A request has ended, with these blocks, which are read only if it produces. True if its blocks must be kept until
+        `sent` reports it; and the ``kv_transfer_params`` of its response. None if it is not known: it asks for no handoff,
+        or has not arrived. Let one that was rejected arrive, and end it again, so that its producer frees its blocks.
         """
 
     def reported(self, rank: int, notes: bytes) -> None:
@@ -1079,9 +1092,6 @@ class SchedulerHalf:
 
     def has_pending_work(self) -> bool:
         """Whether the engine must go on stepping although no request runs."""
-
-    def reset_cache(self) -> None:
-        """The engine drops its cache: all offers are withdrawn and all loads are cancelled."""
 
     def take_stats(self) -> dict[str, Any] | None:
         """What was counted since the last call, None if nothing was: loads that ended (`fetched`), withdrawn offers

@@ -93,7 +93,7 @@ def produce(engine: Engine, request: str, params: dict[str, Any], blocks: list[i
         for layer in range(LAYERS):
             engine.block(layer, block)[:] = bytes([layer * 16 + at + 1]) * BLOCK
     engine.step((request, 0, len(prompt), True, [blocks]))
-    held, answer = engine.scheduler.finished(request, len(prompt), params, identity, "length", [blocks])
+    held, answer = engine.scheduler.finished(request, "length", [blocks]) or (False, None)
     assert held
     return answer
 
@@ -102,13 +102,13 @@ def consume(
     engine: Engine, request: str, params: dict[str, Any], blocks: list[int], prompt: list[int] = PROMPT
 ) -> int | None:
     engine.scheduler.arrived(request, len(prompt), 8, params, prompt_id(prompt))
-    matched = engine.scheduler.matched(request, len(prompt), 0)
-    engine.scheduler.allocated(request, len(prompt), 0, matched or 0, [blocks])
+    matched = engine.scheduler.matched(request, 0)
+    engine.scheduler.allocated(request, matched or 0, [blocks])
     return matched
 
 
 def finish(engine: Engine, request: str) -> None:
-    assert engine.scheduler.finished(request, len(PROMPT), None, None, "length", None) == (False, None)
+    assert engine.scheduler.finished(request, "length", None) == (False, None)
 
 
 def test_the_blocks_of_a_request_arrive_and_both_sides_report_it_once(engines: tuple[Engine, Engine]) -> None:
@@ -151,6 +151,66 @@ def test_a_load_from_an_engine_that_is_gone_fails_and_says_why(engines: tuple[En
     ((_, _, _, failure),) = decode.worker.take_loads()
     assert failure is not None
     assert prefill.agent.address in failure[1]
+
+
+def test_steps_are_asked_for_only_of_requests_that_may_be_handed_over() -> None:
+    half = SchedulerHalf([("full", 0, TOKENS)], ranks=1, timeout=20, null_block=0)
+    asked: list[dict[str, bool]] = []
+
+    def steps(producing: dict[str, bool]) -> list[Any]:
+        asked.append(producing)
+        return [(name, 0, len(PROMPT), True, [[1, 2, 3]]) for name, all_steps in producing.items() if all_steps]
+
+    ids = {"other": 1, "p": len(PROMPT), "later": 2}
+    assert half.step_of(ids, steps, []) == (b"", False)
+    half.arrived("p", len(PROMPT), 8, {"do_remote_decode": True}, None)
+    half.arrived("d", len(PROMPT), 8, {"do_remote_prefill": True, "transfer_id": "x", "remote_address": "127.0.0.1:1"}, None)
+    assert not half.step_of({"other": 1, "d": 1}, steps, [])[1]
+    assert asked == []
+    data, computes = half.step_of(ids, steps, [])
+    assert data and computes
+    # Its prompt is computed: only a step with all its blocks matters now.
+    assert half.step_of(ids, steps, []) == (b"", False)
+    assert half.step_of(ids, steps, ["p"])[0], "it has lost its blocks"
+    assert half.step_of(ids, steps, [])[1]
+    assert asked == [{"p": True}, {"p": False}, {"p": False}, {"p": True}]
+    half.give_up(["p"])
+    half.step_of(ids, steps, [])
+    assert half.finished("p", "length", [[1, 2, 3]]) == (False, None)
+    assert half.finished("p", "length", [[1, 2, 3]]) is None
+    assert len(asked) == 4
+
+
+def test_a_step_whose_requests_can_not_be_read_has_no_effect() -> None:
+    half = SchedulerHalf([("full", 0, TOKENS)], ranks=1, timeout=20, null_block=0)
+    half.arrived("p", len(PROMPT), 1, {"do_remote_decode": True}, None)
+
+    def fails(_: dict[str, bool]) -> list[Any]:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        half.step_of({"p": 4}, fails, [])
+    with pytest.raises(OverflowError, match="item 1"):
+        half.step_of({"p": 4}, lambda _: [("p", 0, 4, True, [[1, -1]])], [])
+    assert half.step_of({"p": 10}, lambda _: [("p", 0, 10, True, [[1, 2, 3]])], [])[1]
+    held, _ = half.finished("p", "length", [[1, 2, 3]]) or (False, None)
+    assert held
+
+
+def test_blocks_of_a_request_that_is_not_handed_over_are_not_read() -> None:
+    half = SchedulerHalf([("full", 0, TOKENS)], ranks=1, timeout=20, null_block=0)
+
+    class Unread(list[int]):
+        def __len__(self) -> int:
+            raise AssertionError("they were read")
+
+    assert half.finished("unknown", "length", [Unread([1])]) is None
+    half.refuse("r")
+    assert half.finished("r", "length", [Unread([1])]) == (False, None)
+    half.arrived("p", len(PROMPT), 1, {"do_remote_decode": True}, None)
+    with pytest.raises(OverflowError):
+        half.finished("p", "length", [[-1]])
+    assert half.finished("p", "length", [[1]]) == (False, None)
 
 
 def test_a_closed_half_refuses_calls_and_closes_again(engines: tuple[Engine, Engine]) -> None:

@@ -26,25 +26,27 @@ def serve(half: SchedulerHalf, number: int, offered: dict[str, Any], identity: b
     params = {"do_remote_decode": True} if produces else offered | {"transfer_id": request}
     if number % 5 == 4:
         # Rejected before it was scheduled.
-        half.finished(request, tokens, params, identity, "error", None)
+        assert half.finished(request, "error", None) is None
+        half.arrived(request, tokens, 1, params, identity)
+        half.finished(request, "error", None)
         half.step([], [])
         return
     half.arrived(request, tokens, 1, params, identity)
     computed = tokens if number % 5 == 3 else 0
-    matched = half.matched(request, tokens, computed) or 0
+    matched = half.matched(request, computed) or 0
     if produces:
         half.step([(request, 0, tokens, True, blocks)], [])
-        held, _ = half.finished(request, tokens, params, identity, "length" if number % 5 else "abort", blocks)
+        held, _ = half.finished(request, "length" if number % 5 else "abort", blocks) or (False, None)
         half.step([], [])
         if held:
             half.sent([request])
     else:
         # Loaded, or in the cache of this engine already.
-        half.allocated(request, tokens, computed, matched, blocks)
+        half.allocated(request, matched, blocks)
         half.step([], [])
         if matched:
             half.received([request])
-        half.finished(request, tokens, params, identity, "length", None)
+        half.finished(request, "length", None)
         half.step([], [])
 
 
@@ -53,7 +55,7 @@ def test_memory_after_100_000_requests_is_that_after_20_000() -> None:
     half, identity = engine.scheduler, prompt_id(PROMPT)
     half.arrived("first", len(PROMPT), 1, {"do_remote_decode": True}, identity)
     half.step([("first", 0, len(PROMPT), True, [[1, 2, 3]])], [])
-    held, offered = half.finished("first", len(PROMPT), {"do_remote_decode": True}, identity, "length", [[1, 2, 3]])
+    held, offered = half.finished("first", "length", [[1, 2, 3]]) or (False, None)
     assert held
     assert offered is not None
     half.sent(["first"])

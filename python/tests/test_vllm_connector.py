@@ -268,11 +268,11 @@ def test_of_a_forward_pass_that_raised_nothing_is_loaded(
     except ForwardError:
         assert fails_after is not None
 
-    _, answer = prefill.scheduler.finished("p", tokens, params, identity, "length", blocks)
+    _, answer = prefill.scheduler.finished("p", "length", blocks) or (False, None)
     prefill.worker.apply(prefill.scheduler.step([], []))
     decode.scheduler.arrived("d", tokens, 8, answer, identity)
-    assert decode.scheduler.matched("d", tokens, 0) == tokens
-    decode.scheduler.allocated("d", tokens, 0, tokens, [[7, 9, 8]])
+    assert decode.scheduler.matched("d", 0) == tokens
+    decode.scheduler.allocated("d", tokens, [[7, 9, 8]])
     decode.until(lambda: bool(decode.received))
     assert decode.failed == ([] if fails_after is None else ["d"])
     if fails_after is not None:

@@ -176,7 +176,7 @@ def test_a_step_that_fails_withdraws_what_it_computes_and_what_was_preempted(con
     for request in (a, b):
         connector.on_new_request(request)
     connector.build_connector_meta(step({"a": ([3], 16), "b": ([4], 16)}))
-    half = fail_once(connector, "step")
+    half = fail_once(connector, "step_of")
     lost = connector.build_connector_meta(step(more={"a": ([5], 16, 16)}, preempted=["b"]))
     assert half.raised and lost.data and not lost.computes
     # A later step of it has only the blocks since: the half would take them for its first ones.

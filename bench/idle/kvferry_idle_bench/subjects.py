@@ -103,17 +103,17 @@ def halves() -> None:
     identity, params = prompt_id(prompt), {"do_remote_decode": True}
     prefill.scheduler.arrived("p", len(prompt), 1, params, identity)
     prefill.step(("p", 0, len(prompt), True, [blocks]))
-    _, answer = prefill.scheduler.finished("p", len(prompt), params, identity, "length", [blocks])
+    _, answer = prefill.scheduler.finished("p", "length", [blocks]) or (False, None)
     decode.scheduler.arrived("d", len(prompt), 8, answer, identity)
-    matched = decode.scheduler.matched("d", len(prompt), 0)
-    decode.scheduler.allocated("d", len(prompt), 0, matched or 0, [blocks])
+    matched = decode.scheduler.matched("d", 0)
+    decode.scheduler.allocated("d", matched or 0, [blocks])
 
     def has_arrived() -> bool:
         decode.step()
         return bool(decode.received)
 
     until(has_arrived)
-    decode.scheduler.finished("d", len(prompt), None, None, "length", None)
+    decode.scheduler.finished("d", "length", None)
 
     def is_given_back() -> bool:
         prefill.step()

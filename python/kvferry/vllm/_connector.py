@@ -6,6 +6,7 @@ bytes go from one to the other in vLLM's own messages.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from dataclasses import dataclass, field
@@ -232,23 +233,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 _Reason: TypeAlias = Literal["length", "stop", "abort", "error"]
+# A request in a step, as `SchedulerHalf.step` takes it.
+_Step: TypeAlias = "tuple[str, int, int, bool, Sequence[list[int]]]"
 
-
-@dataclass
-class _Live:
-    """A request that is handed over, or was to be."""
-
-    # Before any cut.
-    prompt_tokens: int
-    produces: bool
-    # How often the weights had changed, or might have, when it arrived.
-    changes: int
-    # Its LoRA adapter, and what named the adapter's weights.
-    lora: Any = None
-    weights: str | None = None
-    # Cached tokens when its load was matched last: vLLM does not repeat the number.
-    computed: int = 0
-
+# No LoRA adapter.
+_NO_LORA: tuple[None, None] = (None, None)
 
 _REASONS: dict[Any, _Reason] = {
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
@@ -258,7 +247,7 @@ _REASONS: dict[Any, _Reason] = {
 
 
 class _Scheduler:
-    """The scheduler's side."""
+    """The scheduler's side. The state of requests is in `half`."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         self._config = vllm_config
@@ -287,16 +276,15 @@ class _Scheduler:
             # All groups share one pool.
             idle=(kv_cache_config.num_blocks, settings.idle_blocks(kv_cache_config.num_blocks)),
         )
-        self._live: dict[str, _Live] = {}
-        self._produced: set[str] = set()
         self._siblings = Siblings()
+        # Of requests that are handed over, the LoRA adapter and what named its weights at the arrival: not in `half`,
+        # since both are objects of vLLM and `_adapters` that only these understand.
+        self._loras: dict[str, tuple[Any, str | None]] = {}
         self._adapters = Adapters()
         self._core = core_of_callers()
         self._core.on_load(self._adapters.loads)
         self._core.on_emptied(self._adapters.cache_was_emptied)
         self._version: str | None = None
-        # Resets of the cache and new versions.
-        self._changes = 0
         # After a reset the weights may be others than those that were named before, until they are named anew.
         self._was_reset, self._times_named = False, 0
         self._cached = Cached(self._core)
@@ -352,8 +340,8 @@ class _Scheduler:
             self._adapters.saw(lora)
         if not params:
             return
-        produces, consumes = bool(params.get("do_remote_decode")), bool(params.get("do_remote_prefill"))
-        if not produces and not consumes:
+        produces = bool(params.get("do_remote_decode"))
+        if not produces and not params.get("do_remote_prefill"):
             return
         if produces and not self._siblings.owns(request.request_id):
             return
@@ -376,31 +364,23 @@ class _Scheduler:
             self.half.refuse(request_id, "changed_weights")
             return
         identity = self._identity(request)
-        weights = identity.adapter[1] if identity is not None and identity.adapter is not None else None
-        self._live[request_id] = _Live(tokens, produces, self._changes, lora, weights)
-        self.half.arrived(request_id, tokens, request.max_tokens, params, _prompt(request, identity))
-        if produces:
-            self._produced.add(request_id)
-            _cut(request, tokens - self.half.prompt_tokens_to_prefill(request_id, tokens))
+        if produces and lora is not None:
+            weights = identity.adapter[1] if identity is not None and identity.adapter is not None else None
+            self._loras[request_id] = (lora, weights)
+        prefilled = self.half.arrived(request_id, tokens, request.max_tokens, params, _prompt(request, identity))
+        _cut(request, tokens - prefilled)
 
     def reset(self) -> None:
         """The weights may have changed. What arrived before is named by the old ones, so it is not handed over."""
         self._follow_weights()
         self._was_reset = True
-        self._forget()
+        self.half.give_up_all()
 
     def lost_reset(self) -> bool:
         """A reset that failed: the weights may be others all the same, so nothing from before is handed over."""
         self._was_reset = True
-        self._changes += 1
-        self._produced.clear()
-        tried(self.half.reset_cache)
+        tried(self.half.give_up_all)
         return False
-
-    def _forget(self) -> None:
-        self._changes += 1
-        self._produced.clear()
-        self.half.reset_cache()
 
     def _follow_weights(self) -> None:
         """A version may come after requests that arrived while the engine was paused."""
@@ -410,7 +390,7 @@ class _Scheduler:
             self._times_named, self._was_reset = self._core.times_named, False
         if is_new:
             self._cached.got_other_weights()
-            self._forget()
+            self.half.give_up_all()
             if self._cached.are_mixed:
                 logger.warning_once(
                     "KVFerryConnector: the weights have another version, and vLLM's cache has blocks of the weights "
@@ -432,65 +412,65 @@ class _Scheduler:
 
     def refuse(self, request: Any) -> None:
         """The request is computed as if it had no parameters."""
-        self._live.pop(request.request_id, None)
-        self._produced.discard(request.request_id)
+        self._loras.pop(request.request_id, None)
         self.half.refuse(request.request_id, "internal")
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         self._follow_weights()
-        live = self._live.get(request.request_id)
-        if live is None or live.produces:
+        if not _consumes(request):
             return 0, False
-        live.computed = computed
-        if live.changes != self._changes:
-            return 0, False
-        tokens = self.half.matched(request.request_id, live.prompt_tokens, computed)
+        tokens = self.half.matched(request.request_id, computed)
         return tokens, bool(tokens)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         # Also for another connector beside this one: what it loads is cached without a step.
         self._cached.add()
-        live = self._live.get(request.request_id)
-        if live is not None and not live.produces and self.half.waits_for_blocks(request.request_id):
-            table = self._selected(blocks.get_block_ids())
-            self.half.allocated(request.request_id, live.prompt_tokens, live.computed, external, table)
+        if (external or _consumes(request)) and self.half.waits_for_blocks(request.request_id):
+            self.half.allocated(request.request_id, external, self._selected(blocks.get_block_ids()))
 
     def lost_blocks(self, request: Any, external: int) -> None:
         """`allocated` failed with this request, and vLLM waits for its load: it is fetched without a block, which each
         rank reports as a failed load.
         """
-        live = self._live.get(request.request_id)
-        if live is not None and not live.produces and tried(self.half.waits_for_blocks, request.request_id):
-            tried(self.half.allocated, request.request_id, live.prompt_tokens, live.computed, external, [])
+        if (external or _consumes(request)) and tried(self.half.waits_for_blocks, request.request_id):
+            tried(self.half.allocated, request.request_id, external, [])
 
     def step(self, output: Any) -> KVFerryMetadata:
         self._follow_weights()
         if output.num_scheduled_tokens:
             self._cached.add()
-        scheduled: list[tuple[str, int, int, bool, Sequence[list[int]]]] = []
-        lost: list[str] = []
-        produced, tokens = self._produced, output.num_scheduled_tokens
-        if not produced.isdisjoint(tokens):
-            if self._cached.are_mixed or self._adapters.are_mixed:
-                lost += self._mixed(output)
-                produced.difference_update(lost)
-            for new in output.scheduled_new_reqs:
-                request_id = new.req_id
-                if request_id in produced:
-                    blocks = self._selected(new.block_ids)
-                    scheduled.append((request_id, new.num_computed_tokens, tokens[request_id], True, blocks))
-            cached = output.scheduled_cached_reqs
-            for at, request_id in enumerate(cached.req_ids):
-                if request_id in produced and self.half.produces(request_id):
-                    new_blocks = cached.new_block_ids[at]
-                    blocks = [[] for _ in self._rules] if new_blocks is None else self._selected(new_blocks)
-                    resumed = request_id in cached.resumed_req_ids
-                    computed = cached.num_computed_tokens[at]
-                    scheduled.append((request_id, computed, tokens[request_id], resumed, blocks))
-        lost += [it for it in output.preempted_req_ids or () if it in produced]
-        return KVFerryMetadata(self.half.step(scheduled, lost), bool(scheduled))
+        steps = functools.partial(self._steps, output)
+        data, computes = self.half.step_of(output.num_scheduled_tokens, steps, list(output.preempted_req_ids or ()))
+        return KVFerryMetadata(data, computes)
 
-    def _mixed(self, output: Any) -> set[str]:
+    def _steps(self, output: Any, producing: dict[str, bool]) -> list[_Step]:
+        """What the half must get of a step: see `SchedulerHalf.step_of`."""
+        if self._cached.are_mixed or self._adapters.are_mixed:
+            mixed = self._mixed(output, producing)
+            if mixed:
+                self.half.give_up(mixed)
+            for request_id in mixed:
+                del producing[request_id]
+        steps: list[_Step] = []
+        tokens = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            request_id = new.req_id
+            if request_id in producing:
+                blocks = self._selected(new.block_ids)
+                steps.append((request_id, new.num_computed_tokens, tokens[request_id], True, blocks))
+        cached = output.scheduled_cached_reqs
+        for at, request_id in enumerate(cached.req_ids):
+            if request_id not in producing:
+                continue
+            resumed = request_id in cached.resumed_req_ids
+            if producing[request_id] or resumed:
+                new_blocks = cached.new_block_ids[at]
+                blocks = [[] for _ in self._rules] if new_blocks is None else self._selected(new_blocks)
+                computed = cached.num_computed_tokens[at]
+                steps.append((request_id, computed, tokens[request_id], resumed, blocks))
+        return steps
+
+    def _mixed(self, output: Any, producing: dict[str, bool]) -> list[str]:
         """Requests of the step whose cached blocks may be of earlier weights, of the model or of an adapter, which vLLM
         names by the adapter's name and path.
         """
@@ -501,13 +481,13 @@ class _Scheduler:
             for it, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
             if it in cached.resumed_req_ids
         ]
-        found = set()
+        found = []
         for request_id, computed in begin:
-            live = self._live.get(request_id) if computed and request_id in self._produced else None
-            if live is None:
+            if not computed or request_id not in producing:
                 continue
-            if self._cached.are_mixed or (live.lora is not None and self._adapters.may_be_mixed(live.lora)):
-                found.add(request_id)
+            lora, _ = self._loras.get(request_id, _NO_LORA)
+            if self._cached.are_mixed or (lora is not None and self._adapters.may_be_mixed(lora)):
+                found.append(request_id)
         return found
 
     def lost_step(self, output: Any) -> KVFerryMetadata:
@@ -515,12 +495,14 @@ class _Scheduler:
         it may not offer any more.
         """
         self._cached.add()
-        named = tried(lambda: {*output.num_scheduled_tokens, *(output.preempted_req_ids or ())})
-        lost = set(self._produced) if named is None else self._produced & named
-        self._produced -= lost
-        data = tried(self.half.step, [], sorted(lost))
+        named = tried(lambda: [*output.num_scheduled_tokens, *(output.preempted_req_ids or ())])
+        if named is None:
+            tried(self.half.give_up_all)
+        else:
+            tried(self.half.give_up, named)
+        data = tried(self.half.step, [], [])
         if data is None:
-            tried(self.half.reset_cache)
+            tried(self.half.give_up_all)
         return KVFerryMetadata(data or b"", False)
 
     def reported(self, output: Any) -> None:
@@ -536,31 +518,39 @@ class _Scheduler:
 
     def finished(self, request: Any, blocks: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Never raises: vLLM frees the blocks of a request that is not held, whatever the half still offers."""
-        live = self._live.pop(request.request_id, None)
-        self._produced.discard(request.request_id)
-        ended = tried(self._ended, request, live, blocks)
+        lora = self._loras.pop(request.request_id, _NO_LORA)
+        ended = tried(self._ended, request, lora, blocks)
         if ended is None:
-            tokens = live.prompt_tokens if live else request.num_prompt_tokens
-            ended = tried(self.half.finished, request.request_id, tokens, None, None, "error", None)
+            ended = tried(self._failed, request.request_id)
         if ended is None:
-            return live is not None and live.produces, None
+            return _produces(request), None
         held, answer = ended
         return held, tried(self._siblings.ended, request.request_id, answer)
 
     def _ended(
-        self, request: Any, live: _Live | None, blocks: tuple[list[int], ...]
+        self, request: Any, lora: tuple[Any, str | None], blocks: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         request_id, params = request.request_id, request.kv_transfer_params
-        if live is None and (not params or not self._siblings.owns(request_id)):
+        if not params:
             return False, None
-        tokens = live.prompt_tokens if live else request.num_prompt_tokens
+        produces = _produces(request)
         reason: _Reason = _REASONS.get(request.status, "error")
-        prompt = None if self.half.is_known(request_id) else _prompt(request, self._identity(request))
-        if live and live.produces and live.weights is not None and not self._adapters.still(live.lora, live.weights):
+        adapter, weights = lora
+        if weights is not None and not self._adapters.still(adapter, weights):
             reason = "error"
         # A consumer's blocks say nothing.
-        table = self._selected(blocks) if live is None or live.produces else None
-        return self.half.finished(request_id, tokens, params, prompt, reason, table)
+        table = self._selected(blocks) if produces else None
+        ended = self.half.finished(request_id, reason, table)
+        if ended is None and (produces or _consumes(request)) and self._siblings.owns(request_id):
+            # vLLM has rejected it before it arrived.
+            prompt = _prompt(request, self._identity(request))
+            self.half.arrived(request_id, request.num_prompt_tokens, request.max_tokens, params, prompt)
+            ended = self.half.finished(request_id, reason, table)
+        return ended or (False, None)
+
+    def _failed(self, request_id: str) -> tuple[bool, dict[str, Any] | None]:
+        """The end of a request that `_ended` failed with."""
+        return self.half.finished(request_id, "error", None) or (False, None)
 
     def stats(self) -> KVFerryStats | None:
         taken = self.half.take_stats()
@@ -573,6 +563,18 @@ class _Scheduler:
     def close(self) -> None:
         if self._bootstrap is not None:
             self._bootstrap.close()
+
+
+def _produces(request: Any) -> bool:
+    """Whether a request asks to be handed over."""
+    params = request.kv_transfer_params
+    return isinstance(params, dict) and bool(params.get("do_remote_decode"))
+
+
+def _consumes(request: Any) -> bool:
+    """Whether a request asks to be loaded from another engine."""
+    params = request.kv_transfer_params
+    return isinstance(params, dict) and bool(params.get("do_remote_prefill"))
 
 
 def _prompt(request: Any, identity: PromptIdentity | None) -> bytes | None:

@@ -201,11 +201,9 @@ impl Engine {
         let metadata = self.scheduler.step(scheduled, []).encode();
         self.rank.worker.apply(&metadata).map_err(failed)?;
         self.rank.worker.step_computed(None);
-        for request in &requests {
-            assert!(
-                self.scheduler.finished(request, FinishReason::Length, None, None).held,
-                "all of it was computed"
-            );
+        for name in &names {
+            let finished = self.scheduler.finished(name, FinishReason::Length, None, None);
+            assert!(finished.is_some_and(|it| it.held), "all of it was computed");
         }
         for n in 0..FETCHED {
             let params = self.offered(&format!("fetched-{n}"));
@@ -227,11 +225,9 @@ impl Engine {
     /// The scheduler's calls for a request that it admits.
     fn fetch(&mut self, name: &str, params: &Params) {
         // Decode computes the last token.
-        let request = request(name, SHORT_TOKENS + 1, params);
-        self.scheduler.arrived(&request);
-        std::hint::black_box(self.scheduler.matched(&request, 0));
-        let blocks = [whole(SHORT_TOKENS)];
-        self.scheduler.allocated(&request, 0, SHORT_TOKENS.into(), &blocks);
+        self.scheduler.arrived(&request(name, SHORT_TOKENS + 1, params));
+        std::hint::black_box(self.scheduler.matched(name, 0));
+        self.scheduler.allocated(name, SHORT_TOKENS.into(), &[whole(SHORT_TOKENS)]);
     }
 
     /// A step; the time of each of [`CALLS`].
@@ -257,14 +253,12 @@ impl Engine {
             }
         }
         let ended = std::mem::take(&mut self.received);
-        let ended: Vec<_> = ended.into_iter().map(|name| (self.offered(&name), name)).collect();
 
         let mut times = [Duration::ZERO; CALLS.len()];
         let [requests, made, applied, layers, fetches, reports_made, reported] = &mut times;
         timed(requests, || {
-            for (params, name) in &ended {
-                let request = request(name, SHORT_TOKENS + 1, params);
-                self.scheduler.finished(&request, FinishReason::Length, None, None);
+            for name in &ended {
+                drop(self.scheduler.finished(name, FinishReason::Length, None, None));
             }
             for (name, params) in &admitted {
                 self.fetch(name, params);

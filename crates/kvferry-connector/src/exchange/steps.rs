@@ -28,12 +28,6 @@ impl Shared {
         self.follows.get(place.0).map_or("", String::as_str)
     }
 
-    /// A request that was added before.
-    pub(super) fn known<'a>(&self, id: &'a str, prompt: &Prompt) -> Request<'a> {
-        let prompt_tokens = self.tokens(prompt);
-        Request { id, prompt_tokens, max_tokens: 1, params: None, prompt: None }
-    }
-
     pub(super) fn run(shared: &Weak<Self>, wakeup: &Wakeup) {
         loop {
             wakeup.wait(None);
@@ -94,10 +88,9 @@ impl Shared {
         let (prompt, request) = (offer.prompt, request_of('p', number));
         let Some(blocks) = blocks else {
             let how = if offer.is_told { FinishReason::Length } else { FinishReason::Abort };
-            let request = self.known(&request, &prompt);
             let finished = state.scheduler.finished(&request, how, None, None);
             self.carry(state, None);
-            if !finished.held {
+            if !finished.is_some_and(|finished| finished.held) {
                 self.gone(state, number);
             }
             return;
@@ -203,10 +196,9 @@ impl Shared {
             }
         }
         let state = &mut *guard;
-        let known = self.known(&request, prompt);
         if let Some(fetch) = state.fetches.get_mut(&request).filter(|fetch| !fetch.has_ended) {
             fetch.is_abandoned = true;
-            drop(state.scheduler.finished(&known, FinishReason::Abort, None, None));
+            drop(state.scheduler.finished(&request, FinishReason::Abort, None, None));
             self.carry(state, None);
             if state.closed || interrupted {
                 return Ok(None);
@@ -214,7 +206,7 @@ impl Shared {
             let (address, pause) = (self.address(found.place).to_owned(), Duration::ZERO);
             return Err(Missed::TimedOut { address, pause });
         }
-        drop(state.scheduler.finished(&known, FinishReason::Length, None, None));
+        drop(state.scheduler.finished(&request, FinishReason::Length, None, None));
         self.carry(state, None);
         let why = self.observer.failures.lock().remove(&request);
         match self.end(state, &request) {
@@ -245,20 +237,17 @@ impl Shared {
         let (transfer, engine) = (found.transfer.clone(), Some(found.engine));
         let address = address.into();
         let params = ConsumerParams { transfer, address, engine, tokens: None }.to_params();
-        let prompt_tokens = self.tokens(prompt);
-        let whole = Request {
+        state.scheduler.arrived(&Request {
             id: &request,
-            prompt_tokens,
+            prompt_tokens: self.tokens(prompt),
             max_tokens: 1,
             params: Some(&params),
             prompt: Some(prompt.identity),
-        };
-        state.scheduler.arrived(&whole);
-        let known = self.known(&request, prompt);
+        });
         let (cached, wanted) = (first.min(prompt.blocks), prompt.blocks.saturating_sub(first));
         let computed = u64::from(cached) * u64::from(self.block_tokens);
         let slots = state.slots.take(wanted);
-        let tokens = match slots.is_some().then(|| state.scheduler.matched(&known, computed)) {
+        let tokens = match slots.is_some().then(|| state.scheduler.matched(&request, computed)) {
             Some(Match::Tokens(tokens)) => tokens,
             Some(Match::Unknown) | None => 0,
         };
@@ -274,15 +263,15 @@ impl Shared {
                 is_abandoned: false,
             };
             state.fetches.insert(request.clone(), fetch);
-            state.scheduler.allocated(&known, computed, tokens, &blocks);
+            state.scheduler.allocated(&request, tokens, &blocks);
             self.carry(state, None);
             return Ok(Some(request));
         }
         let is_full = wanted > 0 && slots.is_none();
         state.give(slots.unwrap_or_default());
         // Tells the publisher that its handoff is not needed.
-        state.scheduler.allocated(&known, prompt_tokens, 0, &blocks);
-        drop(state.scheduler.finished(&known, FinishReason::Length, None, None));
+        state.scheduler.allocated(&request, 0, &blocks);
+        drop(state.scheduler.finished(&request, FinishReason::Length, None, None));
         self.carry(state, None);
         if is_full { Err(Missed::NoRoom { blocks: wanted }) } else { Ok(None) }
     }

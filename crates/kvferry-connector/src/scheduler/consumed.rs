@@ -31,6 +31,10 @@ pub(super) struct Consumed {
 pub(super) struct Request {
     from: ConsumerParams,
     prompt_tokens: u32,
+    /// Tokens of the prompt that can be fetched at most.
+    usable: u64,
+    /// Cached tokens at the last match: engines do not repeat the number when the request gets blocks.
+    computed: u64,
     stage: Stage,
     /// Number of tokens that are fetched.
     tokens: u32,
@@ -94,7 +98,8 @@ impl Consumed {
         }
     }
 
-    pub(super) fn add(&mut self, request: &str, from: ConsumerParams, prompt_tokens: u32) {
+    /// Adds a request that can fetch `usable` tokens of its prompt at most.
+    pub(super) fn add(&mut self, request: &str, from: ConsumerParams, prompt: u64, usable: u64) {
         let new = Handoff { state: HandoffState::Open, open: 0, requests: Vec::new() };
         let handoff = self.handoffs.entry(from.transfer.clone()).or_insert(new);
         handoff.open += 1;
@@ -105,7 +110,9 @@ impl Consumed {
         let (stage, side_data) = (Stage::Open, Vec::new());
         let new = Request {
             from,
-            prompt_tokens,
+            prompt_tokens: u32::try_from(prompt).unwrap_or(u32::MAX),
+            usable,
+            computed: 0,
             stage,
             tokens: 0,
             ended: false,
@@ -127,17 +134,21 @@ impl Consumed {
         self.requests.get(request).is_some_and(|request| request.stage == Stage::Open)
     }
 
-    /// Returns how many of a known request's `usable` tokens can be fetched.
-    pub(super) fn matched(&self, request: &str, computed: u64, usable: u64) -> Option<Match> {
-        let request = self.requests.get(request)?;
-        let is_open = request.stage == Stage::Open;
-        Some(if is_open { self.matched_open(&request.from, computed, usable) } else { Match::NONE })
+    /// Returns the number of tokens that were cached at the last match of a request without blocks.
+    pub(super) fn computed(&self, request: &str) -> Option<u64> {
+        let request = self.requests.get(request).filter(|request| request.stage == Stage::Open);
+        request.map(|request| request.computed)
     }
 
-    /// Matches as [`Consumed::matched`] does, for a request that has no blocks, whether it was added or not.
-    pub(super) fn matched_open(&self, from: &ConsumerParams, computed: u64, usable: u64) -> Match {
-        let all = from.matched(computed, usable);
-        match self.handoffs.get(&from.transfer).map(|handoff| handoff.state) {
+    /// Returns how many tokens of a request can be fetched if `computed` of them are cached.
+    pub(super) fn matched(&mut self, request: &str, computed: u64) -> Match {
+        let Some(known) = self.requests.get_mut(request) else { return Match::NONE };
+        known.computed = computed;
+        if known.stage != Stage::Open {
+            return Match::NONE;
+        }
+        let all = known.from.matched(computed, known.usable);
+        match self.handoffs.get(&known.from.transfer).map(|handoff| handoff.state) {
             None | Some(HandoffState::Open) => all,
             // When it is fetched, the engine may have the tokens in its cache.
             Some(HandoffState::Fetching) if all != Match::NONE => Match::Unknown,
@@ -288,6 +299,15 @@ impl Consumed {
         self.quorum.forget(request);
         if known.ended {
             self.remove(request);
+        }
+    }
+
+    /// Has no request fetched that has no blocks yet.
+    pub(super) fn give_up_all(&mut self, metadata: &mut ConnectorMetadata) {
+        let open = self.requests.iter().filter(|(_, request)| request.stage == Stage::Open);
+        let open: Vec<_> = open.map(|(id, _)| id.clone()).collect();
+        for request in open {
+            self.close(&request, WireCode::NotNeeded, metadata);
         }
     }
 

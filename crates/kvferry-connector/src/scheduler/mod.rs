@@ -4,6 +4,9 @@
 //! for the worker halves come out, as plain data. It never waits, and what it does per step grows
 //! with what the step has that concerns handoffs, not with the requests there are.
 //!
+//! The state of a request is here alone: it has an entry from `arrived`, or `refuse`, to `finished`, and
+//! later calls name it by its id. An adapter keeps no copy of its parameters, prompt or progress.
+//!
 //! # A producer's request
 //! The engine calls `arrived`, `step` whenever it computes a part of the request, and `finished`. A
 //! request that ends after its prompt was computed, by its length or by a stop token, is handed over;
@@ -13,7 +16,7 @@
 //! reused.
 //!
 //! # A consumer's request
-//! The engine calls `matched` any number of times, `allocated` once with tokens to fetch, and
+//! The engine calls `arrived`, `matched` any number of times, `allocated` once with tokens to fetch, and
 //! `finished` at any time. KV that is not fetched, because it is in the cache, or because the request
 //! ended or was rejected before it got blocks, is freed at the producer. A fetch that fails on one rank
 //! is cancelled on the others, so that all ranks report it soon. A failed fetch is not retried: the
@@ -86,15 +89,14 @@ pub struct GroupRule {
 pub struct Request<'a> {
     /// The engine's id, unique among live requests.
     pub id: &'a str,
-    /// Tokens of its prompt, also after the engine has cut the prompt to
-    /// [`Scheduler::prompt_tokens_to_prefill`].
+    /// Tokens of its prompt before any cut.
     pub prompt_tokens: u64,
     /// Largest number of tokens that the request generates.
     pub max_tokens: u64,
     /// The request's `kv_transfer_params`.
     pub params: Option<&'a Params>,
-    /// The identity of its prompt before any cut, for the call that adds the request. `None` if it is not
-    /// known, as with prompt embeddings: then the KV of another prompt is not recognised.
+    /// The identity of its prompt before any cut. `None` if it is not known, as with prompt embeddings: then
+    /// the KV of another prompt is not recognised.
     pub prompt: Option<PromptId>,
 }
 
@@ -212,84 +214,62 @@ impl Scheduler {
     }
 
     /// A request that the adapter failed with, or that only it can tell to be unfit: it is computed as if it
-    /// had no parameters.
+    /// had no parameters. One that has arrived is given up, and not counted as refused.
     pub fn refuse(&mut self, request: &str, reason: Refused) {
         if !self.is_known(request) {
             self.refused.add(request, &Refusal::new(reason));
-        }
-    }
-
-    /// A request has arrived. Optional: the other calls add a request that is not known yet.
-    pub fn arrived(&mut self, request: &Request<'_>) {
-        if self.is_known(request.id) {
             return;
         }
-        let tokens = u32::try_from(self.prefill(request.prompt_tokens));
-        let refused = match (self.role(request), tokens) {
-            (Ok(None), _) => return,
-            (Err(refusal), _) => Some(refusal),
-            (Ok(Some(_)), Err(_)) => Some(Refusal::new(Refused::LongPrompt)),
-            (Ok(Some(Role::Produce { transfer })), Ok(tokens)) => {
-                self.produce(request, transfer, tokens)
-            }
-            (Ok(Some(Role::Consume(from))), Ok(_)) => {
-                let prompt = u32::try_from(request.prompt_tokens).unwrap_or(u32::MAX);
-                self.consumed.add(request.id, from, prompt);
-                None
-            }
-        };
-        if let Some(refusal) = refused {
+        self.give_up([request]);
+        if self.waits_for_blocks(request) {
+            self.consumed.close(request, WireCode::NotNeeded, &mut self.metadata);
+        }
+    }
+
+    /// A request has arrived. Returns the number of tokens of its prompt that the engine prefills: a producer
+    /// leaves out those that the consumer computes again ([`SchedulerConfig::recomputed_tokens`]). A second call
+    /// for a request changes nothing, and returns the same.
+    pub fn arrived(&mut self, request: &Request<'_>) -> u64 {
+        if !self.is_known(request.id)
+            && let Err(refusal) = self.add(request)
+        {
             self.refused.add(request.id, &refusal);
         }
+        self.produced.tokens(request.id).map_or(request.prompt_tokens, u64::from)
     }
 
-    /// Returns the number of tokens of the prompt that the engine prefills. A producer leaves out those that the
-    /// consumer computes again: see [`SchedulerConfig::recomputed_tokens`]. An engine that cuts prompts calls
-    /// [`Scheduler::arrived`] first.
-    pub fn prompt_tokens_to_prefill(&self, request: &Request<'_>) -> u64 {
-        if let Some(tokens) = self.produced.tokens(request.id) {
-            return u64::from(tokens);
+    /// Adds a request that asks for a handoff.
+    fn add(&mut self, request: &Request<'_>) -> Result<(), Refusal> {
+        let Some(role) = self.role(request)? else { return Ok(()) };
+        let tokens = u32::try_from(self.prefill(request.prompt_tokens));
+        let tokens = tokens.map_err(|_| Refusal::new(Refused::LongPrompt))?;
+        match role {
+            Role::Produce { transfer } => self.produce(request, transfer, tokens),
+            Role::Consume(from) => {
+                let prompt = request.prompt_tokens;
+                self.consumed.add(request.id, from, prompt, prompt - self.recomputed(prompt));
+                Ok(())
+            }
         }
-        let produces = !self.is_known(request.id)
-            && matches!(self.role(request), Ok(Some(Role::Produce { .. })));
-        if produces { self.prefill(request.prompt_tokens) } else { request.prompt_tokens }
     }
 
-    /// Returns how much of a request can be fetched if `computed` of its tokens are cached.
-    pub fn matched(&mut self, request: &Request<'_>, computed: u64) -> Match {
-        let found = self.found(request, computed);
-        if let Some(found) = self.consumed.admit(request.id, found) {
+    /// Returns how much of a request can be fetched if `computed` of its tokens are cached. Nothing of one that
+    /// has not arrived.
+    pub fn matched(&mut self, request: &str, computed: u64) -> Match {
+        let found = self.consumed.matched(request, computed);
+        if let Some(found) = self.consumed.admit(request, found) {
             return found;
         }
-        self.consumed.close(request.id, WireCode::Busy, &mut self.metadata);
-        self.refused.count(request.id, &Refusal::new(Refused::Busy));
+        self.consumed.close(request, WireCode::Busy, &mut self.metadata);
+        self.refused.count(request, &Refusal::new(Refused::Busy));
         Match::NONE
     }
 
-    fn found(&self, request: &Request<'_>, computed: u64) -> Match {
-        let usable = request.prompt_tokens - self.recomputed(request.prompt_tokens);
-        if let Some(known) = self.consumed.matched(request.id, computed, usable) {
-            return known;
-        }
-        if self.is_known(request.id) || u32::try_from(usable).is_err() {
-            return Match::NONE;
-        }
-        match self.role(request) {
-            Ok(Some(Role::Consume(from))) => self.consumed.matched_open(&from, computed, usable),
-            _ => Match::NONE,
-        }
-    }
-
     /// A request has got blocks: all of them per group, with [`NULL_BLOCK`] or the engine's own null block
-    /// where nothing is fetched. `external` tokens after the `computed` ones are to be fetched.
-    pub fn allocated(
-        &mut self,
-        request: &Request<'_>,
-        computed: u64,
-        external: u64,
-        blocks: &[Vec<u32>],
-    ) {
-        self.arrived(request);
+    /// where nothing is fetched. `external` tokens after those that were cached at its last match are to be
+    /// fetched.
+    pub fn allocated(&mut self, request: &str, external: u64, blocks: &[Vec<u32>]) {
+        let Some(computed) = self.consumed.computed(request) else { return };
         let tokens = u32::try_from(computed)
             .and_then(|start| Ok((start, u32::try_from(computed.saturating_add(external))?)));
         match tokens {
@@ -301,30 +281,64 @@ impl Scheduler {
                     tables.map(|(blocks, group)| group.table(blocks, tokens.1)).collect();
                 let new = tables.iter().zip(&self.config.groups);
                 let new = new.map(|(table, group)| group.blocks_from(table, tokens.0)).sum();
-                self.consumed.allocated(request.id, tokens, tables, new, &mut self.metadata);
+                self.consumed.allocated(request, tokens, tables, new, &mut self.metadata);
             }
             Err(_) => {
-                tracing::warn!(request = ?request.id, computed, external, "too many tokens to fetch");
+                tracing::warn!(?request, computed, external, "too many tokens to fetch");
             }
         }
     }
 
-    /// Whether a request has arrived here, or was refused, and has not ended: later calls need neither its parameters nor
-    /// its prompt.
-    pub fn is_known(&self, request: &str) -> bool {
+    /// True if a request asks for a handoff, or was refused one, and has not ended.
+    fn is_known(&self, request: &str) -> bool {
         self.produced.contains(request)
             || self.consumed.contains(request)
             || self.refused.contains(request)
     }
 
-    /// Whether [`Scheduler::allocated`] of this request would change anything.
+    /// True if [`Scheduler::allocated`] of this request would change anything.
     pub fn waits_for_blocks(&self, request: &str) -> bool {
         self.consumed.is_open(request)
     }
 
-    /// Whether [`Scheduler::step`] must get the steps of this request. Others may be left out.
+    /// True if [`Scheduler::step`] must get the steps of this request. Others may be left out.
     pub fn produces(&self, request: &str) -> bool {
         self.produced.is_followed(request, &self.config.groups)
+    }
+
+    /// True if [`Scheduler::step`] must get the steps of this request that have all its blocks
+    /// ([`Scheduled::all`]), also if it does not [`Scheduler::produces`]: the worker halves know other ones.
+    pub fn may_restart(&self, request: &str) -> bool {
+        self.produced.is_open(request)
+    }
+
+    /// True if any request may be one that [`Scheduler::may_restart`].
+    pub fn has_producers(&self) -> bool {
+        self.produced.requests.len() > self.produced.held
+    }
+
+    /// True if [`Scheduler::finished`] of this request reads its blocks.
+    pub fn reads_blocks(&self, request: &str) -> bool {
+        self.produced.contains(request)
+    }
+
+    /// Has these producers' requests not handed over: the adapter can't say what it computed of them, or it is
+    /// wrong. Those that have ended stay offered. Each counts as withdrawn at its end.
+    pub fn give_up<'a>(&mut self, requests: impl IntoIterator<Item = &'a str>) {
+        for request in requests {
+            let why = "the engine gave the request's handoff up";
+            self.produced.give_up(request, why, &mut self.metadata);
+        }
+    }
+
+    /// Has nothing that has arrived handed over or fetched any more, as when the engine's weights have changed, or
+    /// may have. Offers and running fetches end as with [`Scheduler::reset_cache`]; requests without blocks are
+    /// computed as if they had no parameters.
+    pub fn give_up_all(&mut self) {
+        self.reset_cache();
+        self.produced
+            .give_up_all("the engine's weights may have changed since the request arrived");
+        self.consumed.give_up_all(&mut self.metadata);
     }
 
     /// Returns the metadata of a step. `scheduled` is what the step computes of requests that
@@ -351,37 +365,42 @@ impl Scheduler {
         std::mem::take(&mut self.metadata)
     }
 
-    /// A request has ended, whether it is known here or not. `blocks` are all that it has at its end, per
-    /// group, if the engine says so: a request whose offered blocks it has freed or moved is withdrawn.
-    /// `side_data` is for the consumer's engine; it is dropped if the handoff is complete already.
+    /// A request has ended. `blocks` are all that it has at its end, per group, if the engine says so: a request
+    /// whose offered blocks it has freed or moved is withdrawn. `side_data` is for the consumer's engine; it is
+    /// dropped if the handoff is complete already.
+    ///
+    /// `None` if the request is not known here: it asks for no handoff, or was rejected before it arrived. The
+    /// adapter then calls [`Scheduler::arrived`] and this again, so that a producer is told that its KV is not needed.
     pub fn finished(
         &mut self,
-        request: &Request<'_>,
+        request: &str,
         how: FinishReason,
         blocks: Option<&[Vec<u32>]>,
         side_data: Option<Vec<u8>>,
-    ) -> Finished {
-        self.arrived(request);
-        self.refused.remove(request.id);
+    ) -> Option<Finished> {
+        if !self.is_known(request) {
+            return None;
+        }
+        self.refused.remove(request);
         let code = match how {
             FinishReason::Abort | FinishReason::Error => WireCode::Cancelled,
             FinishReason::Length | FinishReason::Stop => WireCode::NotNeeded,
         };
-        self.consumed.finished(request.id, code, &mut self.metadata);
+        self.consumed.finished(request, code, &mut self.metadata);
         let null = self.config.null_block;
         let real = |blocks: &[Vec<u32>]| {
             blocks.iter().map(|blocks| holes(blocks.clone(), null)).collect::<Vec<_>>()
         };
-        let blocks = blocks.filter(|_| self.produced.contains(request.id)).map(real);
+        let blocks = blocks.filter(|_| self.reads_blocks(request)).map(real);
         let (blocks, groups) = (blocks.as_deref(), &self.config.groups);
         let metadata = &mut self.metadata;
-        match self.produced.finished(request.id, how, blocks, groups, side_data, metadata) {
+        Some(match self.produced.finished(request, how, blocks, groups, side_data, metadata) {
             End::Free => Finished::default(),
             End::Withdrawn => Finished { held: true, params: None },
             End::Offered(transfer, tokens) => {
                 Finished { held: true, params: self.offered(transfer, tokens) }
             }
-        }
+        })
     }
 
     /// Takes [`crate::Reports::notes`] of a rank, before [`Scheduler::received`] and
@@ -493,18 +512,18 @@ impl Scheduler {
         prompt_tokens - left_out
     }
 
-    /// Adds a producer's request. Returns why it cannot be handed over.
+    /// Adds a producer's request.
     fn produce(
         &mut self,
         request: &Request<'_>,
         transfer: Option<HandoffId>,
         tokens: u32,
-    ) -> Option<Refusal> {
+    ) -> Result<(), Refusal> {
         let named = transfer.is_some();
         let eager = self.config.eager && request.max_tokens <= 1;
         let transfer = transfer.unwrap_or_else(|| self.draw(request.prompt));
         let added = self.produced.add(request.id, transfer, named, tokens, eager);
-        (!added).then(|| Refusal::new(Refused::Duplicate))
+        if added { Ok(()) } else { Err(Refusal::new(Refused::Duplicate)) }
     }
 
     /// Draws the id of a handoff. It is unique among all engines, and can't be guessed: a peer that knows the id of a

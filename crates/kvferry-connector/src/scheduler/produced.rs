@@ -37,7 +37,7 @@ pub(super) struct Request {
     blocks: Vec<Vec<u32>>,
     /// Tokens whose KV exists after the last step.
     until: u32,
-    /// The end of its handoff on a rank, if no consumer caused that.
+    /// The end of its handoff on a rank, if no consumer caused that, or the reason why it was given up.
     lost: Option<(WireCode, String)>,
     /// Blocks that the request keeps since its end.
     held: HeldFor,
@@ -109,10 +109,15 @@ impl Produced {
         self.requests.get(request).map(|request| request.tokens)
     }
 
-    /// Whether the steps of a request matter.
+    /// True if a request has not ended and may still be handed over.
+    pub(super) fn is_open(&self, request: &str) -> bool {
+        self.requests.get(request).is_some_and(Request::is_open)
+    }
+
+    /// True if the steps of a request matter.
     pub(super) fn is_followed(&self, request: &str, groups: &[GroupRule]) -> bool {
         self.requests.get(request).is_some_and(|request| {
-            request.stage == Stage::Open
+            request.is_open()
                 && (!request.is_complete() || groups.iter().any(|group| group.kind != Kind::Full))
         })
     }
@@ -121,6 +126,24 @@ impl Produced {
         let Some(known) = self.requests.get_mut(request) else { return };
         if known.stage == Stage::Open {
             known.start_over(request, metadata);
+        }
+    }
+
+    /// Has a request that has not ended not handed over. Its consumer learns that at its end.
+    pub(super) fn give_up(&mut self, request: &str, why: &str, metadata: &mut ConnectorMetadata) {
+        let Some(known) = self.requests.get_mut(request) else { return };
+        if known.stage == Stage::Open {
+            known.start_over(request, metadata);
+            known.give_up(why);
+        }
+    }
+
+    /// Does so with all requests of which nothing is offered.
+    pub(super) fn give_up_all(&mut self, why: &str) {
+        for known in self.requests.values_mut() {
+            if known.stage == Stage::Open && !known.offered {
+                known.give_up(why);
+            }
         }
     }
 
@@ -290,6 +313,15 @@ const fn is_by_consumer(code: WireCode) -> bool {
 }
 
 impl Request {
+    /// The steps of a lost request matter only while blocks of it are offered.
+    fn is_open(&self) -> bool {
+        self.stage == Stage::Open && (self.lost.is_none() || self.offered)
+    }
+
+    fn give_up(&mut self, why: &str) {
+        self.lost.get_or_insert_with(|| (WireCode::Internal, why.to_owned()));
+    }
+
     /// Whether the worker halves know everything that is handed over.
     const fn is_complete(&self) -> bool {
         self.offered && self.until >= self.tokens

@@ -4,8 +4,8 @@ use super::ints::{self, Ids};
 use super::{Group, group_rule, refused, values};
 use crate::blocking::seconds;
 use kvferry_connector::{
-    EngineId, FinishReason, IdleLimit, Match, Producers, PromptHasher, PromptId, Refused, Request,
-    Scheduled, Scheduler, SchedulerConfig, Stats, WireCode,
+    EngineId, FinishReason, Finished, IdleLimit, Match, Producers, PromptHasher, PromptId, Refused,
+    Request, Scheduled, Scheduler, SchedulerConfig, Stats, WireCode,
 };
 use kvferry_sys::sync::Mutex;
 use pyo3::exceptions::PyValueError;
@@ -17,16 +17,14 @@ use pyo3::types::{PyBytes, PyDict};
 /// whether the blocks are all it has, and the blocks per group.
 type Step = (PyBackedStr, u64, u64, bool, Vec<Ids>);
 
+/// What `finished` answers: whether the blocks are held, and the parameters of the response.
+type Ended<'py> = (bool, Option<Bound<'py, PyDict>>);
+
 /// Decides, where requests are scheduled, what is handed over. One per engine.
 #[pyclass(frozen, module = "kvferry.connector")]
 pub(crate) struct SchedulerHalf {
     half: Mutex<Scheduler>,
     id: EngineId,
-}
-
-/// A request that was added before, or asks for nothing.
-fn known(id: &str, prompt_tokens: u64) -> Request<'_> {
-    Request { id, prompt_tokens, max_tokens: 0, params: None, prompt: None }
 }
 
 /// The identity of a prompt, for [`SchedulerHalf::arrived`]: 16 bytes.
@@ -121,46 +119,26 @@ impl SchedulerHalf {
         max_tokens: u64,
         params: Option<&Bound<'_, PyDict>>,
         prompt: Option<[u8; 16]>,
-    ) {
+    ) -> u64 {
         let (params, prompt) = (values::params(params), prompt.map(PromptId::from_bytes));
         let params = params.as_ref();
         let request = Request { id, prompt_tokens, max_tokens, params, prompt };
-        self.half.lock().arrived(&request);
+        self.half.lock().arrived(&request)
     }
 
-    fn prompt_tokens_to_prefill(&self, id: &str, prompt_tokens: u64) -> u64 {
-        self.half.lock().prompt_tokens_to_prefill(&known(id, prompt_tokens))
-    }
-
-    fn matched(&self, id: &str, prompt_tokens: u64, computed: u64) -> Option<u64> {
-        match self.half.lock().matched(&known(id, prompt_tokens), computed) {
+    fn matched(&self, id: &str, computed: u64) -> Option<u64> {
+        match self.half.lock().matched(id, computed) {
             Match::Unknown => None,
             Match::Tokens(tokens) => Some(tokens),
         }
     }
 
-    fn allocated(
-        &self,
-        id: &str,
-        prompt_tokens: u64,
-        computed: u64,
-        external: u64,
-        blocks: Vec<Ids>,
-    ) {
-        let (request, blocks) = (known(id, prompt_tokens), Ids::of(blocks));
-        self.half.lock().allocated(&request, computed, external, &blocks);
+    fn allocated(&self, id: &str, external: u64, blocks: Vec<Ids>) {
+        self.half.lock().allocated(id, external, &Ids::of(blocks));
     }
 
     fn waits_for_blocks(&self, id: &str) -> bool {
         self.half.lock().waits_for_blocks(id)
-    }
-
-    fn is_known(&self, id: &str) -> bool {
-        self.half.lock().is_known(id)
-    }
-
-    fn produces(&self, id: &str) -> bool {
-        self.half.lock().produces(id)
     }
 
     fn step<'py>(
@@ -182,19 +160,39 @@ impl SchedulerHalf {
         PyBytes::new(py, &self.half.lock().step(scheduled, preempted).encode())
     }
 
-    #[pyo3(signature = (id, prompt_tokens, params, prompt, reason, blocks, side_data = None))]
-    #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python call")]
+    fn step_of<'py>(
+        &self,
+        py: Python<'py>,
+        ids: &Bound<'py, PyDict>,
+        steps: &Bound<'py, PyAny>,
+        preempted: Vec<PyBackedStr>,
+    ) -> PyResult<(Bound<'py, PyBytes>, bool)> {
+        let producing = self.producing(py, ids)?;
+        let scheduled = match producing {
+            Some(producing) => steps.call1((producing,))?.extract()?,
+            None => Vec::new(),
+        };
+        let computes = !scheduled.is_empty();
+        Ok((self.step(py, scheduled, preempted), computes))
+    }
+
+    fn give_up(&self, ids: Vec<PyBackedStr>) {
+        self.half.lock().give_up(ids.iter().map(|id| &**id));
+    }
+
+    fn give_up_all(&self) {
+        self.half.lock().give_up_all();
+    }
+
+    #[pyo3(signature = (id, reason, blocks, side_data = None))]
     fn finished<'py>(
         &self,
         py: Python<'py>,
         id: &str,
-        prompt_tokens: u64,
-        params: Option<&Bound<'py, PyDict>>,
-        prompt: Option<[u8; 16]>,
         reason: &str,
-        blocks: Option<Vec<Ids>>,
+        blocks: Option<&Bound<'py, PyAny>>,
         side_data: Option<Vec<u8>>,
-    ) -> PyResult<(bool, Option<Bound<'py, PyDict>>)> {
+    ) -> PyResult<Option<Ended<'py>>> {
         let how = match reason {
             "length" => FinishReason::Length,
             "stop" => FinishReason::Stop,
@@ -204,13 +202,14 @@ impl SchedulerHalf {
                 return Err(PyValueError::new_err(format!("no reason of an end: {other:?}")));
             }
         };
-        let (params, prompt) = (values::params(params), prompt.map(PromptId::from_bytes));
-        let params = params.as_ref();
-        let request = Request { id, prompt_tokens, max_tokens: 0, params, prompt };
-        let blocks = blocks.map(Ids::of);
-        let finished = self.half.lock().finished(&request, how, blocks.as_deref(), side_data);
-        let params = finished.params.map(|params| values::dict(py, &params)).transpose()?;
-        Ok((finished.held, params))
+        // To read them takes longer than all the rest.
+        let reads_blocks = blocks.is_some() && self.half.lock().reads_blocks(id);
+        let blocks = blocks.filter(|_| reads_blocks).map(|blocks| blocks.extract::<Vec<Ids>>());
+        let blocks = blocks.transpose()?.map(Ids::of);
+        let finished = self.half.lock().finished(id, how, blocks.as_deref(), side_data);
+        let Some(Finished { held, params }) = finished else { return Ok(None) };
+        let params = params.map(|params| values::dict(py, &params)).transpose()?;
+        Ok(Some((held, params)))
     }
 
     fn reported(&self, rank: usize, notes: &[u8]) {
@@ -233,10 +232,6 @@ impl SchedulerHalf {
         self.half.lock().has_pending_work()
     }
 
-    fn reset_cache(&self) {
-        self.half.lock().reset_cache();
-    }
-
     fn take_stats<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let stats = self.half.lock().take_stats();
         if stats.is_empty() {
@@ -251,5 +246,35 @@ impl SchedulerHalf {
             gauges.set_item(name, value)?;
         }
         Ok(gauges)
+    }
+}
+
+impl SchedulerHalf {
+    /// Those of `ids` that may be handed over, each with whether all of its steps matter. `None` if there are none.
+    fn producing<'py>(
+        &self,
+        py: Python<'py>,
+        ids: &Bound<'py, PyDict>,
+    ) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let mut found = Vec::new();
+        let half = self.half.lock();
+        if half.has_producers() {
+            for (id, _) in ids {
+                let name = id.extract::<PyBackedStr>()?;
+                if half.may_restart(&name) {
+                    found.push((id, half.produces(&name)));
+                }
+            }
+        }
+        // To allocate objects may run any code.
+        drop(half);
+        if found.is_empty() {
+            return Ok(None);
+        }
+        let producing = PyDict::new(py);
+        for (id, produces) in found {
+            producing.set_item(id, produces)?;
+        }
+        Ok(Some(producing))
     }
 }

@@ -9,7 +9,8 @@
 //! | `allocate_kv_memory` | a region that peers may read |
 //! | `register_kv_caches` | [`Worker::start`] |
 //! | `get_handshake_metadata`, `set_xfer_handshake_metadata` | [`Worker::rank_metadata`], [`Scheduler::set_ranks`] |
-//! | `get_num_new_matched_tokens` | [`Scheduler::matched`] |
+//! | `on_new_request`, `prompt_tokens_to_prefill` | [`Scheduler::arrived`] |
+//! | `get_num_new_matched_tokens` | [`Scheduler::matched`]; TensorRT-LLM: after [`Scheduler::arrived`] |
 //! | `update_state_after_alloc` | [`Scheduler::allocated`] |
 //! | `build_connector_meta` | [`Scheduler::step`] |
 //! | `handle_preemptions`; TensorRT-LLM: `bind_connector_meta` | [`Worker::apply`] |
@@ -47,8 +48,8 @@ use crate::request::{FinishReason, RequestStatus};
 use crate::worker::LayerEvent;
 use kvferry::{Access, Agent, Region};
 use kvferry_connector::{
-    Announce, ComputeEvent, EngineId, GroupRule, IdleLimit, Limits, Model, PromptId, Scheduler,
-    SchedulerConfig, Stats, Worker, WorkerConfig, WorkerObserver,
+    Announce, ComputeEvent, EngineId, Finished, GroupRule, IdleLimit, Limits, Model, PromptId,
+    Scheduler, SchedulerConfig, Stats, Worker, WorkerConfig, WorkerObserver,
 };
 use kvferry_proto::WireCode;
 use kvferry_sys::sync::Mutex;
@@ -305,6 +306,18 @@ fn request<'a>(id: &'a str, view: &RequestView<'a>) -> kvferry_connector::Reques
     let prompt_tokens = view.prompt.len() as u64;
     let max_tokens = view.max_tokens as u64;
     kvferry_connector::Request { id, prompt_tokens, max_tokens, params: view.params, prompt }
+}
+
+/// The end of a request, which may have been rejected before it arrived.
+fn ended(
+    half: &mut Scheduler,
+    id: &str,
+    view: &RequestView<'_>,
+    blocks: &[Vec<u32>],
+    side_data: Option<Vec<u8>>,
+) -> Finished {
+    half.arrived(&request(id, view));
+    half.finished(id, finish(view), Some(blocks), side_data).unwrap_or_default()
 }
 
 /// Reason for the end of a request, in the connector's terms.

@@ -1,6 +1,6 @@
 //! The adapter behind TensorRT-LLM's seam. The ids of requests are their numbers.
 
-use super::{RankHalf, finish, generated, request};
+use super::{RankHalf, ended, generated, request};
 use crate::config::Rank;
 use crate::contract::RequestView;
 use crate::contract::trt::{
@@ -82,9 +82,8 @@ fn counted<'a>(
 pub(super) struct Scheduler {
     half: Arc<Mutex<kvferry_connector::Scheduler>>,
     eager: bool,
-    /// Cached tokens of each request at its match, and those to load: TensorRT-LLM does not repeat the
-    /// numbers when the request gets blocks.
-    matched: FxHashMap<u64, (u64, u64)>,
+    /// Tokens to load of each request: TensorRT-LLM does not repeat the number when the request gets blocks.
+    matched: FxHashMap<u64, u64>,
 }
 
 impl Scheduler {
@@ -105,22 +104,22 @@ impl SchedulerConnector for Scheduler {
         num_computed_tokens: usize,
     ) -> (usize, bool) {
         let (id, computed) = (view.number.to_string(), num_computed_tokens as u64);
+        let mut half = self.half.lock();
+        // There is no other call for its arrival.
+        half.arrived(&request(&id, view));
         // There is no second match: compute what is not known now.
-        let Match::Tokens(tokens) = self.half.lock().matched(&request(&id, view), computed) else {
-            return (0, false);
-        };
+        let Match::Tokens(tokens) = half.matched(&id, computed) else { return (0, false) };
+        drop(half);
         // The last token of the prompt is always computed here.
         let most = view.prompt.len() as u64 - 1 - computed;
         let tokens = tokens.min(most);
-        self.matched.insert(view.number, (computed, tokens));
+        self.matched.insert(view.number, tokens);
         (usize::try_from(tokens).expect("no more than the prompt has"), tokens > 0)
     }
 
     fn update_state_after_alloc(&mut self, view: &RequestView<'_>, block_ids: &[Vec<i32>]) {
-        let Some((computed, external)) = self.matched.remove(&view.number) else { return };
-        let id = view.number.to_string();
-        let blocks = numbers(block_ids);
-        self.half.lock().allocated(&request(&id, view), computed, external, &blocks);
+        let Some(external) = self.matched.remove(&view.number) else { return };
+        self.half.lock().allocated(&view.number.to_string(), external, &numbers(block_ids));
     }
 
     fn build_connector_meta(&mut self, output: &SchedulerOutput) -> Vec<u8> {
@@ -145,9 +144,8 @@ impl SchedulerConnector for Scheduler {
     fn request_finished(&mut self, view: &RequestView<'_>, block_ids: &[Vec<i32>]) -> bool {
         self.matched.remove(&view.number);
         let side_data = (!self.eager).then(|| generated(view));
-        let id = view.number.to_string();
-        let (request, blocks) = (request(&id, view), numbers(block_ids));
-        self.half.lock().finished(&request, finish(view), Some(&blocks), side_data).held
+        let (id, blocks) = (view.number.to_string(), numbers(block_ids));
+        ended(&mut self.half.lock(), &id, view, &blocks, side_data).held
     }
 }
 

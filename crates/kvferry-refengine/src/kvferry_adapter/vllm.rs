@@ -1,6 +1,6 @@
 //! The adapter behind vLLM's seam.
 
-use super::{RankHalf, finish, generated, numbers, request};
+use super::{RankHalf, ended, generated, numbers, request};
 use crate::config::Rank;
 use crate::contract::RequestView;
 use crate::contract::vllm::{
@@ -13,25 +13,21 @@ use crate::request::{Params, RequestId};
 use crate::worker::LayerEvent;
 use kvferry_connector::Scheduled;
 use kvferry_sys::sync::Mutex;
-use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
 pub(super) struct Scheduler {
     half: Arc<Mutex<kvferry_connector::Scheduler>>,
     ranks: Vec<Rank>,
     eager: bool,
-    /// Cached tokens of each request at its last match: vLLM does not repeat the number when the request
-    /// gets blocks.
-    computed: FxHashMap<RequestId, u64>,
 }
 
 impl Scheduler {
-    pub(super) fn new(
+    pub(super) const fn new(
         half: Arc<Mutex<kvferry_connector::Scheduler>>,
         ranks: Vec<Rank>,
         eager: bool,
     ) -> Self {
-        Self { half, ranks, eager, computed: FxHashMap::default() }
+        Self { half, ranks, eager }
     }
 }
 
@@ -50,7 +46,7 @@ impl SchedulerConnector for Scheduler {
     }
 
     fn prompt_tokens_to_prefill(&mut self, view: &RequestView<'_>) -> usize {
-        let tokens = self.half.lock().prompt_tokens_to_prefill(&request(view.id.as_str(), view));
+        let tokens = self.half.lock().arrived(&request(view.id.as_str(), view));
         usize::try_from(tokens).expect("no more than the prompt has")
     }
 
@@ -60,12 +56,9 @@ impl SchedulerConnector for Scheduler {
         num_computed_tokens: usize,
     ) -> Match {
         let computed = num_computed_tokens as u64;
-        match self.half.lock().matched(&request(view.id.as_str(), view), computed) {
+        match self.half.lock().matched(view.id.as_str(), computed) {
             kvferry_connector::Match::Unknown => Match::Unknown,
             kvferry_connector::Match::Tokens(tokens) => {
-                if view.params.is_some() {
-                    self.computed.insert(view.id.clone(), computed);
-                }
                 let tokens = usize::try_from(tokens).expect("no more than the prompt has");
                 Match::Tokens { tokens, load_async: tokens > 0 }
             }
@@ -78,9 +71,8 @@ impl SchedulerConnector for Scheduler {
         block_ids: &[Vec<BlockId>],
         num_external_tokens: usize,
     ) {
-        let computed = self.computed.remove(view.id).unwrap_or(view.computed as u64);
-        let (request, external) = (request(view.id.as_str(), view), num_external_tokens as u64);
-        self.half.lock().allocated(&request, computed, external, &numbers(block_ids));
+        let external = num_external_tokens as u64;
+        self.half.lock().allocated(view.id.as_str(), external, &numbers(block_ids));
     }
 
     fn build_connector_meta(&mut self, output: &SchedulerOutput) -> Vec<u8> {
@@ -121,11 +113,9 @@ impl SchedulerConnector for Scheduler {
         view: &RequestView<'_>,
         block_ids: &[Vec<BlockId>],
     ) -> (bool, Option<Params>) {
-        self.computed.remove(view.id);
         let side_data = (!self.eager).then(|| generated(view));
-        let request = request(view.id.as_str(), view);
-        let blocks = numbers(block_ids);
-        let finished = self.half.lock().finished(&request, finish(view), Some(&blocks), side_data);
+        let (id, blocks) = (view.id.as_str(), numbers(block_ids));
+        let finished = ended(&mut self.half.lock(), id, view, &blocks, side_data);
         (finished.held, finished.params)
     }
 

@@ -4,8 +4,9 @@ mod random;
 mod rules;
 
 use kvferry_connector::{
-    ConnectorMetadata, ConsumerParams, EngineId, GroupRule, HandoffId, Notes, Params, Request,
-    RequestOutcome, Scheduled, Scheduler, SchedulerConfig, producer_params,
+    ConnectorMetadata, ConsumerParams, EngineId, FinishReason, Finished, GroupRule, HandoffId,
+    Match, Notes, Params, Request, RequestOutcome, Scheduled, Scheduler, SchedulerConfig,
+    producer_params,
 };
 use kvferry_proto::WireCode;
 use kvferry_proto::layout::Kind;
@@ -57,6 +58,56 @@ fn produces(name: &str) -> Params {
 
 fn request<'a>(id: &'a str, prompt_tokens: u64, params: &'a Params) -> Request<'a> {
     Request { id, prompt_tokens, max_tokens: 1, params: Some(params), prompt: None }
+}
+
+/// Calls for a request that arrives with them, unless it has arrived before.
+trait Calls {
+    fn match_request(&mut self, request: &Request<'_>, computed: u64) -> Match;
+
+    fn give_blocks(
+        &mut self,
+        request: &Request<'_>,
+        computed: u64,
+        external: u64,
+        blocks: &[Vec<u32>],
+    );
+
+    fn end_request(
+        &mut self,
+        request: &Request<'_>,
+        how: FinishReason,
+        blocks: Option<&[Vec<u32>]>,
+        side_data: Option<Vec<u8>>,
+    ) -> Finished;
+}
+
+impl Calls for Scheduler {
+    fn match_request(&mut self, request: &Request<'_>, computed: u64) -> Match {
+        self.arrived(request);
+        self.matched(request.id, computed)
+    }
+
+    fn give_blocks(
+        &mut self,
+        request: &Request<'_>,
+        computed: u64,
+        external: u64,
+        blocks: &[Vec<u32>],
+    ) {
+        self.match_request(request, computed);
+        self.allocated(request.id, external, blocks);
+    }
+
+    fn end_request(
+        &mut self,
+        request: &Request<'_>,
+        how: FinishReason,
+        blocks: Option<&[Vec<u32>]>,
+        side_data: Option<Vec<u8>>,
+    ) -> Finished {
+        self.arrived(request);
+        self.finished(request.id, how, blocks, side_data).unwrap_or_default()
+    }
 }
 
 /// A request's first step, or its first after it lost its blocks.

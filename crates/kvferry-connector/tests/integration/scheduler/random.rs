@@ -2,7 +2,7 @@
 //! compared with the blocks of the requests.
 
 use super::{
-    CHUNK, FULL, RANKS, STATE, WINDOW, assert_idle, consumes, outcome, produces, request,
+    CHUNK, Calls, FULL, RANKS, STATE, WINDOW, assert_idle, consumes, outcome, produces, request,
     scheduler, step,
 };
 use kvferry_connector::{
@@ -151,7 +151,7 @@ impl World {
             0..4 => {
                 let role = Role::read(script);
                 let (prompt, generates) = (1 + script.below(29), 1 + script.below(5));
-                // A request that is not announced is known when it has blocks: too late to cut its
+                // A request that is not announced is known when it is matched: too late to cut its
                 // prompt, and to own its handoff.
                 let named = matches!(role, Role::Consume(_) | Role::Produce(Some(_)));
                 let announced = script.flip() || named || self.groups != [FULL];
@@ -211,11 +211,12 @@ impl World {
         let params = role.params();
         let is_taken = is_live && matches!(role, Role::Produce(Some(_)));
         let role = if is_taken { Role::Nothing } else { role };
-        if announced {
+        let prompt = if announced {
             let view = request(&id, prompt, &params);
-            self.scheduler.arrived(&Request { max_tokens: generates, ..view });
-        }
-        let prompt = self.scheduler.prompt_tokens_to_prefill(&request(&id, prompt, &params));
+            self.scheduler.arrived(&Request { max_tokens: generates, ..view })
+        } else {
+            prompt
+        };
         let groups = self.groups.len();
         let live = Live {
             role,
@@ -243,11 +244,11 @@ impl World {
         let is_loading = |other: &Live| {
             other.role == live.role && matches!(other.phase, Phase::Loading | Phase::Ending)
         };
-        let Match::Tokens(external) = self.scheduler.matched(&view, cached) else {
+        let Match::Tokens(external) = self.scheduler.match_request(&view, cached) else {
             assert!(self.requests.values().any(is_loading), "{id} waits for nothing");
             return;
         };
-        assert_eq!(self.scheduler.matched(&view, cached), Match::Tokens(external));
+        assert_eq!(self.scheduler.match_request(&view, cached), Match::Tokens(external));
         let is_consumer = matches!(live.role, Role::Consume(_));
         assert!(is_consumer || external == 0, "{id}: {live:?}");
         assert!(!live.had_blocks || external == 0, "{id} is fetched twice");
@@ -258,7 +259,7 @@ impl World {
         self.allocate(id, cached + external);
         let live = self.requests.get_mut(id).expect("live");
         let view = live.view(id);
-        self.scheduler.allocated(&view, cached, external, &live.blocks);
+        self.scheduler.give_blocks(&view, cached, external, &live.blocks);
         live.computed = cached + external;
         live.had_blocks = true;
         live.reported = [false; RANKS];
@@ -417,7 +418,7 @@ impl World {
         let live = self.requests.get_mut(id).expect("live");
         let is_loading = live.phase == Phase::Loading;
         let view = live.view(id);
-        let finished = self.scheduler.finished(&view, how, Some(&live.blocks), Some(vec![1]));
+        let finished = self.scheduler.end_request(&view, how, Some(&live.blocks), Some(vec![1]));
         assert_eq!(finished.held, held, "{id} {how:?}: {live:?}");
         assert!(finished.params.is_none(), "the address is not known");
         live.handed_over = handed_over;

@@ -5,8 +5,8 @@ mod produced;
 mod room;
 
 use super::{
-    CHUNK, ENGINE, FULL, PRODUCER, RANKS, STATE, WINDOW, assert_idle, config, consumes, fetched,
-    first, lost, next, offered, produces, request, scheduler, step, transfer,
+    CHUNK, Calls, ENGINE, FULL, PRODUCER, RANKS, STATE, WINDOW, assert_idle, config, consumes,
+    fetched, first, lost, next, offered, produces, request, scheduler, step, transfer,
 };
 use kvferry::{Access, Incarnation, RemoteRegion};
 use kvferry_connector::{
@@ -93,19 +93,19 @@ fn computed(eager: bool) -> Scheduler {
 }
 
 fn end(it: &mut Scheduler, how: FinishReason) -> Finished {
-    it.finished(&request("a", 8, &produces("x")), how, None, None)
+    it.end_request(&request("a", 8, &produces("x")), how, None, None)
 }
 
 /// A consumer's request `b` of handoff `x`, whose tokens 4 to 10 are being fetched.
 fn fetching() -> Scheduler {
     let mut it = scheduler(&[FULL, WINDOW], true);
-    it.allocated(&request("b", 10, &consumes("x")), 4, 6, &[vec![1, 2, 3], vec![NULL, 5]]);
+    it.give_blocks(&request("b", 10, &consumes("x")), 4, 6, &[vec![1, 2, 3], vec![NULL, 5]]);
     it
 }
 
 fn end_fetching(it: &mut Scheduler, how: FinishReason) {
     let params = consumes("x");
-    assert_eq!(it.finished(&request("b", 10, &params), how, None, None), Finished::default());
+    assert_eq!(it.end_request(&request("b", 10, &params), how, None, None), Finished::default());
 }
 
 fn freed(metadata: &ConnectorMetadata) -> Vec<(&str, WireCode)> {
@@ -172,14 +172,14 @@ fn a_reset_withdraws_all_offers_and_cancels_all_fetches() {
     it.arrived(&request("waiting", 8, &waiting));
     it.arrived(&request("held", 8, &held));
     it.arrived(&request("running", 8, &running));
-    it.allocated(&request("fetched", 10, &consumed), 0, 10, &[vec![4, 5, 6]]);
+    it.give_blocks(&request("fetched", 10, &consumed), 0, 10, &[vec![4, 5, 6]]);
     step(&mut it, [first("held", 8, &[&[1, 2]]), first("running", 4, &[&[3]])], &[]);
-    assert!(it.finished(&request("held", 8, &held), FinishReason::Length, None, None).held);
+    assert!(it.end_request(&request("held", 8, &held), FinishReason::Length, None, None).held);
     empty_step(&mut it);
 
     it.reset_cache();
     // It ends before the worker halves know.
-    assert!(it.finished(&request("running", 8, &running), FinishReason::Abort, None, None).held);
+    assert!(it.end_request(&request("running", 8, &running), FinishReason::Abort, None, None).held);
     let metadata = empty_step(&mut it);
     let mut endings = metadata.endings;
     endings.sort_by(|a, b| a.request.cmp(&b.request));
@@ -192,12 +192,83 @@ fn a_reset_withdraws_all_offers_and_cancels_all_fetches() {
     assert!(it.has_pending_work());
     it.sent(["held", "running"]);
     it.received(["fetched"]);
-    it.finished(&request("fetched", 10, &consumed), FinishReason::Length, None, None);
+    it.end_request(&request("fetched", 10, &consumed), FinishReason::Length, None, None);
 
     assert_eq!(step(&mut it, [first("waiting", 8, &[&[1, 2]])], &[]).computes.len(), 1);
-    assert!(it.finished(&request("waiting", 8, &waiting), FinishReason::Stop, None, None).held);
+    assert!(it.end_request(&request("waiting", 8, &waiting), FinishReason::Stop, None, None).held);
     it.sent(["waiting"]);
     empty_step(&mut it);
+    assert_idle(&it);
+}
+
+#[test]
+fn nothing_that_has_arrived_is_handed_over_or_fetched_once_all_is_given_up() {
+    let mut it = scheduler(&[FULL], true);
+    it.set_ranks(metadata_of_ranks()).expect("an engine");
+    for name in ["held", "running", "waiting"] {
+        it.arrived(&request(name, 8, &produces(name)));
+    }
+    for name in ["fetched", "open"] {
+        it.arrived(&request(name, 10, &consumes(name)));
+        assert_eq!(it.matched(name, 0), Match::Tokens(10));
+    }
+    it.allocated("fetched", 10, &[vec![4, 5, 6]]);
+    step(&mut it, [first("held", 8, &[&[1, 2]]), first("running", 4, &[&[3]])], &[]);
+    let end = |it: &mut Scheduler, name| {
+        it.finished(name, FinishReason::Length, None, None).expect("it has arrived")
+    };
+    assert!(end(&mut it, "held").held);
+    empty_step(&mut it);
+
+    it.give_up_all();
+    let metadata = empty_step(&mut it);
+    let mut endings: Vec<_> = metadata.endings.iter().map(|it| &it.request[..]).collect();
+    endings.sort_unstable();
+    assert_eq!(endings, ["held", "running"]);
+    assert_eq!(metadata.cancels[0].request, "fetched");
+    assert_eq!(freed(&metadata), [("open", WireCode::NotNeeded)]);
+    for name in ["fetched", "open"] {
+        assert_eq!(it.matched(name, 0), Match::NONE, "{name}");
+    }
+    assert!(!it.waits_for_blocks("open"));
+    for name in ["running", "waiting"] {
+        assert!(!it.produces(name) && !it.may_restart(name), "{name}");
+    }
+    assert!(step(&mut it, [first("waiting", 8, &[&[7, 8]])], &[]).is_empty());
+    assert!(!end(&mut it, "running").held);
+    assert_eq!(end(&mut it, "waiting"), Finished::default());
+    assert_eq!(withdrawn(empty_step(&mut it)), WireCode::Internal);
+
+    // What arrives later is not concerned.
+    it.arrived(&request("later", 8, &produces("later")));
+    assert_eq!(step(&mut it, [first("later", 8, &[&[7, 8]])], &[]).computes.len(), 1);
+    assert!(end(&mut it, "later").held);
+    it.sent(["held", "later"]);
+    it.received(["fetched"]);
+    for name in ["fetched", "open"] {
+        end(&mut it, name);
+    }
+    empty_step(&mut it);
+    assert_idle(&it);
+}
+
+#[test]
+fn a_request_that_the_adapter_fails_with_after_its_arrival_is_given_up() {
+    let mut it = scheduler(&[FULL], true);
+    it.arrived(&request("a", 8, &produces("x")));
+    it.arrived(&request("b", 8, &consumes("y")));
+    for request in ["a", "b", "c"] {
+        it.refuse(request, Refused::Internal);
+    }
+    assert_eq!(it.refusals(), [(Refused::Internal, 1)], "only one has not arrived");
+    assert!(!it.produces("a") && !it.waits_for_blocks("b"));
+    assert_eq!(it.matched("b", 0), Match::NONE);
+    assert_eq!(freed(&empty_step(&mut it)), [("y", WireCode::NotNeeded)]);
+    for request in ["a", "b", "c"] {
+        let ended = it.finished(request, FinishReason::Length, None, None);
+        assert_eq!(ended, Some(Finished::default()), "{request}");
+    }
+    assert_eq!(withdrawn(empty_step(&mut it)), WireCode::Internal);
     assert_idle(&it);
 }
 
@@ -208,12 +279,12 @@ fn counts_of_an_interval_are_taken_once_and_can_be_added_and_carried() {
     it.sent(["a"]);
     it.arrived(&request("b", 8, &produces("y")));
     step(&mut it, [first("b", 4, &[&[1]])], &[]);
-    it.finished(&request("b", 8, &produces("y")), FinishReason::Abort, None, None);
+    it.end_request(&request("b", 8, &produces("y")), FinishReason::Abort, None, None);
     let (invalid, consumed) = (json!({"do_remote_prefill": true}), ["v", "w", "z"].map(consumes));
     it.arrived(&request("c", 9, invalid.as_object().expect("an object")));
-    it.allocated(&request("d", 10, &consumed[0]), 4, 6, &[vec![1, 2, 3]]);
-    it.allocated(&request("e", 10, &consumed[1]), 4, 6, &[vec![4, 5, 6]]);
-    it.finished(&request("f", 10, &consumed[2]), FinishReason::Abort, None, None);
+    it.give_blocks(&request("d", 10, &consumed[0]), 4, 6, &[vec![1, 2, 3]]);
+    it.give_blocks(&request("e", 10, &consumed[1]), 4, 6, &[vec![4, 5, 6]]);
+    it.end_request(&request("f", 10, &consumed[2]), FinishReason::Abort, None, None);
     for rank in 0..RANKS {
         it.reported(rank, &fetched("d", WireCode::Ok).encode());
         it.reported(rank, &fetched("e", WireCode::LayoutMismatch).encode());
@@ -249,7 +320,7 @@ fn outcomes_are_counted_by_code_and_unknown_codes_together() {
     let codes = [WireCode::Ok, WireCode::Other(900), WireCode::Ok, WireCode::Other(901)];
     for (n, code) in codes.into_iter().enumerate() {
         let (id, params) = (n.to_string(), consumes(&n.to_string()));
-        it.allocated(&request(&id, 10, &params), 0, 10, &[vec![1, 2, 3]]);
+        it.give_blocks(&request(&id, 10, &params), 0, 10, &[vec![1, 2, 3]]);
         (0..RANKS).for_each(|rank| it.reported(rank, &fetched(&id, code).encode()));
     }
     let counts: Vec<u64> = it.outcomes().iter().map(|(_, count)| *count).collect();
@@ -290,7 +361,7 @@ fn produce(it: &mut Scheduler, id: &str, blocks: [u32; 3]) -> ConnectorMetadata 
     step(it, [first(id, 12, &[&blocks])], &[]);
     let blocks = vec![blocks.to_vec()];
     let how = FinishReason::Length;
-    assert!(it.finished(&request(id, 12, &params), how, Some(&blocks), None).held);
+    assert!(it.end_request(&request(id, 12, &params), how, Some(&blocks), None).held);
     empty_step(it)
 }
 
@@ -300,10 +371,10 @@ fn load(it: &mut Scheduler, id: &str, producer: &str, allowed: Match) -> bool {
     let params = ConsumerParams { address, ..offered(id, None) }.to_params();
     let request = request(id, 8, &params);
     it.arrived(&request);
-    assert_eq!(it.matched(&request, 0), allowed, "{id}");
+    assert_eq!(it.match_request(&request, 0), allowed, "{id}");
     let loads = allowed == Match::Tokens(8);
     if loads {
-        it.allocated(&request, 0, 8, &[vec![1, 2]]);
+        it.give_blocks(&request, 0, 8, &[vec![1, 2]]);
     }
     loads
 }

@@ -19,10 +19,10 @@ fn tokens_to_fetch_are_those_that_the_producer_has_minus_cached_and_unusable_one
         let params = offered("x", there).to_params();
         let request = request("a", prompt, &params);
         let case = format!("{groups:?} {prompt} {there:?} {computed}");
-        assert_eq!(it.matched(&request, computed), Match::Tokens(expected), "{case}");
+        assert_eq!(it.match_request(&request, computed), Match::Tokens(expected), "{case}");
         it.arrived(&request);
         for _ in 0..3 {
-            assert_eq!(it.matched(&request, computed), Match::Tokens(expected), "{case}");
+            assert_eq!(it.match_request(&request, computed), Match::Tokens(expected), "{case}");
         }
     }
 }
@@ -50,12 +50,43 @@ fn a_fetch_is_requested_once_with_all_blocks() {
 }
 
 #[test]
+fn the_tokens_to_fetch_begin_after_those_that_were_cached_at_the_last_match() {
+    let mut it = scheduler(&[FULL], true);
+    it.arrived(&request("b", 10, &consumes("x")));
+    for (computed, expected) in [(8, 2), (0, 10), (4, 6)] {
+        assert_eq!(it.matched("b", computed), Match::Tokens(expected));
+    }
+    it.allocated("b", 6, &[vec![1, 2, 3]]);
+    assert_eq!(empty_step(&mut it).fetches[0].tokens, (4, 10));
+    assert_eq!(it.matched("b", 0), Match::NONE);
+}
+
+#[test]
+fn a_request_that_has_not_arrived_has_no_match_no_blocks_and_no_end() {
+    let mut it = scheduler(&[FULL], true);
+    for _ in 0..2 {
+        assert_eq!(it.matched("b", 0), Match::NONE);
+        assert!(!it.waits_for_blocks("b"));
+        it.allocated("b", 8, &[vec![1, 2]]);
+        assert_eq!(it.finished("b", FinishReason::Length, None, None), None);
+        assert!(empty_step(&mut it).is_empty());
+        assert_idle(&it);
+        // As little as one that has ended.
+        it.arrived(&request("b", 8, &consumes("x")));
+        assert!(it.waits_for_blocks("b"));
+        let ended = it.finished("b", FinishReason::Abort, None, None);
+        assert_eq!(ended, Some(Finished::default()));
+        empty_step(&mut it);
+    }
+}
+
+#[test]
 fn a_request_whose_tokens_are_all_cached_frees_its_handoff() {
     let mut it = scheduler(&[FULL], true);
     let params = consumes("x");
     let request = request("b", 10, &params);
-    it.allocated(&request, 10, 0, &[vec![1, 2, 3]]);
-    it.allocated(&request, 10, 0, &[vec![1, 2, 3]]);
+    it.give_blocks(&request, 10, 0, &[vec![1, 2, 3]]);
+    it.give_blocks(&request, 10, 0, &[vec![1, 2, 3]]);
     let free = Free {
         transfer: transfer("x"),
         address: "10.0.0.9:4711".parse().expect("an address"),
@@ -67,7 +98,7 @@ fn a_request_whose_tokens_are_all_cached_frees_its_handoff() {
         empty_step(&mut it),
         ConnectorMetadata { frees: vec![free], ..ConnectorMetadata::default() }
     );
-    assert_eq!(it.matched(&request, 0), Match::NONE);
+    assert_eq!(it.match_request(&request, 0), Match::NONE);
     end_fetching(&mut it, FinishReason::Length);
     assert!(empty_step(&mut it).is_empty());
     assert_idle(&it);
@@ -126,23 +157,23 @@ fn of_several_requests_with_one_handoff_the_first_with_blocks_fetches_it_and_the
     it.arrived(&c);
     it.arrived(&d);
     for request in [&b, &c, &d] {
-        assert_eq!(it.matched(request, 4), Match::Tokens(6));
+        assert_eq!(it.match_request(request, 4), Match::Tokens(6));
     }
-    it.allocated(&c, 4, 6, &[vec![1, 2, 3]]);
+    it.give_blocks(&c, 4, 6, &[vec![1, 2, 3]]);
     for request in [&b, &d] {
-        assert_eq!(it.matched(request, 4), Match::Unknown);
-        assert_eq!(it.matched(request, 10), Match::NONE, "all of it is cached");
+        assert_eq!(it.match_request(request, 4), Match::Unknown);
+        assert_eq!(it.match_request(request, 10), Match::NONE, "all of it is cached");
     }
     // It ends, but its blocks are still written.
-    it.finished(&c, FinishReason::Abort, None, None);
+    it.end_request(&c, FinishReason::Abort, None, None);
     let metadata = empty_step(&mut it);
     assert_eq!((metadata.fetches.len(), metadata.cancels.len()), (1, 1));
-    assert_eq!(it.matched(&b, 4), Match::Unknown);
+    assert_eq!(it.match_request(&b, 4), Match::Unknown);
     it.received(["c"]);
     for request in [&b, &d] {
-        assert_eq!(it.matched(request, 4), Match::NONE, "it is cached, or computed");
-        it.allocated(request, 4, 0, &[vec![1, 2, 3]]);
-        it.finished(request, FinishReason::Length, None, None);
+        assert_eq!(it.match_request(request, 4), Match::NONE, "it is cached, or computed");
+        it.give_blocks(request, 4, 0, &[vec![1, 2, 3]]);
+        it.end_request(request, FinishReason::Length, None, None);
     }
     assert!(empty_step(&mut it).is_empty(), "it is neither fetched again nor freed");
     assert_idle(&it);
@@ -164,11 +195,11 @@ fn a_request_that_ends_before_it_loads_leaves_the_handoff_to_the_next_and_the_la
     end_fetching(&mut it, FinishReason::Abort);
     assert_eq!(claims(&mut it), ["c"]);
     // It is in the cache.
-    it.allocated(&c, 10, 0, &[vec![1, 2, 3]]);
-    assert_eq!(it.matched(&d, 0), Match::Tokens(10));
-    it.finished(&c, FinishReason::Length, None, None);
+    it.give_blocks(&c, 10, 0, &[vec![1, 2, 3]]);
+    assert_eq!(it.match_request(&d, 0), Match::Tokens(10));
+    it.end_request(&c, FinishReason::Length, None, None);
     assert_eq!(claims(&mut it), ["d"]);
-    it.finished(&d, FinishReason::Abort, None, None);
+    it.end_request(&d, FinishReason::Abort, None, None);
     assert_eq!(freed(&empty_step(&mut it)), [("x", WireCode::Cancelled)]);
     assert_idle(&it);
 }
@@ -195,8 +226,8 @@ fn requests_that_wait_are_announced_once_with_the_step_after_their_arrival() {
     // Requests that do not wait are only offered, fetched, freed or withdrawn.
     let (named, consumed, freed) = (produces("v"), consumes("w"), consumes("z"));
     it.arrived(&request("d", 4, &named));
-    it.allocated(&request("e", 10, &consumed), 0, 10, &[vec![1, 2, 3]]);
-    it.finished(&request("f", 10, &freed), FinishReason::Abort, None, None);
+    it.give_blocks(&request("e", 10, &consumed), 0, 10, &[vec![1, 2, 3]]);
+    it.end_request(&request("f", 10, &freed), FinishReason::Abort, None, None);
     let metadata = step(&mut it, [first("d", 4, &[&[7]])], &[]);
     let counts = (metadata.computes.len(), metadata.fetches.len(), metadata.frees.len());
     assert_eq!(counts, (1, 1, 1));
@@ -216,21 +247,24 @@ fn handoffs_of_different_prompts_differ_and_a_consumer_with_another_prompt_compu
         it.arrived(&b);
         let metadata = step(&mut it, [first("a", 4, &[&[7]]), first("b", 4, &[&[8]])], &[]);
         assert_eq!(metadata.computes.len(), 2);
-        let ends = [a, b].map(|request| it.finished(&request, FinishReason::Length, None, None));
+        let ends = [a, b].map(|request| it.end_request(&request, FinishReason::Length, None, None));
         let responses = ends.map(|end| end.params.expect("handed over"));
         it.sent(["a", "b"]);
         // Decode gets the first response.
         let [first, second] = [("c", one), ("d", two)]
             .map(|(id, prompt)| Request { prompt, ..request(id, 4, &responses[0]) });
-        assert_eq!(it.matched(&first, 0), Match::Tokens(4));
-        assert_eq!(it.matched(&second, 0), Match::NONE);
+        assert_eq!(it.match_request(&first, 0), Match::Tokens(4));
+        assert_eq!(it.match_request(&second, 0), Match::NONE);
         it.arrived(&second);
-        assert_eq!(it.finished(&second, FinishReason::Abort, None, None), Finished::default());
+        assert_eq!(it.end_request(&second, FinishReason::Abort, None, None), Finished::default());
         assert!(empty_step(&mut it).frees.is_empty(), "another request fetches it");
         assert_eq!(it.refusals().last().map(|(why, _)| *why), Some(Refused::OtherPrompt));
         // Without an identity nothing is compared.
         let unknown = request("e", 4, &responses[0]);
-        assert_eq!(it.matched(&unknown, 0), Match::Tokens(4));
+        assert_eq!(it.match_request(&unknown, 0), Match::Tokens(4));
+        for request in [first, unknown] {
+            it.end_request(&request, FinishReason::Abort, None, None);
+        }
         empty_step(&mut it);
     }
     // In the concurrent flow both sides append their own.
@@ -250,7 +284,7 @@ fn the_null_block_of_the_engine_is_no_block() {
     let metadata = step(&mut it, [first("a", 8, &[&[1, 2], &[0, 0, 5, 6]])], &[]);
     assert_eq!(metadata.computes[0].blocks[1], BlockTable::new(0, vec![NULL, NULL, 5, 6]));
     let blocks = [vec![1, 2, 3], vec![0, 0, 0, 5, 6]];
-    it.allocated(&request("b", 10, &consumes("y")), 0, 10, &blocks);
+    it.give_blocks(&request("b", 10, &consumes("y")), 0, 10, &blocks);
     let fetch = &empty_step(&mut it).fetches[0];
     assert_eq!(fetch.blocks[1], BlockTable::new(0, vec![NULL, NULL, NULL, 5, 6]));
 }
@@ -260,11 +294,11 @@ fn a_request_with_blocks_is_fetched_even_if_another_one_owns_its_handoff() {
     let mut it = scheduler(&[FULL], true);
     let params = consumes("x");
     // Both were matched before either had blocks.
-    it.allocated(&request("b", 10, &params), 0, 10, &[vec![1, 2, 3]]);
-    it.allocated(&request("c", 10, &params), 0, 10, &[vec![4, 5, 6]]);
+    it.give_blocks(&request("b", 10, &params), 0, 10, &[vec![1, 2, 3]]);
+    it.give_blocks(&request("c", 10, &params), 0, 10, &[vec![4, 5, 6]]);
     assert_eq!(empty_step(&mut it).fetches.len(), 2);
     it.received(["b", "c"]);
-    it.finished(&request("c", 10, &params), FinishReason::Length, None, None);
+    it.end_request(&request("c", 10, &params), FinishReason::Length, None, None);
     end_fetching(&mut it, FinishReason::Length);
     assert!(empty_step(&mut it).is_empty());
     assert_idle(&it);

@@ -42,14 +42,13 @@ fn requests_without_parameters_or_with_invalid_ones_get_no_handoff_and_leave_no_
     for (params, arrives) in params.chain([None]).flat_map(|it| [(it, true), (it, false)]) {
         let request = Request { id: "a", prompt_tokens: 9, max_tokens: 1, params, prompt: None };
         if arrives {
-            it.arrived(&request);
+            assert_eq!(it.arrived(&request), 9);
         }
-        assert_eq!(it.prompt_tokens_to_prefill(&request), 9);
-        assert_eq!(it.matched(&request, 0), Match::NONE);
-        it.allocated(&request, 0, 0, &[vec![1]]);
+        assert_eq!(it.match_request(&request, 0), Match::NONE);
+        it.give_blocks(&request, 0, 0, &[vec![1]]);
         assert!(!it.produces("a"));
         assert!(step(&mut it, [first("a", 9, &[&[1]])], &["a"]).is_empty());
-        assert_eq!(it.finished(&request, FinishReason::Length, None, None), Finished::default());
+        assert_eq!(it.end_request(&request, FinishReason::Length, None, None), Finished::default());
         assert!(empty_step(&mut it).is_empty());
         assert_idle(&it);
     }
@@ -61,17 +60,17 @@ fn a_prompt_of_more_than_u32_max_tokens_gets_no_handoff() {
     let tokens = u64::from(u32::MAX) + 1;
     for params in [produces("x"), consumes("x")] {
         let request = request("a", tokens, &params);
-        assert_eq!(it.matched(&request, 0), Match::NONE);
+        assert_eq!(it.match_request(&request, 0), Match::NONE);
         it.arrived(&request);
-        assert_eq!(it.matched(&request, 0), Match::NONE);
+        assert_eq!(it.match_request(&request, 0), Match::NONE);
         assert!(!it.produces("a"));
-        assert_eq!(it.finished(&request, FinishReason::Length, None, None), Finished::default());
+        assert_eq!(it.end_request(&request, FinishReason::Length, None, None), Finished::default());
         assert!(empty_step(&mut it).is_empty());
         assert_idle(&it);
     }
     let longest = consumes("x");
     let longest = request("a", tokens - 1, &longest);
-    assert_eq!(it.matched(&longest, 1), Match::Tokens(tokens - 2));
+    assert_eq!(it.match_request(&longest, 1), Match::Tokens(tokens - 2));
 }
 
 #[test]
@@ -87,7 +86,7 @@ fn a_handoff_without_an_id_gets_a_unique_one_that_nobody_can_guess() {
         let metadata = step(it, [first(id, 4, &[&[7]])], &[]);
         names.push(metadata.computes[0].offer.clone().expect("the first time").transfer);
         if id == "a" {
-            it.finished(&request, FinishReason::Abort, None, None);
+            it.end_request(&request, FinishReason::Abort, None, None);
             it.sent([id]);
         }
     }
@@ -107,13 +106,13 @@ fn of_two_live_producers_of_one_handoff_only_the_first_is_handed_over() {
     assert!(it.produces("a") && !it.produces("b"));
     let metadata = step(&mut it, [first("a", 4, &[&[7]]), first("b", 4, &[&[8]])], &[]);
     assert_eq!(metadata.computes.len(), 1);
-    assert!(!it.finished(&request("b", 4, &params), FinishReason::Length, None, None).held);
+    assert!(!it.end_request(&request("b", 4, &params), FinishReason::Length, None, None).held);
     assert!(empty_step(&mut it).is_empty());
-    assert!(it.finished(&request("a", 4, &params), FinishReason::Length, None, None).held);
+    assert!(it.end_request(&request("a", 4, &params), FinishReason::Length, None, None).held);
     // Its id is in use while its blocks are held.
     it.arrived(&request("c", 4, &params));
     assert!(!it.produces("c"));
-    it.finished(&request("c", 4, &params), FinishReason::Abort, None, None);
+    it.end_request(&request("c", 4, &params), FinishReason::Abort, None, None);
     it.sent(["a"]);
     it.arrived(&request("d", 4, &params));
     assert!(it.produces("d"));
@@ -147,12 +146,12 @@ fn only_the_block_of_a_states_last_token_is_offered_and_only_with_the_last_step(
     assert_eq!(metadata.computes[0].blocks, [BlockTable::new(3, vec![6])]);
     let last = [vec![0, 0, 0, 6, 7, 8]];
     let finished =
-        it.finished(&request("a", 15, &produces("x")), FinishReason::Length, Some(&last), None);
+        it.end_request(&request("a", 15, &produces("x")), FinishReason::Length, Some(&last), None);
     assert!(finished.held);
     assert_eq!(ending(empty_step(&mut it)), EndingKind::Held { side_data: None });
     // The consumer's scratch blocks are not taken for the state.
     let params = consumes("y");
-    it.allocated(&request("b", 16, &params), 0, 15, &[vec![0, 0, 0, 1, 2, 3]]);
+    it.give_blocks(&request("b", 16, &params), 0, 15, &[vec![0, 0, 0, 1, 2, 3]]);
     assert_eq!(empty_step(&mut it).fetches[0].blocks, [BlockTable::new(3, vec![1])]);
 }
 
@@ -180,7 +179,7 @@ fn a_request_whose_offered_blocks_were_freed_or_moved_before_its_end_is_withdraw
             step(&mut it, [first("a", 9, &all)], &[]);
             let mut blocks = all.map(<[u32]>::to_vec);
             blocks[group][block] = last;
-            let finished = it.finished(&request("a", 9, &params), how, Some(&blocks), None);
+            let finished = it.end_request(&request("a", 9, &params), how, Some(&blocks), None);
             assert!(finished.held, "until all ranks have withdrawn it");
             let case = format!("{group} {block} {last}");
             match ending(empty_step(&mut it)) {
@@ -205,7 +204,7 @@ fn a_request_that_goes_on_after_its_prompt_is_complete_only_with_its_end() {
         it.arrived(&request);
         let metadata = step(&mut it, [first("a", 8, &[&[1, 2]])], &[]);
         assert_eq!(metadata.computes[0].offer.as_ref().expect("the first time").eager, eager);
-        it.finished(&request, FinishReason::Stop, None, Some(b"data".to_vec()));
+        it.end_request(&request, FinishReason::Stop, None, Some(b"data".to_vec()));
         let side_data = (!eager).then(|| b"data".to_vec());
         assert_eq!(ending(empty_step(&mut it)), EndingKind::Held { side_data });
     }
@@ -225,18 +224,17 @@ fn a_producer_leaves_the_tokens_that_the_consumer_computes_again_to_it() {
             Scheduler::new(SchedulerConfig { recomputed_tokens, ..config(groups, true) }, ENGINE);
         let (params, other, none) = (produces("x"), consumes("y"), Params::new());
         let cut = 9 - left;
-        assert_eq!(it.prompt_tokens_to_prefill(&request("a", 9, &params)), cut);
-        it.arrived(&request("a", 9, &params));
-        assert_eq!(it.prompt_tokens_to_prefill(&request("a", 9, &params)), cut);
+        assert_eq!(it.arrived(&request("a", 9, &params)), cut);
+        assert_eq!(it.arrived(&request("a", 9, &params)), cut);
         // The engine has cut the prompt.
-        assert_eq!(it.prompt_tokens_to_prefill(&request("a", cut, &params)), cut);
+        assert_eq!(it.arrived(&request("a", cut, &params)), cut);
         let metadata = step(&mut it, [first("a", cut, &vec![&[1, 2, 3][..]; groups.len()])], &[]);
         let offer = metadata.computes[0].offer.as_ref().expect("the first time");
         assert_eq!(u64::from(offer.tokens), cut);
-        assert_eq!(it.prompt_tokens_to_prefill(&request("b", 9, &other)), 9);
-        assert_eq!(it.matched(&request("b", 9, &other), 0), Match::Tokens(cut));
-        assert_eq!(it.prompt_tokens_to_prefill(&request("b", 9, &none)), 9);
-        assert_eq!(it.prompt_tokens_to_prefill(&request("b", 1, &produces("z"))), 1);
+        assert_eq!(it.arrived(&request("b", 9, &other)), 9);
+        assert_eq!(it.match_request(&request("b", 9, &other), 0), Match::Tokens(cut));
+        assert_eq!(it.arrived(&request("c", 9, &none)), 9);
+        assert_eq!(it.arrived(&request("d", 1, &produces("z"))), 1);
     }
 }
 
@@ -246,11 +244,57 @@ fn a_request_whose_end_is_told_again_is_still_held() {
     let params = produces("x");
     it.arrived(&request("a", 8, &params));
     step(&mut it, [first("a", 8, &[&[1, 2]])], &[]);
-    assert!(it.finished(&request("a", 8, &params), FinishReason::Length, None, None).held);
-    assert!(it.finished(&request("a", 8, &params), FinishReason::Error, None, None).held);
+    assert!(it.end_request(&request("a", 8, &params), FinishReason::Length, None, None).held);
+    assert!(it.end_request(&request("a", 8, &params), FinishReason::Error, None, None).held);
     empty_step(&mut it);
     it.sent(["a"]);
     assert!(!it.has_pending_work());
+}
+
+#[test]
+fn a_request_whose_prompt_was_computed_may_restart_until_its_end() {
+    let mut it = computed(true);
+    assert!(!it.produces("a"), "nothing of it is computed any more");
+    assert!(it.may_restart("a") && it.reads_blocks("a") && it.has_producers());
+    assert!(
+        it.end_request(&request("a", 8, &produces("x")), FinishReason::Length, None, None).held
+    );
+    assert!(!it.may_restart("a") && !it.has_producers());
+    it.arrived(&request("b", 8, &consumes("y")));
+    assert!(!it.may_restart("b") && !it.reads_blocks("b") && !it.has_producers());
+}
+
+#[test]
+fn a_request_that_is_given_up_takes_back_its_offer_and_is_withdrawn_at_its_end() {
+    let mut it = scheduler(&[FULL], true);
+    let names = ["offered", "waiting", "ended"];
+    for name in names {
+        it.arrived(&request(name, 8, &produces(name)));
+    }
+    it.arrived(&request("consumer", 8, &consumes("y")));
+    step(&mut it, [first("offered", 4, &[&[1]]), first("ended", 8, &[&[2, 3]])], &[]);
+    let end = |it: &mut Scheduler, name| it.finished(name, FinishReason::Length, None, None);
+    assert!(end(&mut it, "ended").expect("known").held);
+    empty_step(&mut it);
+
+    it.give_up(names.into_iter().chain(["consumer", "unknown"]));
+    for name in names {
+        assert!(!it.produces(name) && !it.may_restart(name), "{name}");
+    }
+    assert_eq!(it.matched("consumer", 0), Match::Tokens(8), "it does not produce");
+    let scheduled = [next("offered", 4, 4, &[&[4]]), first("waiting", 8, &[&[5, 6]])];
+    let metadata = step(&mut it, scheduled, &[]);
+    assert_eq!(metadata.restarts, ["offered"]);
+    assert!(metadata.computes.is_empty() && metadata.endings.is_empty());
+    for name in ["offered", "waiting"] {
+        assert_eq!(end(&mut it, name), Some(Finished::default()), "{name}");
+        assert_eq!(withdrawn(empty_step(&mut it)), WireCode::Internal, "{name}");
+    }
+    assert_eq!(it.take_stats().withdrawn, [("internal".to_owned(), 2)].into());
+    it.sent(["ended"]);
+    it.end_request(&request("consumer", 8, &consumes("y")), FinishReason::Abort, None, None);
+    empty_step(&mut it);
+    assert_idle(&it);
 }
 
 #[test]
@@ -331,7 +375,7 @@ fn a_request_that_ends_too_early_or_is_aborted_or_fails_is_withdrawn_with_a_reas
 fn a_request_that_was_never_scheduled_is_withdrawn_only_if_the_router_knows_its_handoff() {
     for (params, endings) in [(produces("x"), 1), (producer_params(None), 0)] {
         let mut it = scheduler(&[FULL], true);
-        it.finished(&request("a", 8, &params), FinishReason::Abort, None, None);
+        it.end_request(&request("a", 8, &params), FinishReason::Abort, None, None);
         assert_eq!(empty_step(&mut it).endings.len(), endings);
         assert_idle(&it);
     }
@@ -342,7 +386,9 @@ fn side_data_is_carried_only_if_the_handoff_completes_with_the_end() {
     for (eager, carried) in [(true, None), (false, Some(b"token".to_vec()))] {
         let mut it = computed(eager);
         let (params, side_data) = (produces("x"), Some(b"token".to_vec()));
-        assert!(it.finished(&request("a", 8, &params), FinishReason::Length, None, side_data).held);
+        assert!(
+            it.end_request(&request("a", 8, &params), FinishReason::Length, None, side_data).held
+        );
         assert_eq!(ending(empty_step(&mut it)), EndingKind::Held { side_data: carried });
     }
 }
@@ -382,8 +428,7 @@ fn a_request_that_computes_over_its_window_or_state_is_withdrawn_at_once_and_onc
     for (group, overwrites) in [(FULL, false), (other, false), (tight, true), (STATE, true)] {
         let mut it = scheduler(&[group], true);
         let params = produces("x");
-        it.arrived(&request("a", 8, &params));
-        let prompt = it.prompt_tokens_to_prefill(&request("a", 8, &params));
+        let prompt = it.arrived(&request("a", 8, &params));
         step(&mut it, [first("a", prompt, &[&[1, 2, 3, 4]])], &[]);
         let mut metadata = step(&mut it, [next("a", prompt, 1, &[&[5]])], &[]);
         let mut until = prompt + 1;

@@ -79,7 +79,7 @@ fn loads_wait_without_blocks_while_too_many_blocks_wait_for_producers_that_have_
     load(&mut it, "b", "10.0.0.8", all);
     it.received(["b"]);
     for id in ["a", "b", "c", "d", "e", "f", "g"] {
-        it.finished(&request(id, 8, &consumes(id)), FinishReason::Length, None, None);
+        it.end_request(&request(id, 8, &consumes(id)), FinishReason::Length, None, None);
     }
     empty_step(&mut it);
     assert_idle(&it);
@@ -115,7 +115,8 @@ fn of_more_requests_than_may_wait_for_room_the_longest_waiting_are_refused_count
     let mut it = limited(&[FULL]);
     load(&mut it, "a", "10.0.0.9", Match::Tokens(8));
     let ids: Vec<_> = (0..33).map(|n| format!("w{n}")).collect();
-    let ask = |it: &mut Scheduler, id: &str| it.matched(&request(id, 8, &consumes(id)), 0);
+    let ask =
+        |it: &mut Scheduler, id: &str| it.match_request(&request(id, 8, &consumes(id)), 0);
     for id in &ids[..32] {
         it.arrived(&request(id, 8, &consumes(id)));
         assert!((0..100).all(|_| ask(&mut it, id) == Match::Unknown), "there is a place for it");
@@ -137,7 +138,7 @@ fn of_more_requests_than_may_wait_for_room_the_longest_waiting_are_refused_count
     assert_eq!(ask(&mut it, "w0"), Match::NONE);
     assert_eq!(ask(&mut it, "w1"), Match::Tokens(8));
     for id in ids.iter().map(String::as_str).chain(["a"]) {
-        it.finished(&request(id, 8, &consumes(id)), FinishReason::Abort, None, None);
+        it.end_request(&request(id, 8, &consumes(id)), FinishReason::Abort, None, None);
     }
     empty_step(&mut it);
     assert_idle(&it);
