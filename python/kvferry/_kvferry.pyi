@@ -1048,7 +1048,7 @@ class SchedulerHalf:
     def step_of(
         self,
         ids: dict[str, Any],
-        steps: Callable[[dict[str, bool]], list[tuple[str, int, int, bool, _Blocks]]],
+        steps: Callable[[dict[str, bool]], Sequence[tuple[str, int, int, bool, _Blocks]]],
         preempted: Sequence[str],
     ) -> tuple[bytes, bool]:
         """As `step`, for an engine that does not know which of its requests produce. Also whether any was scheduled.
