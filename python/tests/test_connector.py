@@ -164,7 +164,9 @@ def test_steps_are_asked_for_only_of_requests_that_may_be_handed_over() -> None:
     ids = {"other": 1, "p": len(PROMPT), "later": 2}
     assert half.step_of(ids, steps, []) == (b"", False)
     half.arrived("p", len(PROMPT), 8, {"do_remote_decode": True}, None)
-    half.arrived("d", len(PROMPT), 8, {"do_remote_prefill": True, "transfer_id": "x", "remote_address": "127.0.0.1:1"}, None)
+    half.arrived(
+        "d", len(PROMPT), 8, {"do_remote_prefill": True, "transfer_id": "x", "remote_address": "127.0.0.1:1"}, None
+    )
     assert not half.step_of({"other": 1, "d": 1}, steps, [])[1]
     assert asked == []
     data, computes = half.step_of(ids, steps, [])
