@@ -175,6 +175,69 @@ def test_bad_requests_to_the_listener_are_logged_once_in_a_while(caplog: pytest.
     listener.close()
 
 
+def silent_at(port: int, count: int, body: bytes = b"") -> list[socket.socket]:
+    """Connections that begin a message of 1 MiB and do not end it."""
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(count)]
+    for connection in silent:
+        connection.sendall(_listener._HEAD.pack(_listener.SEND, MIB) + body)
+    return silent
+
+
+def test_silent_connections_never_keep_others_out_of_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_listener, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(_listener, "GRACE_S", 0.2, raising=False)
+    listener = _listener.Listener("127.0.0.1", 0, lambda _operation, body: body)
+    silent = silent_at(listener.port, 4)
+    for _ in range(3):
+        assert _listener.request("127.0.0.1", listener.port, _listener.FETCH, b"kv") == b"kv"
+    assert silent[0].recv(1) == b"", "the oldest was ended"
+    silent[3].settimeout(0.01)
+    with pytest.raises(TimeoutError):
+        silent[3].recv(1)
+    for connection in silent:
+        connection.close()
+    listener.close()
+
+
+def test_a_connection_to_the_listener_waits_for_a_place_of_those_that_have_just_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_listener, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(_listener, "GRACE_S", 60.0, raising=False)
+    listener = _listener.Listener("127.0.0.1", 0, lambda _operation, body: body)
+    [first] = silent_at(listener.port, 1)
+    answers: list[bytes] = []
+    second = threading.Thread(
+        target=lambda: answers.append(_listener.request("127.0.0.1", listener.port, _listener.FETCH, b"kv"))
+    )
+    second.start()
+    time.sleep(0.1)
+    first.sendall(bytes(MIB))
+    assert _listener._receive(first) == (_listener.SEND, bytes(MIB))
+    second.join(60)
+    assert answers == [b"kv"]
+    first.close()
+    listener.close()
+
+
+def test_the_connections_to_the_listener_hold_bodies_of_a_bounded_size_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_listener, "BODY_MAX", MIB)
+    listener = _listener.Listener("127.0.0.1", 0, lambda _operation, body: body)
+    most, *others = (silent_at(listener.port, 1, bytes(size << 10))[0] for size in (600, 300, 200))
+    with contextlib.suppress(ConnectionError):
+        assert most.recv(1) == b"", "the one that held most was ended"
+    for connection in others:
+        connection.settimeout(0.01)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        connection.close()
+    assert _listener.request("127.0.0.1", listener.port, _listener.FETCH, b"kv") == b"kv"
+    most.close()
+    listener.close()
+
+
 @pytest.mark.parametrize(("backends", "host"), [(["POSIX"], "127.0.0.1"), (["UCX"], "0.0.0.0"), ([], "0.0.0.0")])
 def test_the_listener_is_where_the_agent_listens(backends: list[str], host: str) -> None:
     agent = nixl_agent("files", nixl_agent_config(True, True, 0, backends=backends))

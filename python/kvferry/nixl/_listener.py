@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from kvferry._engine.connections import OpenConnections
 from kvferry._engine.log import Seldom, logger_of
 
 _log = logger_of("nixl")
@@ -21,11 +22,14 @@ _log = logger_of("nixl")
 # The sender's metadata; the receiver's metadata is asked for; the sender's metadata is no longer valid.
 SEND, FETCH, INVALIDATE = 1, 2, 3
 _HEAD: Final = struct.Struct("<BI")
+# Of the body of one message, and of those that a listener's connections hold together.
 BODY_MAX: Final = 64 << 20
 # Of a part of a message, and of a whole exchange.
 IO_TIMEOUT_S: Final = 5.0
 EXCHANGE_TIMEOUT_S: Final = 30.0
-MAX_CONNECTIONS: Final = 16
+MAX_CONNECTIONS: Final = 64
+# For which a connection is kept where the next one has no place. Less than callers wait for an answer.
+GRACE_S: Final = 2.0
 # How long a request is repeated while nothing listens there.
 PATIENCE_S: Final = 30.0
 RETRY_S: Final = 0.2
@@ -33,27 +37,28 @@ RETRY_S: Final = 0.2
 Answer = Callable[[int, bytes], bytes]
 
 
-def _read(connection: socket.socket, nbytes: int, until: float) -> bytes:
-    parts = []
-    while nbytes:
+def _read(connection: socket.socket, nbytes: int, until: float, took: Callable[[int], object]) -> bytes:
+    got = bytearray()
+    while len(got) < nbytes:
         left = until - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"a message did not end within {EXCHANGE_TIMEOUT_S:g} s")
         connection.settimeout(min(left, IO_TIMEOUT_S))
-        part = connection.recv(min(nbytes, 1 << 20))
+        part = connection.recv(min(nbytes - len(got), 1 << 20))
         if not part:
             raise ConnectionError("the connection ended within a message")
-        parts.append(part)
-        nbytes -= len(part)
-    return b"".join(parts)
+        took(len(part))
+        got += part
+    return bytes(got)
 
 
-def _receive(connection: socket.socket) -> tuple[int, bytes]:
+def _receive(connection: socket.socket, took: Callable[[int], object] = lambda _: None) -> tuple[int, bytes]:
+    """One message. `took` is called with the number of bytes of each part of its body."""
     until = time.monotonic() + EXCHANGE_TIMEOUT_S
-    operation, length = _HEAD.unpack(_read(connection, _HEAD.size, until))
+    operation, length = _HEAD.unpack(_read(connection, _HEAD.size, until, lambda _: None))
     if length > BODY_MAX:
         raise ConnectionError(f"a message of {length} bytes")
-    return operation, _read(connection, length, until)
+    return operation, _read(connection, length, until, took)
 
 
 def request(host: str, port: int, operation: int, body: bytes) -> bytes:
@@ -71,7 +76,7 @@ class Listener:
         self._closed = False
         # What strangers send may fail at any rate.
         self._say = Seldom(_log, "").say
-        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._open = OpenConnections(MAX_CONNECTIONS, GRACE_S, BODY_MAX)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # All interfaces are those of IPv4, too.
         dual = host == "::" and socket.has_dualstack_ipv6()
@@ -89,22 +94,20 @@ class Listener:
                     self._say("metadata listener at port %d: %s", self.port, error)
                     time.sleep(0.1)
                 continue
-            if not self._slots.acquire(timeout=IO_TIMEOUT_S):
-                connection.close()
-                continue
+            self._open.add(connection)
             threading.Thread(target=self._one, args=(connection,), name="kvferry-nixl-answer", daemon=True).start()
 
     def _one(self, connection: socket.socket) -> None:
         try:
             with connection:
-                operation, body = _receive(connection)
+                operation, body = _receive(connection, lambda nbytes: self._open.took(connection, nbytes))
                 answer = self._answer(operation, body)
                 connection.settimeout(IO_TIMEOUT_S)
                 connection.sendall(_HEAD.pack(operation, len(answer)) + answer)
         except Exception as error:
             self._say("a request to the metadata listener at port %d failed: %s", self.port, error)
         finally:
-            self._slots.release()
+            self._open.remove(connection)
 
     @property
     def closed(self) -> bool:

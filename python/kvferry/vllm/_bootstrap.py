@@ -29,6 +29,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
+from kvferry._engine.connections import OpenConnections
 from kvferry._engine.log import logger_of
 
 DEFAULT_PORT = 8998
@@ -265,7 +266,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
-    """At most `MAX_CONNECTIONS` at a time: the next one ends the oldest, so slow clients never keep others out."""
+    """Has at most `MAX_CONNECTIONS` open at a time."""
 
     daemon_threads = True
     request_queue_size = MAX_CONNECTIONS
@@ -273,8 +274,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, registry: _Registry, ranks: int, secret: bytes | None) -> None:
         self.registry, self.ranks, self.secret = registry, ranks, secret
         self.closed = threading.Event()
-        self._lock = threading.Lock()
-        self._open: dict[socket.socket, None] = {}
+        self._open = OpenConnections(MAX_CONNECTIONS)
         # From the address, since a name may have addresses of either family.
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         super().__init__((host, port), _Handler)
@@ -309,18 +309,11 @@ class _Server(ThreadingHTTPServer):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            self._open[request] = None
-            oldest = next(iter(self._open)) if len(self._open) > MAX_CONNECTIONS else None
-            self._open.pop(oldest, None)  # type: ignore[arg-type]
-        if oldest is not None:
-            with contextlib.suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)
+        self._open.add(request)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open.pop(request, None)
+        self._open.remove(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -1,0 +1,64 @@
+"""The open connections of a server: a bounded number, which hold a bounded number of bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+
+@dataclass
+class _Use:
+    since: float
+    # The connection was ended for another one. Its thread may still hold the bytes.
+    is_ended: bool = False
+    nbytes: int = 0
+
+
+class OpenConnections:
+    """At most `most` at a time: the next one ends the oldest, so slow clients never keep others out. Any thread may
+    call it.
+    """
+
+    def __init__(self, most: int, grace_s: float = 0.0, bytes_max: int = 0) -> None:
+        """`grace_s`: how long a connection keeps its place for certain. `bytes_max`: what all together may hold."""
+        self._most, self._grace_s, self._bytes_max = most, grace_s, bytes_max
+        self._removed = threading.Condition()
+        # From the oldest to the newest.
+        self._uses: dict[socket.socket, _Use] = {}
+
+    def add(self, connection: socket.socket) -> None:
+        """Adds a connection. Where all places are taken, waits until one is free or the oldest has had its grace."""
+        with self._removed:
+            if len(using := self._open()) >= self._most:
+                left_s = max(self._uses[using[0]].since + self._grace_s - time.monotonic(), 0.0)
+                if not self._removed.wait_for(lambda: len(self._open()) < self._most, left_s):
+                    self._end(self._open()[0])
+            self._uses[connection] = _Use(time.monotonic())
+
+    def took(self, connection: socket.socket, nbytes: int) -> None:
+        """Counts bytes that the connection holds until it is removed. Beyond `bytes_max`, the connection that holds most
+        is ended. ConnectionError if this one was.
+        """
+        with self._removed:
+            self._uses[connection].nbytes += nbytes
+            if sum(use.nbytes for use in self._uses.values()) > self._bytes_max and (using := self._open()):
+                self._end(max(using, key=lambda it: self._uses[it].nbytes))
+            if self._uses[connection].is_ended:
+                raise ConnectionError("the connection was ended for others")
+
+    def remove(self, connection: socket.socket) -> None:
+        with self._removed:
+            self._uses.pop(connection, None)
+            self._removed.notify_all()
+
+    def _open(self) -> list[socket.socket]:
+        return [connection for connection, use in self._uses.items() if not use.is_ended]
+
+    def _end(self, connection: socket.socket) -> None:
+        """Has the thread that reads from the connection find its end."""
+        self._uses[connection].is_ended = True
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
