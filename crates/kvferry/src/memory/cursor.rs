@@ -123,8 +123,10 @@ impl Cursor {
         spans.clear();
         let result = self.gather(limit, &mut spans).and_then(|()| lent(use_spans(&spans)));
         SPANS.set(spans);
-        if let Ok(Lent::Moved(moved)) = result {
-            self.advance(moved);
+        match result {
+            Ok(Lent::Moved(moved)) => self.advance(moved),
+            Ok(Lent::WouldBlock) => self.park()?,
+            _ => {}
         }
         result
     }

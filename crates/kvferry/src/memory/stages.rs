@@ -6,6 +6,7 @@
 //! Bound and fairness: the pool never grows. A user that has no stage and finds none free waits in a queue, and
 //! a stage that is given back goes to the user at the head of it. A user that has stages takes further ones only
 //! while no user waits, and only up to its part: the stages divided by the users. It never waits for a further one.
+//! A cursor that waits for its peer and has no stage is no user (`Staging::park`).
 //!
 //! Progress: a stage in a device's copy comes back when the copy ends. A stage that waits for a peer instead is
 //! *parked*: a user that begins to wait wakes the users that have parked stages, and they give them back

@@ -217,10 +217,18 @@ impl Staging {
     /// The peer is not ready. While another cursor waits for a stage, this one gives back what it has: out,
     /// the bytes are copied again later; in, those that have arrived are copied. It does so only if the peer is still
     /// not ready at the next call, because most peers soon are. On an I/O thread, that call comes after those of the
-    /// thread's other handlers; a caller's thread has none, and calls at once.
+    /// thread's other handlers; a caller's thread has none, and calls at once. With nothing left, it leaves the pools:
+    /// a peer that is never ready must not lessen the part of other cursors.
     pub(super) fn park(&mut self, pieces: &Pieces, gate: &Arc<Gate>) -> Result<(), Fault> {
+        if matches!(self.direction, Direction::In) {
+            self.reap()?;
+        }
         if self.filling.as_ref().is_some_and(|filling| filling.filled == 0) {
             self.filling = None;
+        }
+        if self.filling.is_none() && self.batches.is_empty() {
+            self.users.leave();
+            return Ok(());
         }
         // A copy in progress ends on its own, and then wakes this cursor. Once none is left, its share is called when
         // the peer is ready, and seldom before (`Drive::progress`). Each call of `fetch` asks for stages, whether the
@@ -243,6 +251,7 @@ impl Staging {
         match self.direction {
             Direction::Out => {
                 self.batches.clear();
+                self.users.leave();
                 Ok(())
             }
             Direction::In => self.fill(pieces, gate),

@@ -468,3 +468,71 @@ fn a_cursor_without_bytes_from_its_peer_holds_no_stage() {
     assert_eq!(block(&mut cursor), Lent::WouldBlock);
     assert_eq!(device.stages.free(), 1);
 }
+
+#[test]
+fn cursors_that_wait_for_their_peers_without_a_stage_leave_the_others_their_part() {
+    let (table, device) = (RegionTable::default(), Manual::new(8 * STAGE, 8));
+    let region = device.region(&table, 0, 8 * STAGE);
+    let pieces = Arc::new(scattered(&region, 4, STAGE));
+    let mut silent: Vec<_> = (0..7).map(|_| cursor(Direction::In, &pieces, &counted().0)).collect();
+    silent.iter_mut().for_each(|silent| assert_eq!(block(silent), Lent::WouldBlock));
+    let mut busy = cursor(Direction::Out, &pieces, &counted().0);
+    assert_eq!(take(&mut busy, STAGE, &mut Vec::new()), Lent::NotReady);
+    assert_eq!(device.run().len(), AHEAD, "no silent cursor counts");
+}
+
+#[test]
+fn a_cursor_that_has_given_back_its_stages_leaves_the_others_its_part() {
+    let (table, device) = (RegionTable::default(), Manual::new(8 * STAGE, AHEAD));
+    let region = device.region(&table, 0, 8 * STAGE);
+    let pieces = Arc::new(scattered(&region, 4, STAGE));
+    let [mut slow, mut waits] = [(); 2].map(|()| cursor(Direction::Out, &pieces, &counted().0));
+    let (mut sent, mut other) = (Vec::new(), Vec::new());
+    assert_eq!(take(&mut slow, 100, &mut sent), Lent::NotReady);
+    assert_eq!(device.run().len(), AHEAD);
+    assert_eq!(take(&mut waits, STAGE, &mut other), Lent::NotReady);
+    assert_eq!([block(&mut slow), block(&mut slow)], [Lent::WouldBlock; 2]);
+    assert_eq!(device.stages.free(), AHEAD - 1, "one is granted");
+    assert_eq!(take(&mut waits, STAGE, &mut other), Lent::NotReady);
+    assert_eq!(device.run().len(), AHEAD);
+    while waits.remaining() > 0 {
+        take(&mut waits, STAGE, &mut other);
+        device.run();
+    }
+    while slow.remaining() > 0 {
+        take(&mut slow, STAGE, &mut sent);
+        device.run();
+    }
+    assert!(sent == wanted(&device, &pieces) && other == sent);
+}
+
+#[test]
+fn a_cursor_whose_peer_is_not_ready_for_its_host_memory_leaves_the_others_its_part() {
+    for direction in [Direction::Out, Direction::In] {
+        let (table, device) = (RegionTable::default(), Manual::new(8 * STAGE, AHEAD));
+        let region = device.region(&table, 0, 8 * STAGE);
+        let map = Mapping::anonymous(STAGE).expect("memory");
+        let (base, backing) = (map.as_ptr() as usize, Backing::Owned(map));
+        let host = table.insert(Incarnation(7), base, STAGE, Access::NONE, backing);
+        let host = host.expect("a region");
+        let mut pieces = Pieces::default();
+        for region in [&region, &host] {
+            pieces.push(&region.0, 0, 500);
+        }
+        let mut slow = cursor(direction, &Arc::new(pieces), &counted().0);
+        while slow.remaining() > 500 {
+            let lent = slow.lend(STAGE, &mut |spans| Ok(spans.iter().map(HostSpan::len).sum()));
+            lent.expect("no fault");
+            if matches!(direction, Direction::Out) {
+                device.run();
+            }
+        }
+        assert_eq!(block(&mut slow), Lent::WouldBlock, "its copy runs, if it receives");
+        device.run();
+        assert_eq!(block(&mut slow), Lent::WouldBlock);
+        let pieces = Arc::new(scattered(&region, 4, STAGE));
+        let mut busy = cursor(Direction::Out, &pieces, &counted().0);
+        assert_eq!(take(&mut busy, STAGE, &mut Vec::new()), Lent::NotReady);
+        assert_eq!(device.run().len(), AHEAD, "{direction:?}");
+    }
+}
