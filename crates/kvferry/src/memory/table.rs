@@ -10,6 +10,7 @@ use crate::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard, thread}
 use kvferry_proto::{Incarnation, RegionId, Timestamp, WireCode};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::BTreeMap;
+use std::ops::Bound;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -26,6 +27,8 @@ pub(crate) struct RegionTable(RwLock<Tables>);
 #[derive(Debug, Default)]
 pub(crate) struct Tables {
     by_id: FxHashMap<u32, Arc<RegionInner>>,
+    /// Regions that peers may read or write, in the order of their ids.
+    reachable: BTreeMap<RegionId, Arc<RegionInner>>,
     by_name: FxHashMap<String, RegionId>,
     /// Regions with addresses of this process: host memory, and a device's that shares the address space.
     by_addr: BTreeMap<usize, Arc<RegionInner>>,
@@ -163,6 +166,9 @@ impl Tables {
             quarantine: Mutex::default(),
         });
         self.by_id.insert(id.0, Arc::clone(&region));
+        if access.read || access.write {
+            self.reachable.insert(id, Arc::clone(&region));
+        }
         if has_addresses {
             self.devices += usize::from(region.is_device());
             self.by_addr.insert(base, Arc::clone(&region));
@@ -177,6 +183,7 @@ impl Tables {
 
     fn forget(&mut self, region: &RegionInner) {
         self.by_id.remove(&region.id.0);
+        self.reachable.remove(&region.id);
         if region.has_addresses() {
             self.devices -= usize::from(region.is_device());
             self.by_addr.remove(&region.base);
@@ -336,6 +343,13 @@ impl RegionTable {
         all
     }
 
+    /// The first `count` regions that peers may read or write and whose ids are greater than `after`, by their ids.
+    pub(crate) fn reachable_after(&self, after: RegionId, count: usize) -> Vec<Region> {
+        let tables = self.read();
+        let later = tables.reachable.range((Bound::Excluded(after), Bound::Unbounded));
+        later.take(count).map(|(_, region)| Region(Arc::clone(region))).collect()
+    }
+
     pub(crate) fn count(&self) -> usize {
         self.read().by_id.len()
     }
@@ -454,6 +468,27 @@ mod tests {
             let e = host(&table, base, len).expect_err("refused");
             assert_eq!(e.kind(), kind, "{base:#x}+{len:#x}");
         }
+    }
+
+    #[test]
+    fn a_page_of_regions_has_those_that_peers_may_access_in_the_order_of_their_ids() {
+        let table = RegionTable::default();
+        let kinds = [Access::READ, Access::NONE, Access::WRITE, Access::READ_WRITE, Access::READ];
+        let insert = |(i, access): (usize, &Access)| {
+            table.insert(INCARNATION, 0x1000 * (9 - i), 16, *access, Backing::Borrowed)
+        };
+        let regions: Vec<_> =
+            kinds.iter().enumerate().map(insert).collect::<Result<_>>().expect("free");
+        let page = |after: u32, count| -> Vec<u32> {
+            let page = table.reachable_after(RegionId(after), count);
+            page.iter().map(|region| region.id().0).collect()
+        };
+        assert_eq!(page(0, 9), [1, 3, 4, 5]);
+        assert_eq!((page(1, 2), page(5, 9)), (vec![3, 4], vec![]));
+        table.remove(&regions[2]).expect("registered");
+        let ranges = [(0x9_0000 as *mut u8, 16), (0x9000 as *mut u8, 16)];
+        table.insert_all(INCARNATION, &ranges, Access::READ).expect_err("the second overlaps");
+        assert_eq!((page(0, 9), page(u32::MAX, 9)), (vec![1, 4, 5], vec![]));
     }
 
     #[test]

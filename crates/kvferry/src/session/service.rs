@@ -9,7 +9,7 @@ use crate::transfer::requests::{
     NOTIFY, Note, PAGE, PROBE, REGION, REGIONS, RegionsPage, RegionsQuery, encode,
 };
 use crate::transport::Services;
-use kvferry_proto::{WireCode, pack};
+use kvferry_proto::{RegionId, WireCode, pack};
 use serde::de::DeserializeOwned;
 
 /// The error that ends a session whose message handler panicked: whether the handler took the message
@@ -42,11 +42,9 @@ fn serve(
         PROBE => {}
         REGIONS => {
             let query: RegionsQuery = parse(body)?;
-            let all = core.memory.regions.all();
-            let reachable = all
-                .iter()
-                .filter(|r| r.id().0 > query.after && (r.access().read || r.access().write));
-            let mut regions: Vec<_> = reachable.map(Region::remote).take(PAGE + 1).collect();
+            let after = RegionId(query.after);
+            let reachable = core.memory.regions.reachable_after(after, PAGE + 1);
+            let mut regions: Vec<_> = reachable.iter().map(Region::remote).collect();
             let more = regions.len() > PAGE;
             regions.truncate(PAGE);
             return Ok(encode(&RegionsPage { regions, more }));
