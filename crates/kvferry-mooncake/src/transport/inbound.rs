@@ -294,7 +294,7 @@ impl Connection {
             }
             State::Write { request, sink, next, at } => self.write(request, sink, next, at, budget),
             State::Read { source } => self.read(source, budget),
-            State::Draining { until, half_closed } => self.drain(until, half_closed),
+            State::Draining { until, half_closed } => self.drain(until, half_closed, budget),
             State::Dead => Step::Over,
         }
     }
@@ -497,7 +497,7 @@ impl Connection {
         Step::Over
     }
 
-    fn drain(&mut self, until: Timestamp, half_closed: bool) -> Step {
+    fn drain(&mut self, until: Timestamp, half_closed: bool, budget: &mut usize) -> Step {
         self.state = State::Draining { until, half_closed };
         if now() >= until {
             return Step::Over;
@@ -509,12 +509,7 @@ impl Connection {
             self.socket.shutdown(Shutdown::Write);
             self.state = State::Draining { until, half_closed: true };
         }
-        match self.socket.discard(RECEIVE_CHUNK) {
-            Ok(0) => Step::Over,
-            Ok(_) => Step::On,
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Step::Read,
-            Err(_) => Step::Over,
-        }
+        discard(&self.socket, budget)
     }
 
     /// Between requests, the link counts none in progress.
@@ -540,6 +535,19 @@ impl Connection {
             _ if self.is_between() => None,
             _ => self.moved_at.map(|at| at + STALL),
         }
+    }
+}
+
+/// Drops what a refused peer has sent.
+fn discard(socket: &Socket, budget: &mut usize) -> Step {
+    match socket.discard(RECEIVE_CHUNK) {
+        Ok(0) => Step::Over,
+        Ok(n) => {
+            *budget = budget.saturating_sub(n);
+            Step::On
+        }
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Step::Read,
+        Err(_) => Step::Over,
     }
 }
 
@@ -624,5 +632,28 @@ impl Drop for Connection {
         let what = "the connection of a stock Mooncake peer ended";
         self.link.terminate(Error::new(ErrorKind::PeerClosed, what));
         core.counters.streams.less_one();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::net::TcpListener;
+
+    #[test]
+    fn bytes_that_a_refused_peer_sends_are_taken_from_the_budget_of_the_turn() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let socket = Socket::connect(listener.local_addr().expect("bound")).expect("listening");
+        let (mut peer, _) = listener.accept().expect("a connection");
+        peer.write_all(&[0; 1000]).expect("written");
+        while socket.readable().expect("an open socket") < 1000 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let mut budget = 1500;
+        assert!(matches!(discard(&socket, &mut budget), Step::On));
+        assert_eq!(budget, 500);
+        assert!(matches!(discard(&socket, &mut budget), Step::Read));
+        drop(peer);
     }
 }
