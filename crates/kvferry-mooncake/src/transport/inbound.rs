@@ -601,6 +601,7 @@ impl Handler for Connection {
             match self.step(&mut budget) {
                 Step::On if budget == 0 => {
                     self.moved_at = Some(cx.now);
+                    self.seat.set_moved(self.moved_at);
                     self.set_busy(!self.is_between());
                     return Next::Again;
                 }
@@ -617,6 +618,7 @@ impl Handler for Connection {
             }
         };
         let is_between = self.is_between();
+        self.seat.set_moved(self.moved_at);
         self.seat.set_idle(is_between.then_some(cx.now));
         self.set_busy(!is_between);
         Next::Wait { interest, deadline: self.deadline() }
