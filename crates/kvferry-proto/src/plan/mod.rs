@@ -31,4 +31,4 @@ mod topology;
 pub use ask::{Ask, Blocks, PlanError, Unfilled};
 pub use copies::{Copies, CopyOp, Cursor, Plan, Spot};
 pub use map::Map;
-pub use topology::{RANKS_MAX, Routing, Share, Topology};
+pub use topology::{RANKS_MAX, Routing, SOURCES_MAX, Share, Topology};

@@ -17,8 +17,14 @@ use std::sync::Arc;
 /// The most ranks of an engine.
 pub const RANKS_MAX: usize = 1024;
 
-/// The most comparisons of ranks that one routing or check may need; real ones need thousands.
-const WORK_MAX: u64 = 1 << 24;
+/// The most producer ranks that one consumer rank may read from or release. With 16 pipeline stages and 64
+/// tensor-parallel ranks each, a producing engine has so many for each of 8 consumer ranks.
+pub const SOURCES_MAX: usize = 128;
+
+/// The most comparisons of ranks that one routing or check may need, which take tens of milliseconds. Most need
+/// thousands. Two engines of 64 tensor-parallel ranks in 16 stages need almost as many for 128 layers that have
+/// 64 and 32 heads by turns.
+const WORK_MAX: u64 = 1 << 21;
 
 /// The most runs of layers that the shares of one routing may be made of; real ones need thousands.
 const PARTS_MAX: u64 = 1 << 21;
@@ -86,7 +92,7 @@ impl Topology {
         let places: HashMap<&str, u32> = names.iter().copied().zip(0..).collect();
         let ranks = layouts.iter().map(|layout| Holding::of(layout, &places)).collect();
         let topology = Self { layers, ranks };
-        topology.check_whole()?;
+        topology.check_whole(&mut Work::default())?;
         Ok(topology)
     }
 
@@ -136,10 +142,10 @@ impl Topology {
     }
 
     /// Checks that each head of each layer is on some rank, for each share of the tokens.
-    fn check_whole(&self) -> Result<(), Mismatch> {
-        let mut work = Work::default();
+    fn check_whole(&self, work: &mut Work) -> Result<(), Mismatch> {
         for layers in segments(&[self]) {
             let known = &self.layers[layers.start as usize];
+            work.compare(self.ranks.len())?;
             let holders = self.holders(layers.start);
             for (plane, spec) in known.spec.planes.iter().enumerate() {
                 let Some(&(_, Slice { context, .. })) = holders.first() else { continue };
@@ -260,6 +266,7 @@ fn segments(engines: &[&Topology]) -> Vec<Range<u32>> {
 /// Bounds the work and the memory that a topology from a peer can cost.
 #[derive(Default)]
 struct Work {
+    /// Comparisons of ranks, and planes of layers that a rank says it holds.
     comparisons: u64,
     parts: u64,
 }
@@ -327,12 +334,14 @@ impl Routing {
     /// The routing between two engines.
     ///
     /// # Errors
-    /// The engines do not have the same model, or block sizes of which neither divides the other.
+    /// The engines do not have the same model, or block sizes of which neither divides the other; or a consumer rank
+    /// would have more than [`SOURCES_MAX`] producer ranks.
     pub fn new(producers: &Topology, consumers: &Topology) -> Result<Self, Mismatch> {
         same_model(producers, consumers)?;
         let mut classes: BTreeMap<Class, Vec<Segment>> = BTreeMap::new();
         let mut work = Work::default();
         for layers in segments(&[producers, consumers]) {
+            work.compare(producers.ranks.len() + consumers.ranks.len())?;
             let from = producers.holders(layers.start);
             let to = consumers.holders(layers.start);
             let mut cells: BTreeMap<Class, Vec<Cell>> = BTreeMap::new();
@@ -363,7 +372,11 @@ impl Routing {
             layer: layer.spec.name.clone(),
             roles: layer.spec.planes.iter().map(|plane| plane.role.clone()).collect(),
         });
-        Ok(Self::with_idle(names.collect(), shares, producers.ranks(), consumers.ranks()))
+        let routing =
+            Self::with_idle(names.collect(), shares, producers.ranks(), consumers.ranks());
+        let sources = routing.sources.iter().map(Vec::len).max().unwrap_or(0);
+        limit("producer ranks for one consumer rank", sources as u64, SOURCES_MAX as u64)?;
+        Ok(routing)
     }
 
     /// Assigns each producer rank without a reader to a consumer rank, in turn.

@@ -1,6 +1,6 @@
 //! Topologies as they cross the wire: like layouts, with layers that are alike described once.
 
-use super::{Holding, LAYERS_MAX, ModelLayer, RANKS_MAX, Slice};
+use super::{Holding, LAYERS_MAX, ModelLayer, RANKS_MAX, Slice, Work};
 use crate::layout::{
     CONTEXT_MAX, Context, Encoding, Kind, LAYER_NAME_MAX, LayerSpec, Mismatch, PLANES_MAX,
     PlaneSpec, RowDensity, SHORT_NAME_MAX, Table, Version, at_most, gcd, is_name, natural_order,
@@ -154,16 +154,17 @@ impl TryFrom<Topology> for super::Topology {
         }
         // How tokens are dealt out is the engine's, not a rank's.
         let mut contexts = vec![None; layers.len()];
+        let mut work = Work::default();
         let ranks = wire
             .ranks
             .into_iter()
-            .map(|rank| rank.checked(&layers, &mut contexts))
+            .map(|rank| rank.checked(&layers, &mut contexts, &mut work))
             .collect::<Result<_, InvalidTopology>>()?;
         let topology = Self { layers, ranks };
         if contexts.iter().any(Option::is_none) {
             return Err(InvalidTopology::Range("a layer that no rank holds"));
         }
-        topology.check_whole()?;
+        topology.check_whole(&mut work)?;
         Ok(topology)
     }
 }
@@ -212,13 +213,14 @@ impl Rank {
         self,
         layers: &[ModelLayer],
         contexts: &mut [Option<(u32, u32)>],
+        work: &mut Work,
     ) -> Result<Holding, InvalidTopology> {
         let mut next = 0;
         let slices = self
             .slices
             .into_iter()
             .map(|fields| {
-                let slice = fields.checked(next, layers)?;
+                let slice = fields.checked(next, layers, work)?;
                 next = slice.layers.end;
                 for layer in slice.layers.clone() {
                     let dealt = (slice.context.size, slice.context.run);
@@ -234,7 +236,12 @@ impl Rank {
 }
 
 impl SliceFields {
-    fn checked(self, next: u32, layers: &[ModelLayer]) -> Result<Slice, InvalidTopology> {
+    fn checked(
+        self,
+        next: u32,
+        layers: &[ModelLayer],
+        work: &mut Work,
+    ) -> Result<Slice, InvalidTopology> {
         let end = self.first.checked_add(self.count).filter(|&end| end as usize <= layers.len());
         let end = end.filter(|_| self.first >= next && self.count > 0);
         let range = self.first..end.ok_or(InvalidTopology::Range("a run of layers"))?;
@@ -248,6 +255,7 @@ impl SliceFields {
         if context.rank >= context.size || context.size > CONTEXT_MAX || context.run == 0 {
             return Err(InvalidTopology::Range("a context-parallel rank"));
         }
+        work.compare(range.len() * self.heads.len().max(1))?;
         for known in &layers[range.start as usize..range.end as usize] {
             let planes = &known.spec.planes;
             let held = planes.len() == heads.len()

@@ -472,7 +472,7 @@ fn a_layout_of_many_alike_layers_is_small_on_the_wire() {
 
 /// A topology of one rank that holds layers one by one and many that hold all of them, which is
 /// about the most work that bytes can make.
-fn crowded(layers: usize, ranks: u16) -> Topology {
+fn crowded(layers: usize, ranks: u16) -> Result<Topology, DecodeError> {
     let mut layers: Vec<Layer> =
         (0..layers).map(|n| Layer { name: format!("l.{n}"), ..layer(plane()) }).collect();
     let mut held = |start, count: fn(usize) -> u32| {
@@ -485,12 +485,12 @@ fn crowded(layers: usize, ranks: u16) -> Topology {
     let mut map = as_json(&Topology::new(&ranks_of).unwrap().encode());
     let all = map["ranks"][1].clone();
     map["ranks"].as_array_mut().unwrap().resize(ranks.into(), all);
-    Topology::decode(&from_json(&map)).unwrap()
+    Topology::decode(&from_json(&map))
 }
 
 #[test]
 fn many_ranks_of_many_layers_are_routed_or_refused_before_they_take_long() {
-    let crowd = crowded(64, 1024);
+    let crowd = crowded(64, 1024).unwrap();
     let routing = Routing::new(&crowd, &crowd).unwrap();
     for consumer in 1..1024 {
         let shares = routing.sources_of(consumer).iter().map(|&from| routing.share(from, consumer));
@@ -498,9 +498,15 @@ fn many_ranks_of_many_layers_are_routed_or_refused_before_they_take_long() {
             shares.flat_map(|share| share.items().map(|it| it.2.len()).collect::<Vec<_>>()).sum();
         assert_eq!(heads, 64 * 4, "all of each layer, for rank {consumer}");
     }
-    let crowd = crowded(4096, 1024);
-    let refused = Routing::new(&crowd, &crowd).unwrap_err();
-    assert!(matches!(refused.difference, Difference::TooMany { what: "runs of layers", .. }));
+    let beyond = |difference: &Difference, limit| match difference {
+        Difference::TooMany { what, .. } => assert_eq!(*what, limit),
+        other => panic!("{other:?}"),
+    };
+    let (few, many) = (crowded(600, 2).unwrap(), crowded(600, 1024).unwrap());
+    beyond(&Routing::new(&few, &many).unwrap_err().difference, "runs of layers");
+    beyond(&Routing::new(&many, &many).unwrap_err().difference, "comparisons of ranks");
+    let refused = crowded(4096, 1024).unwrap_err().to_string();
+    assert!(refused.contains("comparisons of ranks"), "{refused}");
 }
 
 /// A change of a layout's parts.

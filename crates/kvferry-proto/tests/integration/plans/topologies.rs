@@ -296,3 +296,41 @@ fn the_fingerprint_of_an_engine_does_not_depend_on_its_ranks() {
     let longer = Model::plain(7, 4, 4);
     assert_ne!(one.fingerprint(), topology(&longer, &engine(&longer, 1)).fingerprint());
 }
+
+/// Layers that have 64 and 32 heads by turns.
+fn hybrid(layers: usize) -> Model {
+    let class = |heads| Class {
+        kind: Kind::Full,
+        planes: vec![PlaneModel::new("k", heads, 4), PlaneModel::new("v", heads, 4)],
+    };
+    let layers = (0..layers).map(|layer| layer % 2).collect();
+    Model { classes: vec![class(64), class(32)], layers }
+}
+
+#[test]
+fn the_largest_engines_are_routed() {
+    let model = hybrid(128);
+    let stages = |layers| (1..=128 / layers).map(|stage| stage * layers).collect::<Vec<_>>();
+    let large = topology(&model, &engine(&model, 64).with_stages(&stages(8)));
+    let decoded = Topology::decode(&large.encode()).unwrap();
+    assert_eq!((decoded.ranks(), &decoded), (1024, &large));
+    let routed = Routing::new(&large, &decoded).unwrap();
+    assert_eq!(routed.sources_of(1023), [1023]);
+    // All stages at once, of each of the heads.
+    let routed = Routing::new(&large, &topology(&model, &engine(&model, 8))).unwrap();
+    assert_eq!(routed.sources_of(0).len(), 128);
+}
+
+#[test]
+fn i8_no_rank_has_more_producer_ranks_than_it_has_room_for() {
+    let model = Model::plain(1, 1, 4);
+    let one = topology(&model, &engine(&model, 1));
+    let most = topology(&model, &engine(&model, 128));
+    assert_eq!(Routing::new(&most, &one).unwrap().sources_of(0).len(), 128);
+    let more = topology(&model, &engine(&model, 129));
+    let refused = Routing::new(&more, &one).unwrap_err();
+    assert_eq!(
+        refused.to_string(),
+        "129 producer ranks for one consumer rank are beyond the limit of 128"
+    );
+}
