@@ -19,7 +19,9 @@
 //! does not know its own engine yet answers when it does. Cards are not interpreted here.
 //!
 //! Messages wait until the driver works them out; of each peer, the last one of its kind does. Peers share the room
-//! for them ([`crate::Shares`]): the peer that has most of it gets [`WireCode::Busy`] where another one needs room.
+//! for them ([`crate::Shares`]): the peer that has most of it gets [`WireCode::Busy`] where another one needs room. Their
+//! networks, hosts and peers take turns. Cards that have arrived while others are missing have room of their own, which
+//! producing engines share likewise.
 //!
 //! # How a driver runs it
 //!
@@ -52,6 +54,7 @@ use crate::handoff::PeerId;
 use crate::message::{BODY_MAX, DETAIL_MAX};
 use crate::origin::Origin;
 use crate::plan::{Routing, Topology};
+use crate::shares::Shares;
 use crate::text::truncated;
 use crate::time::Timestamp;
 use serde_bytes::ByteBuf;
@@ -61,6 +64,12 @@ use std::time::Duration;
 
 /// Bytes of cards in one answer at most. One longer card may be sent alone.
 const CARDS_MAX: usize = BODY_MAX / 2;
+
+/// Bytes of the cards of one engine that a rank takes at most. A card of a rank with 128 layers has tens of KiB.
+const CARDS_OF_ENGINE_MAX: usize = 16 * 1024 * 1024;
+
+/// Bytes of cards that may be kept while others are missing, of all engines together.
+const CARDS_KEPT_MAX: usize = 64 * 1024 * 1024;
 
 /// The engine of this rank.
 #[derive(Clone, Debug)]
@@ -123,6 +132,7 @@ pub enum EngineHandshakeAction {
 #[derive(Debug)]
 pub struct Examination {
     from: PeerId,
+    origin: Origin,
     message: EngineHandshakeMessage,
     /// This rank's engine when the examination began.
     own: Option<Arc<OwnEngine>>,
@@ -157,6 +167,8 @@ pub struct EngineHandshakes {
     /// The silence limit of the sessions; see [`EngineHandshakes::lost`].
     silence: Duration,
     meetings: HashMap<PeerId, Meeting>,
+    /// Bytes of the cards in [`Meeting::heard`].
+    cards: Shares<PeerId>,
     waiting: Waiting,
     actions: VecDeque<EngineHandshakeAction>,
 }
@@ -191,6 +203,7 @@ impl EngineHandshakes {
             reconnect,
             silence,
             meetings: HashMap::new(),
+            cards: Shares::new(CARDS_KEPT_MAX),
             waiting: Waiting::default(),
             actions: VecDeque::new(),
         }
@@ -207,8 +220,8 @@ impl EngineHandshakes {
     /// earlier answers were for another engine.
     pub fn set_own(&mut self, own: OwnEngine) {
         self.own = Some(Arc::new(own));
-        self.meetings.values_mut().for_each(|meeting| meeting.heard = None);
         let meetings: Vec<_> = self.meetings.keys().copied().collect();
+        meetings.iter().for_each(|peer| drop(self.forget_heard(*peer)));
         meetings.into_iter().for_each(|peer| self.say(peer));
     }
 
@@ -249,10 +262,9 @@ impl EngineHandshakes {
             EngineHandshakeMessage::Unknown { .. } => false,
         };
         if is_wanted {
-            self.waiting.add(from, origin, message);
-        }
-        while let Some((peer, kind)) = self.waiting.pop_excess() {
-            self.drop_message(peer, kind);
+            for (peer, kind) in self.waiting.add(from, origin, message) {
+                self.drop_message(peer, kind);
+            }
         }
     }
 
@@ -287,20 +299,26 @@ impl EngineHandshakes {
         self.own.is_some() && self.waiting.len() > 0
     }
 
-    /// Begins to handle the message that has waited longest. `None` if there is none, or if this rank does not
+    /// Begins to handle the message whose turn it is. `None` if there is none, or if this rank does not
     /// know its own engine. Takes microseconds, as [`EngineHandshakes::accept`] does.
     pub fn examine(&mut self) -> Option<Examination> {
         self.own.as_ref()?;
-        let (from, message) = self.waiting.pop()?;
-        Some(self.examination(from, message))
+        let (from, origin, message) = self.waiting.pop()?;
+        Some(self.examination(from, origin, message))
     }
 
-    fn examination(&self, from: PeerId, message: EngineHandshakeMessage) -> Examination {
+    fn examination(
+        &self,
+        from: PeerId,
+        origin: Origin,
+        message: EngineHandshakeMessage,
+    ) -> Examination {
         let heard = self.meetings.get(&from).and_then(|meeting| meeting.heard.as_ref());
         let is_known = heard.is_some_and(|heard| {
             matches!(&message, EngineHandshakeMessage::Introduced(it) if it.engine == heard.engine)
         });
-        Examination { from, message, own: self.own.clone(), is_known, finding: Finding::None }
+        let own = self.own.clone();
+        Examination { from, origin, message, own, is_known, finding: Finding::None }
     }
 
     /// Acts on an examined message. If this rank's engine has changed since the examination began,
@@ -313,9 +331,10 @@ impl EngineHandshakes {
         let examination = if is_same {
             examination
         } else {
-            self.examination(examination.from, examination.message).run()
+            let Examination { from, origin, message, .. } = examination;
+            self.examination(from, origin, message).run()
         };
-        let Examination { from, message, finding, .. } = examination;
+        let Examination { from, origin, message, finding, .. } = examination;
         match (message, finding) {
             (EngineHandshakeMessage::Introduce(_), Finding::Answer(message, refusal)) => {
                 let refused =
@@ -323,7 +342,9 @@ impl EngineHandshakes {
                 self.actions.extend(refused);
                 self.actions.push_back(EngineHandshakeAction::Send { to: from, message });
             }
-            (EngineHandshakeMessage::Introduced(it), finding) => self.heard(from, it, finding),
+            (EngineHandshakeMessage::Introduced(it), finding) => {
+                self.heard(from, origin, it, finding);
+            }
             (EngineHandshakeMessage::Turned(turned), _) => {
                 let Turned { code, detail, addresses } = turned;
                 let code = if code.is_ok() { WireCode::Malformed } else { code };
@@ -360,8 +381,8 @@ impl EngineHandshakes {
 
     /// The rank at the address of `before` has restarted and is now the peer `now`.
     pub fn moved(&mut self, before: PeerId, now: PeerId) {
-        if let Some(mut meeting) = self.meetings.remove(&before) {
-            meeting.heard = None;
+        self.forget_heard(before);
+        if let Some(meeting) = self.meetings.remove(&before) {
             self.meetings.insert(now, meeting);
         }
     }
@@ -428,9 +449,9 @@ impl EngineHandshakes {
     }
 
     /// A producing engine has described itself.
-    fn heard(&mut self, from: PeerId, it: Introduced, finding: Finding) {
-        let (Some(own), Some(meeting)) = (&self.own, self.meetings.get_mut(&from)) else { return };
-        let known = meeting.heard.take().filter(|heard| heard.engine == it.engine);
+    fn heard(&mut self, from: PeerId, origin: Origin, it: Introduced, finding: Finding) {
+        let known = self.forget_heard(from).filter(|heard| heard.engine == it.engine);
+        let (Some(own), true) = (&self.own, self.meetings.contains_key(&from)) else { return };
         let is_first = known.is_none();
         let heard = match (known, finding) {
             (Some(known), _) => Ok(known),
@@ -451,11 +472,20 @@ impl EngineHandshakes {
         let news: Vec<_> = news.map(|(rank, card)| (rank as usize, card.into_vec())).collect();
         let is_news = is_first || !news.is_empty();
         heard.cards.extend(news);
+        let bytes = heard.bytes();
+        if bytes > CARDS_OF_ENGINE_MAX {
+            let detail = format!(
+                "the metadata of the producing engine's ranks have {bytes} bytes so far, beyond the limit of \
+                 {CARDS_OF_ENGINE_MAX}"
+            );
+            let (code, addresses) = (WireCode::TooLarge, heard.addresses);
+            return self.end(from, &Err(Failure { code, detail, addresses }));
+        }
         if heard.missing(own.rank).is_empty() {
             let Heard { engine, routing, addresses, cards } = heard;
             return self.end(from, &Ok(Arc::new(Pairing { engine, routing, addresses, cards })));
         }
-        meeting.heard = Some(heard);
+        self.keep_heard(from, origin, heard);
         if is_news {
             // The cards may all be of ranks that this rank does not read from. It names those now.
             self.say(from);
@@ -465,6 +495,27 @@ impl EngineHandshakes {
             self.end(from, &Err(Failure { code, detail, addresses }));
         }
         // Else the answer repeats an earlier one. The missing cards have been asked for since.
+    }
+
+    /// Keeps what a producing engine has answered so far. If there is no room for it, ends the handshakes with the engines
+    /// that have most of it.
+    fn keep_heard(&mut self, from: PeerId, origin: Origin, heard: Heard) {
+        let Some(meeting) = self.meetings.get_mut(&from) else { return };
+        self.cards.add(&from, origin, from.0, heard.bytes());
+        meeting.heard = Some(heard);
+        while let Some(peer) = self.cards.excess(&from) {
+            let code = WireCode::Busy;
+            let detail = "too many engines describe their ranks at once".to_owned();
+            let addresses = self.addresses_of(peer);
+            self.forget_heard(peer);
+            self.end(peer, &Err(Failure { code, detail, addresses }));
+        }
+    }
+
+    /// Forgets what a producing engine has answered so far, and returns it.
+    fn forget_heard(&mut self, peer: PeerId) -> Option<Heard> {
+        self.cards.remove(&peer);
+        self.meetings.get_mut(&peer)?.heard.take()
     }
 
     fn addresses_of(&self, peer: PeerId) -> Vec<String> {
@@ -482,6 +533,7 @@ impl EngineHandshakes {
 
     fn forget_if_unwanted(&mut self, peer: PeerId) {
         if self.meetings.get(&peer).is_some_and(|meeting| meeting.tickets.is_empty()) {
+            self.forget_heard(peer);
             self.meetings.remove(&peer);
             self.actions.push_back(EngineHandshakeAction::Watch { peer, on: false });
         }
@@ -570,6 +622,11 @@ impl Heard {
         }
         let (engine, addresses) = (it.engine, it.addresses.clone());
         Ok(Self { engine, routing, addresses, cards: BTreeMap::new() })
+    }
+
+    /// Bytes of the cards.
+    fn bytes(&self) -> usize {
+        self.cards.values().map(Vec::len).sum()
     }
 
     /// Ranks that rank `reader` reads from and whose cards are missing.

@@ -45,6 +45,7 @@ mod shares;
 pub mod tasks;
 mod text;
 mod time;
+mod turns;
 
 pub use admission::{
     Handshakes, Opener, Opening, PENDING_MAX, Sniff, Sniffer, WAITING_ROOM_MAX, WaitingRoom,

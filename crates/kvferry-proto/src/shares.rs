@@ -10,11 +10,11 @@ use std::hash::Hash;
 use std::net::IpAddr;
 
 /// A peer among those of its host, by the driver's number.
-type Number = u64;
+pub(crate) type Number = u64;
 
 /// A group of items. Each group is part of the one before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-enum Group {
+pub(crate) enum Group {
     All,
     Network(IpAddr),
     Host(IpAddr),
@@ -22,7 +22,7 @@ enum Group {
 }
 
 /// The groups of a peer, from the outermost.
-fn groups_of(origin: Origin, peer: Number) -> [Group; 4] {
+pub(crate) fn groups_of(origin: Origin, peer: Number) -> [Group; 4] {
     let host = origin.host();
     [Group::All, Group::Network(origin.network()), Group::Host(host), Group::Peer(host, peer)]
 }

@@ -5,7 +5,8 @@ use crate::handoff::PeerId;
 use crate::origin::Origin;
 use crate::plan::RANKS_MAX;
 use crate::shares::Shares;
-use std::collections::{BTreeMap, HashMap};
+use crate::turns::Turns;
+use std::collections::HashMap;
 
 /// Bytes of messages that wait at most, and their number. A message counts with as many bytes at least as a share
 /// of the number has.
@@ -19,66 +20,62 @@ pub(super) enum Kind {
     Turned,
 }
 
-/// The last message of each kind and peer, in the order of their arrival.
+/// The last message of each kind and peer. Networks, their hosts and their peers take turns ([`Turns`]).
 #[derive(Debug)]
 pub(super) struct Waiting {
-    by_arrival: BTreeMap<u64, (PeerId, EngineHandshakeMessage)>,
-    arrivals: HashMap<(PeerId, Kind), u64>,
+    messages: HashMap<(PeerId, Kind), (Origin, EngineHandshakeMessage)>,
+    turns: Turns<(PeerId, Kind)>,
     shares: Shares<(PeerId, Kind)>,
-    last: u64,
 }
 
 impl Default for Waiting {
     fn default() -> Self {
-        Self {
-            by_arrival: BTreeMap::new(),
-            arrivals: HashMap::new(),
-            shares: Shares::new(BYTES_MAX),
-            last: 0,
-        }
+        Self { messages: HashMap::new(), turns: Turns::default(), shares: Shares::new(BYTES_MAX) }
     }
 }
 
 impl Waiting {
-    /// Adds a message at the end, in place of the peer's earlier one of its kind. Afterwards,
-    /// [`Waiting::pop_excess`] must be called until it returns nothing.
-    pub(super) fn add(&mut self, from: PeerId, origin: Origin, message: EngineHandshakeMessage) {
-        let Some(kind) = Kind::of(&message) else { return };
-        self.remove(from, kind);
-        self.last += 1;
-        self.shares.add(&(from, kind), origin, from.0, size_of(&message));
-        self.arrivals.insert((from, kind), self.last);
-        self.by_arrival.insert(self.last, (from, message));
-    }
-
-    /// Removes a message that there is no room for. Called after [`Waiting::add`].
-    pub(super) fn pop_excess(&mut self) -> Option<(PeerId, Kind)> {
-        let (_, (from, message)) = self.by_arrival.last_key_value()?;
-        let excess = self.shares.excess(&(*from, Kind::of(message)?))?;
-        self.remove(excess.0, excess.1);
-        Some(excess)
-    }
-
-    /// Removes the message that has waited longest.
-    pub(super) fn pop(&mut self) -> Option<(PeerId, EngineHandshakeMessage)> {
-        let (_, (from, message)) = self.by_arrival.pop_first()?;
-        if let Some(kind) = Kind::of(&message) {
-            self.arrivals.remove(&(from, kind));
-            self.shares.remove(&(from, kind));
+    /// Adds a message; in the place of the peer's earlier one of its kind, if that waits. Returns the messages that there
+    /// is no room for: they are removed.
+    pub(super) fn add(
+        &mut self,
+        from: PeerId,
+        origin: Origin,
+        message: EngineHandshakeMessage,
+    ) -> Vec<(PeerId, Kind)> {
+        let Some(kind) = Kind::of(&message) else { return Vec::new() };
+        let key = (from, kind);
+        self.shares.remove(&key);
+        self.shares.add(&key, origin, from.0, size_of(&message));
+        self.turns.add(&key, origin, from.0);
+        self.messages.insert(key, (origin, message));
+        let mut dropped = Vec::new();
+        while let Some(excess) = self.shares.excess(&key) {
+            self.remove(excess.0, excess.1);
+            dropped.push(excess);
         }
-        Some((from, message))
+        dropped
+    }
+
+    /// Removes the message whose turn it is.
+    pub(super) fn pop(&mut self) -> Option<(PeerId, Origin, EngineHandshakeMessage)> {
+        let key = self.turns.pop()?;
+        self.shares.remove(&key);
+        let (origin, message) = self.messages.remove(&key).expect("each that waits is there");
+        Some((key.0, origin, message))
     }
 
     /// Removes a peer's message. Nothing happens if there is none.
     pub(super) fn remove(&mut self, from: PeerId, kind: Kind) {
-        if let Some(arrival) = self.arrivals.remove(&(from, kind)) {
-            self.by_arrival.remove(&arrival);
-            self.shares.remove(&(from, kind));
+        let key = (from, kind);
+        if self.messages.remove(&key).is_some() {
+            self.turns.remove(&key);
+            self.shares.remove(&key);
         }
     }
 
     pub(super) fn len(&self) -> usize {
-        self.by_arrival.len()
+        self.turns.len()
     }
 }
 

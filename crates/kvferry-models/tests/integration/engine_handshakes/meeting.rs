@@ -199,3 +199,91 @@ fn i1_several_tickets_for_one_peer_share_a_handshake_and_each_ends_once() {
     assert_eq!(pair.ended(), [1, 2, 3, 4]);
     pair.assert_empty();
 }
+
+/// The peers that a producer answers next, one for each message that it works out.
+fn answered(producer: &mut EngineHandshakes) -> Option<PeerId> {
+    let examination = producer.examine()?;
+    producer.accept(examination.run());
+    match producer.poll() {
+        Some(EngineHandshakeAction::Send { to, .. }) => Some(to),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn i8_a_question_waits_for_one_of_each_network_host_and_peer_however_many_others_ask() {
+    let mut producer = EngineHandshakes::new(RECONNECT, SILENCE);
+    for peer in 0..200 {
+        producer.arrived(PeerId(peer), at("10.0.0.1"), question().into());
+    }
+    producer.arrived(PeerId(200), at("10.0.0.2"), question().into());
+    producer.arrived(PeerId(201), at("10.0.1.1"), question().into());
+    producer.set_own(own_engine(THEIRS, 0, topology(1, 4), SMALL));
+    let first: Vec<_> = (0..4).filter_map(|_| answered(&mut producer)).collect();
+    assert_eq!(first, [0, 201, 200, 1].map(PeerId));
+    // Who asks again has no other turn.
+    producer.arrived(PeerId(2), at("10.0.0.1"), question().into());
+    assert_eq!(answered(&mut producer), Some(PeerId(2)));
+    producer.arrived(PeerId(2), at("10.0.0.1"), question().into());
+    let rest: Vec<_> = std::iter::from_fn(|| answered(&mut producer)).collect();
+    assert_eq!(rest, (3..200).chain([2]).map(PeerId).collect::<Vec<_>>());
+}
+
+/// A consumer rank that reads from all ranks of an engine with so many.
+fn reader_of(ranks: u32) -> EngineHandshakes {
+    let mut machine = EngineHandshakes::new(RECONNECT, SILENCE);
+    machine.know(consumer(ranks));
+    machine
+}
+
+/// The tickets that have ended, with their codes.
+fn ended(machine: &mut EngineHandshakes) -> Vec<(u64, WireCode)> {
+    let of = |action| match action {
+        EngineHandshakeAction::Met { ticket, result } => {
+            Some((ticket, result.map_or_else(|failure| failure.code, |_| WireCode::Ok)))
+        }
+        _ => None,
+    };
+    std::iter::from_fn(|| machine.poll()).filter_map(of).collect()
+}
+
+#[test]
+fn i8_an_engine_whose_cards_are_too_long_is_refused() {
+    let mut machine = reader_of(32);
+    machine.meet(1, PRODUCER, true, BUDGET, Timestamp::default());
+    // All but the last of 32 are half as long as a message.
+    let engine = own_engine(THEIRS, 0, topology(32, 32), BODY_MAX / 2 + 1024);
+    for rank in 0..31 {
+        machine.receive(PRODUCER, here(), introduced(&engine, rank..rank + 1).into());
+        assert_eq!(ended(&mut machine), []);
+    }
+    machine.receive(PRODUCER, here(), introduced(&engine, 31..32).into());
+    assert_eq!(ended(&mut machine), [(1, WireCode::TooLarge)]);
+    assert!(machine.gauges().iter().all(|(_, count)| *count == 0));
+}
+
+#[test]
+fn i8_cards_of_engines_of_one_network_leave_those_of_another_their_room() {
+    let mut machine = reader_of(32);
+    let engine = own_engine(THEIRS, 0, topology(32, 32), BODY_MAX / 2);
+    let now = Timestamp::default();
+    let most = |machine: &mut EngineHandshakes, peer: u64, host| {
+        machine.meet(peer, PeerId(peer), true, BUDGET, now);
+        for rank in 0..30 {
+            machine.receive(PeerId(peer), host, introduced(&engine, rank..rank + 1).into());
+        }
+    };
+    // Each takes 15 of the 64 MiB.
+    (0..4).for_each(|peer| most(&mut machine, peer, at("10.0.0.1")));
+    assert_eq!(ended(&mut machine), []);
+    most(&mut machine, 4, at("10.0.1.1"));
+    let gone = ended(&mut machine);
+    assert!(matches!(gone[..], [(0..4, WireCode::Busy)]), "{gone:?}");
+    for rank in 30..32 {
+        machine.receive(PeerId(4), at("10.0.1.1"), introduced(&engine, rank..rank + 1).into());
+    }
+    assert_eq!(ended(&mut machine), [(4, WireCode::Ok)]);
+    // There is room again.
+    most(&mut machine, 5, at("10.0.0.1"));
+    assert_eq!(ended(&mut machine), []);
+}
