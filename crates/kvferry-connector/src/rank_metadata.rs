@@ -38,6 +38,10 @@ pub enum RankMetadataError {
     #[error("the layout's region {region} of {len} bytes is not among the regions")]
     #[allow(missing_docs, reason = "the fields are in the message")]
     Region { region: kvferry::RegionId, len: u64 },
+    /// There are regions that the layout does not have.
+    #[error("the layout has {wanted} regions, {given} are given")]
+    #[allow(missing_docs, reason = "the fields are in the message")]
+    Regions { wanted: usize, given: usize },
     /// The description of the model is too long.
     #[error("a model has at most 16 properties, whose names and values have at most 1024 bytes")]
     Model,
@@ -54,7 +58,8 @@ struct Wire {
 }
 
 impl RankMetadata {
-    /// Describes a rank whose agent peers reach at `address`.
+    /// Describes a rank whose agent peers reach at `address`. The first of `regions` are those of the layout, in its order;
+    /// others are not described.
     ///
     /// # Errors
     /// [`RankMetadataError::Address`], [`RankMetadataError::Region`], [`RankMetadataError::Model`].
@@ -64,7 +69,7 @@ impl RankMetadata {
         layout: Layout,
         regions: &[Region],
     ) -> Result<Self, RankMetadataError> {
-        let regions = regions.iter().map(Region::remote).collect();
+        let regions = regions.iter().take(layout.regions().len()).map(Region::remote).collect();
         let invalid = |_| RankMetadataError::Address(address.to_owned());
         let address = address.parse().map_err(invalid)?;
         Self { address, model, layout, regions }.checked()
@@ -94,6 +99,10 @@ impl RankMetadata {
             return Err(RankMetadataError::Model);
         }
         let regions = self.layout.regions();
+        if self.regions.len() > regions.len() {
+            let (wanted, given) = (regions.len(), self.regions.len());
+            return Err(RankMetadataError::Regions { wanted, given });
+        }
         for (at, region) in regions.iter().enumerate() {
             let there = self.regions.get(at);
             if there.is_none_or(|there| there.id != region.id || there.len != region.len) {
@@ -101,5 +110,31 @@ impl RankMetadata {
             }
         }
         Ok(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvferry::{Access, Agent};
+    use kvferry_models::engines::layout;
+    use kvferry_proto::layout::{Heads, Packing, Shape};
+
+    #[test]
+    fn i8_metadata_describe_no_regions_that_the_layout_does_not_have() {
+        let agent = Agent::builder().listen(([127, 0, 0, 1], 0)).start().expect("an agent");
+        let shape = Shape { layers: 1, blocks: 8, heads: 1, rows: 4, content: 8, kernel_blocks: 1 };
+        let len = shape.bytes().expect("small");
+        let memory = agent.allocate(len as usize, Access::READ).expect("memory");
+        let heads = Heads::shard(1, 0, 1).expect("one head");
+        let layout = layout(memory.id(), heads, &shape, Packing::Lbhnc);
+        let (model, regions) = (Model::default(), [memory.clone(), memory]);
+        let mut metadata =
+            RankMetadata::new(agent.advertised(), model, layout, &regions).expect("its region");
+        assert_eq!(metadata.regions.len(), 1);
+        assert_eq!(RankMetadata::decode(&metadata.encode()).expect("sound"), metadata);
+        metadata.regions.extend_from_within(..);
+        let refused = RankMetadata::decode(&metadata.encode()).expect_err("a surplus region");
+        assert!(matches!(refused, RankMetadataError::Regions { wanted: 1, given: 2 }), "{refused}");
     }
 }
