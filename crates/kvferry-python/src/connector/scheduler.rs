@@ -167,9 +167,8 @@ impl SchedulerHalf {
         steps: &Bound<'py, PyAny>,
         preempted: Vec<PyBackedStr>,
     ) -> PyResult<(Bound<'py, PyBytes>, bool)> {
-        let producing = self.producing(py, ids)?;
-        let scheduled = match producing {
-            Some(producing) => steps.call1((producing,))?.extract()?,
+        let scheduled = match self.producing(py, ids)? {
+            Some(producing) => steps.call1((producing,))?.extract::<Vec<Step>>()?,
             None => Vec::new(),
         };
         let computes = !scheduled.is_empty();
