@@ -46,7 +46,7 @@ use crate::layout::{BlockId, KvCaches};
 use crate::memory::KvMemory;
 use crate::request::{FinishReason, RequestStatus};
 use crate::worker::LayerEvent;
-use kvferry::{Access, Agent, Region};
+use kvferry::{Access, After, Agent, Region};
 use kvferry_connector::{
     Announce, ComputeEvent, EngineId, Finished, GroupRule, IdleLimit, Limits, Model, PromptId,
     Scheduler, SchedulerConfig, Stats, Worker, WorkerConfig, WorkerObserver,
@@ -268,7 +268,9 @@ impl RankHalf {
     }
 
     fn apply(&self, metadata: &[u8]) {
-        self.worker().apply(metadata).expect("the scheduler half's metadata");
+        // The engine waits for each of its accesses to a GPU's memory.
+        let after = || Ok(After::host());
+        self.worker().apply_after(metadata, after).expect("the scheduler half's metadata");
     }
 
     fn layer_computed(&mut self, layer: usize, computed: &LayerEvent) {
