@@ -115,8 +115,7 @@ fn of_more_requests_than_may_wait_for_room_the_longest_waiting_are_refused_count
     let mut it = limited(&[FULL]);
     load(&mut it, "a", "10.0.0.9", Match::Tokens(8));
     let ids: Vec<_> = (0..33).map(|n| format!("w{n}")).collect();
-    let ask =
-        |it: &mut Scheduler, id: &str| it.match_request(&request(id, 8, &consumes(id)), 0);
+    let ask = |it: &mut Scheduler, id: &str| it.match_request(&request(id, 8, &consumes(id)), 0);
     for id in &ids[..32] {
         it.arrived(&request(id, 8, &consumes(id)));
         assert!((0..100).all(|_| ask(&mut it, id) == Match::Unknown), "there is a place for it");
