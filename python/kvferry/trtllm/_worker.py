@@ -168,6 +168,9 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
                     copy = pages.from_pages(group, part.pages, local.arena, part.offsets[rank], stream)
                     waits.callback(copy.wait)
             is_made = True
+        except kvferry.Error as error:
+            # The engine has computed the blocks, and goes on.
+            local.say("blocks are not handed over: %s", error)
         finally:
             local.arena.handed(rank, copies.number, is_made=is_made)
 
