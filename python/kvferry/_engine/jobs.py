@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeAlias, TypeVar
 
 _T = TypeVar("_T")
+# Calls that a thread is to carry out; None ends it.
+_Calls: TypeAlias = "SimpleQueue[tuple[Future[None], Callable[[], None]] | None]"
 # For puts that are about to end where their memory is needed: what a disk takes in this time waits in front of few.
 _MOMENT_S = 0.5
 
@@ -43,3 +49,39 @@ def hurried(operations: Iterable[Any]) -> None:
         for it in operations:
             it.cancel()
         settled(operations)
+
+
+class Behind:
+    """Carries out calls one after another on a thread. The end of the process does not wait for it: a call may wait for
+    a GPU that does not answer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: _Calls = SimpleQueue()
+        self._thread = threading.Thread(target=_carry_out, args=(self._calls,), name=name, daemon=True)
+        self._thread.start()
+        # The thread ends with this object.
+        weakref.finalize(self, self._calls.put, None)
+
+    def begin(self, call: Callable[[], None]) -> Future[None]:
+        ended: Future[None] = Future()
+        self._calls.put((ended, call))
+        return ended
+
+    def close(self) -> None:
+        """Waits for the calls before."""
+        self._calls.put(None)
+        self._thread.join()
+
+
+def _carry_out(calls: _Calls) -> None:
+    while (begun := calls.get()) is not None:
+        ended, call = begun
+        try:
+            call()
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+        # They may have the memory of a cache.
+        del begun, ended, call

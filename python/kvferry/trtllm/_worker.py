@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import kvferry
-from kvferry._engine.jobs import settled
+from kvferry._engine.jobs import Behind, settled
 from kvferry._engine.memory import Scratch
 from kvferry._engine.store import PUT_TURN_S
 from kvferry.trtllm._bases import bases
@@ -46,7 +46,7 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         self._loading: set[int] = set()
         # Asynchronous loads by their copies, in the order of their numbers.
         self._copying: dict[int, Any] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: Behind | None = None
 
     # The cache.
 
@@ -92,10 +92,10 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
             self._end_load(load, self._begin_load(load, stream), is_async=False)
         if step.async_loads:
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvferry-trtllm")
+                self._thread = Behind("kvferry-trtllm")
             for load in step.async_loads:
                 begun = self._begin_load(load, stream)
-                self._copying[load.request] = self._thread.submit(self._copy_behind, load, begun)
+                self._copying[load.request] = self._thread.begin(partial(self._copy_behind, load, begun))
 
     def _step(self) -> Step | None:
         metadata = self.get_connector_meta()
@@ -280,9 +280,11 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         return dict(self._local.counts)
 
     def shutdown(self) -> None:
-        """Waits for what runs. TensorRT-LLM does not call it: the same happens when the process ends."""
+        """Waits for what runs. TensorRT-LLM does not call it. The end of the process stops what runs instead, and does
+        not wait for a GPU that does not answer.
+        """
         if self._thread is not None:
-            self._thread.shutdown()
+            self._thread.close()
         self._settle()
         if self._local.pages is not None:
             self._local.pages.copies.close()
