@@ -8,6 +8,8 @@ from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from pathlib import Path
 
 LIBRARY = Path(__file__).parents[2] / "target" / "test-wheel" / "libkvferry_fakecuda.so"
+# Engines for `Driver.hold`.
+HOST_TO_DEVICE = 1
 COMPUTE = 8
 
 
@@ -90,6 +92,17 @@ class Stream:
         with self._driver.current(self._device):
             self._driver.call("fakecuda_launch", c_size_t(self.cuda_stream), byref(kernel))
 
+    def copy(self, array: Array, data: bytes) -> None:
+        """Copies bytes of the host to the beginning of an array."""
+        with self._driver.current(self._device):
+            self._driver.call(
+                "cuMemcpyAsync", c_uint64(array.address), data, c_size_t(len(data)), c_void_p(self.cuda_stream)
+            )
+
+    def synchronize(self) -> None:
+        with self._driver.current(self._device):
+            self._driver.call("cuStreamSynchronize", c_void_p(self.cuda_stream))
+
 
 class Event:
     """An event, as torch shows its own."""
@@ -134,6 +147,18 @@ class Driver:
 
     def hold(self, engines: int) -> None:
         self.call("fakecuda_hold", c_uint(engines))
+
+    def fault(self, name: str, at: int = 1, count: int = 1) -> None:
+        """Lets the `at`-th occasion from now, 1 being the next, and those after it fail, `count` in all."""
+        self.call("fakecuda_fault", name.encode(), c_uint64(at), c_uint64(count))
+
+    def clear_faults(self) -> None:
+        """Switches all faults off. What they stopped goes on, and errors that stick are gone."""
+        self.call("fakecuda_clear_faults")
+
+    def access(self, address: int, nbytes: int, *, write: bool) -> None:
+        """Tells the checker of races that the host uses memory now: an operation that still runs is a finding."""
+        self.call("fakecuda_host_access", c_void_p(address), c_size_t(nbytes), c_int(write))
 
     def counter(self, name: str) -> int:
         value = c_uint64()
