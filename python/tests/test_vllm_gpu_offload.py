@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
+import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -106,6 +109,9 @@ def driver() -> Driver:
 
 @pytest.fixture
 def engine(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Engine]:
+    # A GPU that an earlier test has lost goes with the last region of its memory.
+    gc.collect()
+    destroyed = driver.counter("hit:context_destroyed")
     vllm.install(monkeypatch)
     names = {"worker": "_offload_worker", "layout": "_offload_layout", "manager": "_offload_manager"}
     names["blocks"] = "_offload_blocks"
@@ -120,9 +126,17 @@ def engine(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> I
     driver.clear_findings()
     yield made
     driver.hold(0)
+    driver.clear_faults()
     made.worker.shutdown()
-    made.array.free()
+    if driver.counter("hit:context_destroyed") == destroyed:
+        made.array.free()
     driver.clear_findings()
+
+
+@pytest.fixture
+def _the_gpu_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For copies that never end. Before `engine`."""
+    monkeypatch.setenv("KVFERRY_SILENCE_MS", "4000")
 
 
 def fill(engine: Engine, byte: int, *pages: int) -> None:
@@ -260,3 +274,195 @@ def test_a_page_outside_of_the_cache_keeps_no_stage(engine: Engine) -> None:
     engine.store(1, ["a"], [1, PAGES * LAYERS])
     assert engine.until(1)
     assert len(engine.worker._stages._free) == 1
+
+
+# What becomes of a job that a fault strikes, and the method of copying that makes the calls that the fault is about.
+SUCCEEDS, FAILS, IS_LOST, HANGS = "succeeds", "fails", "is lost", "hangs"
+FAULTS: dict[str, tuple[str, str]] = {
+    "alloc_oom": (SUCCEEDS, "gather"),
+    "pin_oom": (SUCCEEDS, ""),
+    "pin_twice": (SUCCEEDS, ""),
+    "pin_too_long": (SUCCEEDS, ""),
+    "stream_slow": (SUCCEEDS, ""),
+    "jit_refused": (SUCCEEDS, "kernel"),
+    "launch_refused": (SUCCEEDS, "kernel"),
+    "stream_oom": (FAILS, ""),
+    "event_oom": (FAILS, ""),
+    "batch_entry": (FAILS, "batch"),
+    "foreign_error": (FAILS, ""),
+    "context_destroyed": (IS_LOST, ""),
+    "illegal_address": (IS_LOST, ""),
+    "launch_failed": (IS_LOST, ""),
+    "event_never_signals": (HANGS, ""),
+    "stream_stalls": (HANGS, ""),
+}
+# Faults that strike no job, with the reason.
+_LOADED = "the driver is loaded before a GPU's memory is registered"
+_MAPPED = "no other process and no other GPU maps the pages"
+_DMABUF = "no network device reads or writes the pages"
+ELSEWHERE = {
+    "no_device": _LOADED,
+    "driver_mismatch": _LOADED,
+    "missing_symbol": _LOADED,
+    "context_oom": "the pages' context exists as long as the pages",
+    "ipc_refused": _MAPPED,
+    "ipc_exporter_dead": _MAPPED,
+    "ipc_freed": _MAPPED,
+    "ipc_full": _MAPPED,
+    "ipc_not_capable": _MAPPED,
+    "vmm_not_exportable": _MAPPED,
+    "peer_refused": _MAPPED,
+    "dmabuf_unsupported": _DMABUF,
+    "dmabuf_flag_refused": _DMABUF,
+    "dmabuf_notsupp": _DMABUF,
+}
+# Deadline of a copy that never ends.
+COPY_S = 0.2
+STRIKING = [(fault, side) for fault in FAULTS for side in ("store", "load")]
+
+
+def test_each_fault_of_the_fake_driver_has_its_place() -> None:
+    source = Path(__file__).parents[2] / "crates" / "kvferry-fakecuda" / "src" / "faults.rs"
+    names = re.findall(r'Self::\w+ => "(\w+)"', source.read_text())
+    assert sorted(names) == sorted([*FAULTS, *ELSEWHERE])
+
+
+def stored_from_host(engine: Engine, name: str, byte: int) -> None:
+    """Puts a block into the store past the GPU."""
+    (layout,), nbytes = engine.worker._layouts, EACH * LAYERS * PAGE
+    region = engine.worker._opened.agent.register(bytearray([byte]) * nbytes, "none")
+    space = engine.worker._space(b"", layout, layout.shards[0])
+    put = space.put([hashlib.sha256(name.encode()).digest()], kvferry.Blocks(region, [0], nbytes))
+    assert put.stored == 1
+
+
+def is_stored(engine: Engine, name: str) -> bool:
+    (layout,) = engine.worker._layouts
+    space = engine.worker._space(b"", layout, layout.shards[0])
+    return bool(space.lookup([hashlib.sha256(name.encode()).digest()]) == 1)
+
+
+def loads(engine: Engine, job: int, name: str) -> bool:
+    engine.load(job, [name], [3, 4])
+    assert engine.until(job)
+    return not engine.worker.take_failed()
+
+
+def struck(driver: Driver, engine: Engine, fault: str, side: str) -> None:
+    """Begins job 1, whose copy the fault strikes. The copy waits for no event, which the fault would strike before it."""
+    engine.worker._stages._stream = lambda: "host"
+    hits = driver.counter(f"hit:{fault}")
+    driver.fault(fault)
+    if side == "store":
+        engine.store(1, ["new"], [1, 2])
+    else:
+        engine.load(1, ["there"], [3, 4])
+    deadline = time.monotonic() + 20
+    while driver.counter(f"hit:{fault}") == hits and not engine.until(1, 0.01):
+        assert time.monotonic() < deadline
+    assert driver.counter(f"hit:{fault}") == hits + 1
+
+
+def poisoned(driver: Driver, engine: Engine) -> bytes:
+    """The engine uses its pages for something else. A copy that still runs is a finding."""
+    driver.access(engine.array.address, engine.array.nbytes, write=True)
+    engine.array.content = poison = b"\xaa" * engine.array.nbytes
+    return poison
+
+
+@pytest.mark.parametrize(("fault", "side"), [it for it in STRIKING if FAULTS[it[0]][0] in (SUCCEEDS, FAILS)])
+def test_a_job_that_a_fault_of_the_driver_strikes_ends_and_the_next_succeeds(
+    driver: Driver, engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str, side: str
+) -> None:
+    end, method = FAULTS[fault]
+    monkeypatch.setenv("KVFERRY_GPU_METHOD", method)
+    stored_from_host(engine, "there", 5)
+    fill(engine, 7, 1, 2)
+    engine.stream.synchronize()
+    struck(driver, engine, fault, side)
+    assert engine.until(1)
+    failed = bool(engine.worker.take_failed()) if side == "load" else not is_stored(engine, "new")
+    assert not (failed and end == SUCCEEDS)
+    if side == "load" and not failed:
+        assert engine.bytes_of(3) == engine.bytes_of(4) == [5] * LAYERS
+    poison = poisoned(driver, engine)
+    assert driver.counter("pending") == 0
+    driver.clear_faults()
+    time.sleep(0.05)
+    assert engine.array.content == poison
+    if side == "store" and not failed:
+        assert loads(engine, 2, "new")
+        assert engine.bytes_of(3) == engine.bytes_of(4) == [7] * LAYERS
+    fill(engine, 8, 1, 2)
+    engine.stream.synchronize()
+    engine.store(3, ["next"], [1, 2])
+    assert engine.until(3)
+    assert loads(engine, 4, "next")
+    assert engine.bytes_of(3) == engine.bytes_of(4) == [8] * LAYERS
+    assert len(engine.worker._stages._free) == 1
+    assert driver.findings() == ""
+
+
+@pytest.mark.parametrize(("fault", "side"), [it for it in STRIKING if FAULTS[it[0]][0] == IS_LOST])
+def test_a_job_whose_gpu_is_lost_fails_and_so_do_those_after_it(
+    driver: Driver, engine: Engine, fault: str, side: str
+) -> None:
+    stored_from_host(engine, "there", 5)
+    struck(driver, engine, fault, side)
+    assert engine.until(1)
+    assert side == "load" or not is_stored(engine, "new")
+    engine.store(2, ["next"], [1, 2])
+    assert engine.until(2)
+    assert not is_stored(engine, "next")
+    assert not loads(engine, 3, "there")
+    # What is in the store, and host memory, does not depend on the GPU.
+    stored_from_host(engine, "host", 6)
+    assert is_stored(engine, "host")
+    assert len(engine.worker._stages._free) == 1
+    assert driver.findings() == ""
+
+
+@pytest.mark.usefixtures("_the_gpu_is_given_up_soon")
+@pytest.mark.parametrize("fault", [it for it, (end, _) in FAULTS.items() if end == HANGS])
+def test_a_store_whose_copy_never_ends_stores_nothing_and_a_shutdown_does_not_wait_for_it(
+    driver: Driver, engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr("kvferry.vllm._offload_staging._COPY_S", COPY_S)
+    struck(driver, engine, fault, "store")
+    assert engine.until(1)
+    assert not is_stored(engine, "new")
+    engine.worker.shutdown()
+    region = engine.worker._regions[0]
+    assert region.is_quarantined
+    driver.clear_faults()
+    deadline = time.monotonic() + 20
+    while region.is_quarantined:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    poison = poisoned(driver, engine)
+    assert driver.counter("pending") == 0
+    assert engine.array.content == poison
+    assert driver.findings() == ""
+
+
+@pytest.mark.usefixtures("_the_gpu_is_given_up_soon")
+@pytest.mark.parametrize("fault", [it for it, (end, _) in FAULTS.items() if end == HANGS])
+def test_a_load_and_a_shutdown_wait_for_a_copy_to_pages_until_the_gpu_goes_on(
+    driver: Driver, engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr("kvferry.vllm._offload_staging._COPY_S", COPY_S)
+    stored_from_host(engine, "there", 5)
+    struck(driver, engine, fault, "load")
+    # Longer than the copy's deadline and the limit of silence.
+    assert not engine.until(1, 5), "the GPU may write the pages"
+    ends = threading.Thread(target=engine.worker.shutdown)
+    ends.start()
+    ends.join(0.5)
+    assert ends.is_alive(), "the engine frees its pages after it"
+    driver.clear_faults()
+    ends.join(20)
+    assert not ends.is_alive()
+    poison = poisoned(driver, engine)
+    assert driver.counter("pending") == 0
+    assert engine.array.content == poison
+    assert driver.findings() == ""
