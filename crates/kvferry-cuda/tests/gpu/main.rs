@@ -8,6 +8,7 @@ mod calibrate;
 mod fake;
 mod fallbacks;
 mod faults;
+mod files;
 mod hardware;
 mod kernel;
 mod kit;
