@@ -12,7 +12,7 @@ from typing import Any
 import kvferry
 import pytest
 from fake_gpu import COMPUTE, LIBRARY, Array, Driver, Event, Stream
-from kit import NEVER, PATIENCE, eventually
+from kit import NEVER, PATIENCE, eventually, run_python
 
 NBYTES = 1 << 18
 BLOCK = 4096
@@ -637,3 +637,30 @@ def test_nixl_moves_the_layers_of_a_model_as_vllms_connector_does(driver: Driver
     assert prefill.get_new_notifs() == {"decode": [b"request 1"]}
     decode.shutdown()
     prefill.shutdown()
+
+
+ENDING = """
+    import os
+    import kvferry
+    from fake_gpu import Array, Driver
+
+    driver = Driver()
+    agent = kvferry.Agent("hangs", listen="127.0.0.1:0")
+    array = Array(driver, 1 << 16)
+    region = agent.register(array)
+    file = agent.open_file(os.environ["FILE"], "rw", create=True, nbytes=1 << 16)
+    batch = kvferry.Batch()
+    batch.push(region, 0, file.remote(), 0, 1 << 16)
+    driver.fault("stream_stalls", count=1 << 60)
+    transfer = {call}(batch, after="host")
+    while driver.counter("hit:stream_stalls") == 0:
+        assert transfer.wait(0.001) is None
+    print("ends", flush=True)
+"""
+
+
+@pytest.mark.parametrize("call", ["agent.files.write_async", "agent.files.read_async"])
+def test_a_process_ends_while_a_copy_of_its_gpu_hangs(tmp_path: Path, call: str) -> None:
+    env = {"KVFERRY_LIBCUDA": str(LIBRARY), "KVFERRY_SILENCE_MS": "500", "PYTHONPATH": str(Path(__file__).parent)}
+    ended = run_python(ENDING.format(call=call), env=env | {"FILE": str(tmp_path / "file")})
+    assert (ended.returncode, ended.stdout) == (0, "ends\n"), ended.stderr
