@@ -4,7 +4,7 @@
 use crate::hardware::alone;
 use crate::kit::*;
 use kvferry::{
-    Agent, Batch, Error, ErrorKind, FileOptions, FileRegion, Options, Region, TransportKind,
+    After, Agent, Batch, Error, ErrorKind, FileOptions, FileRegion, Options, Region, TransportKind,
 };
 use kvferry_cuda::gpu::Settings;
 use kvferry_cuda::{Gpu, Method};
@@ -126,6 +126,7 @@ impl Copier {
 
     fn batch(&self) -> Batch {
         let mut batch = Batch::new();
+        batch.set_after(After::host());
         let file = self.file.remote();
         for at in (0..self.pieces).map(|i| (i * PIECE) as u64) {
             batch.push(&self.region, 2 * at, &file, at, PIECE as u64).expect("inside");
