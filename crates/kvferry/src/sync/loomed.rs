@@ -282,6 +282,8 @@ pub(crate) mod poll {
 
     #[allow(clippy::unnecessary_wraps, reason = "as the type it replaces")]
     impl Epoll {
+        pub(crate) const EVENTS_MAX: usize = kvferry_sys::poll::Epoll::EVENTS_MAX;
+
         pub(crate) fn new() -> io::Result<Self> {
             Ok(Self(OnceLock::new()))
         }
