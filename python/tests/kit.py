@@ -44,6 +44,10 @@ NEVER = 600.0
 OVER_TCP = "tcp,mooncake"
 
 
+# CPython 3.11 raises SystemError where several threads parse at once.
+_PARSING = threading.Lock()
+
+
 class ChildError(Exception):
     """The statements raised in the child."""
 
@@ -99,7 +103,8 @@ class Child:
         if "bytes" in answer:
             return base64.b64decode(answer["bytes"])
         try:
-            return ast.literal_eval(answer["value"])
+            with _PARSING:
+                return ast.literal_eval(answer["value"])
         except (SyntaxError, ValueError):
             return answer["value"]
 
