@@ -145,12 +145,13 @@ test-rust:
 	then $(CARGO) nextest run --workspace --no-fail-fast --test-threads $$(($$(nproc) + 6)); $(SKIPPED_ALSO); else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests; fi)
 	@echo 'SKIPPED here, run by `make test-slow`: soaks, full meshes, sweeps and quick benches (#[ignore = "slow: ..."])'
 
-# The tests marked `#[ignore = "slow: make test-slow"]`: each takes 10 s or more, or all cores.
-test-slow: ## Run the slow Rust tests that make test skips: soaks, full meshes, sweeps, quick benches
+# The tests marked `#[ignore = "slow: make test-slow"]`, and `slow` in Python: each takes 10 s or more, or all cores.
+test-slow: test-wheel ## Run the slow tests that make test skips: soaks, full meshes, sweeps, quick benches, faults at each step
 	$(call part,slow Rust tests,if $(CARGO) nextest --version >/dev/null 2>&1; \
 	then $(CARGO) nextest run --workspace --no-fail-fast --run-ignored only $(if $(SLOW_SKIP),-E "not test($(SLOW_SKIP))"); $(SKIPPED_ALSO); \
 	else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests -- --ignored $(if $(SLOW_SKIP),--skip "$(SLOW_SKIP)"); fi)
 	$(if $(SLOW_SKIP),@echo 'SKIPPED: $(SLOW_SKIP): make test-slow without SLOW_SKIP runs it')
+	$(call part,slow Python tests,$(BIN)/python -m pytest -m slow $(PYTEST_ARGS))
 
 # The whole workspace, so that dependencies have the features that test-rust built them with.
 test-docs:
