@@ -310,7 +310,7 @@ fn hybrid(layers: usize) -> Model {
 #[test]
 fn the_largest_engines_are_routed() {
     let model = hybrid(128);
-    let stages = |layers| (1..=128 / layers).map(|stage| stage * layers).collect::<Vec<_>>();
+    let stages = |layers: usize| (1..=128 / layers).map(|stage| stage * layers).collect::<Vec<_>>();
     let large = topology(&model, &engine(&model, 64).with_stages(&stages(8)));
     let decoded = Topology::decode(&large.encode()).unwrap();
     assert_eq!((decoded.ranks(), &decoded), (1024, &large));
