@@ -113,7 +113,7 @@ impl Shared {
                 // The observer gets them after all earlier notices.
                 state.notices.extend(lost.into_iter().map(Notice::LostPeer));
             }
-            // A thread is started when an engine was learned, which plans copies.
+            // Copies are planned when an engine was learned, which takes milliseconds.
             let is_long = |notice: &Notice| matches!(notice, Notice::LearnedEngine(..));
             let until = state.notices.iter().position(|it| !is_thread && is_long(it));
             let until = until.unwrap_or(state.notices.len());

@@ -1,9 +1,9 @@
 //! The worker half of a consumer.
 
 use super::bootstrap;
-use super::engines::{Lookup, Unplanned};
+use super::engines::Lookup;
 use super::names::{Found, LOOKUP_LIMIT};
-use super::producer_engine::{CardsHash, FetchMapper, Memory, ProducerEngine};
+use super::producer_engine::{FetchMapper, ProducerEngine};
 use super::state::{Action, FetchedFor, Inner, PendingAction, Stage, State};
 use crate::address::{AgentAddress, ProducerAddress, is_literal};
 use crate::clock::now;
@@ -245,84 +245,44 @@ impl Inner {
         state.names.learn_engines(url, engines, asked.into_iter(), now());
     }
 
-    /// An engine handshake has ended. Another thread plans the copies, which takes milliseconds, or longer where the engine
-    /// is hostile: the rank's handoffs do not wait for that.
     pub(super) fn engine_learned(&self, ticket: u64, result: Result<Arc<Pairing>, Failure>) {
-        let mut state = self.lock();
-        if !state.learning.contains_key(&ticket) {
-            return;
-        }
-        match result {
-            Ok(pairing) => self.begin_plan(&mut state, ticket, pairing),
-            Err(failure) => self.fail_learning(&mut state, [ticket], &failure),
-        }
-    }
-
-    /// Fails what waits for an engine with one of these tickets.
-    fn fail_learning(
-        &self,
-        state: &mut State,
-        tickets: impl IntoIterator<Item = u64>,
-        failure: &Failure,
-    ) {
-        for ticket in tickets {
-            if let Some(pending) = state.learning.remove(&ticket) {
-                self.fail(state, pending.action, failure);
+        let known = {
+            let state = self.lock();
+            if !state.learning.contains_key(&ticket) {
+                return;
             }
-        }
-    }
-
-    /// Has the copies from an engine planned, for what waits with this ticket.
-    fn begin_plan(&self, state: &mut State, ticket: u64, pairing: Arc<Pairing>) {
-        if !state.unplanned.add(ticket, pairing) {
-            let detail = "too many engines are being learned".to_owned();
-            return self.fail_learning(state, [ticket], &failure(WireCode::Busy, detail));
-        }
-        if std::mem::replace(&mut state.is_planning, true) {
-            return;
-        }
-        let (me, memory, rank) =
-            (Weak::clone(&self.me), Arc::clone(&self.memory), self.config.rank);
-        let thread = kvferry_sys::thread::spawn("kvferry-plan".into(), move || {
-            // After a panic the actions of the engine end at their deadlines; others go on.
-            let next = || plan_next(&me, &memory, rank);
-            while catch_unwind(AssertUnwindSafe(next)).unwrap_or(true) {}
-        });
-        if let Err(error) = thread {
-            state.is_planning = false;
-            let failure = failure_of(&RankError::Thread(error));
-            while let Some(tickets) = state.unplanned.pop() {
-                self.fail_learning(state, tickets, &failure);
-            }
-        }
-    }
-
-    /// The copies from the first engine of those that wait have been planned.
-    fn planned(&self, pairing: &Arc<Pairing>, engine: Result<Arc<ProducerEngine>, Failure>) {
+            // Another action has learned the same engine, perhaps at another address of it.
+            result.as_ref().ok().and_then(|it| state.engines.of(self.config.rank, it))
+        };
+        let engine = result.and_then(|pairing| known.map_or_else(|| self.plan(&pairing), Ok));
         let mut state = self.lock();
-        // Unless this half was closed meanwhile.
-        if state.unplanned.first().is_none_or(|first| !Arc::ptr_eq(first, pairing)) {
-            return;
-        }
-        let tickets = state.unplanned.pop().unwrap_or_default();
+        let Some(pending) = state.learning.remove(&ticket) else { return };
         let engine = match engine {
             Ok(engine) => engine,
-            Err(failure) => return self.fail_learning(&mut state, tickets, &failure),
+            Err(failure) => return self.fail(&mut state, pending.action, &failure),
         };
-        for ticket in tickets {
-            let Some(pending) = state.learning.remove(&ticket) else { continue };
-            let address = pending.action.address().clone();
-            let before = state.engines.id(address.as_str());
-            state.engines.insert(address, &engine, now());
-            if pending.action.engine().is_none_or(|id| id == engine.id) {
-                self.run(&mut state, pending);
-            } else if before.is_some_and(|before| before != engine.id) {
-                self.fail(&mut state, pending.action, &restarted());
-            } else {
-                // The engine there has not changed: the id in the request is wrong.
-                self.refuse(&mut state, pending.action, &restarted());
-            }
+        let address = pending.action.address().clone();
+        let before = state.engines.id(address.as_str());
+        state.engines.insert(address, &engine, now());
+        if pending.action.engine().is_none_or(|id| id == engine.id) {
+            self.run(&mut state, pending);
+        } else if before.is_some_and(|before| before != engine.id) {
+            self.fail(&mut state, pending.action, &restarted());
+        } else {
+            // The engine there has not changed: the id in the request is wrong.
+            self.refuse(&mut state, pending.action, &restarted());
         }
+    }
+
+    /// Computes the maps between a producing engine and this rank. Takes milliseconds.
+    fn plan(&self, pairing: &Pairing) -> Result<Arc<ProducerEngine>, Failure> {
+        let plan = || ProducerEngine::new(&self.memory, self.config.rank, pairing);
+        let engine = catch_unwind(AssertUnwindSafe(plan))
+            .unwrap_or_else(|_| Err((WireCode::Internal, "planning the copies panicked".into())));
+        engine.map(Arc::new).map_err(|(code, detail)| {
+            let addresses = pairing.addresses.clone();
+            Failure { code, detail, addresses }
+        })
     }
 
     /// Runs an action at a known engine, all of whose names are known.
@@ -488,7 +448,6 @@ impl Inner {
     pub(super) fn end_fetches(&self, state: &mut State) {
         state.pending.clear();
         state.learning.clear();
-        state.unplanned = Unplanned::default();
         state.names.forget_waiting();
         state.fetched_for.clear();
         state.unanswered.clear();
@@ -559,42 +518,6 @@ impl Inner {
         };
         self.fetched(&mut state, request, how, side_data);
     }
-}
-
-/// Plans the copies from the first engine that waits for that. False if there is none.
-fn plan_next(me: &Weak<Inner>, memory: &Memory, rank: usize) -> bool {
-    let Some(inner) = me.upgrade() else { return false };
-    let mut state = inner.lock();
-    let Some(pairing) = state.unplanned.first().map(Arc::clone) else {
-        state.is_planning = false;
-        return false;
-    };
-    drop(state);
-    let cards = CardsHash::of(&pairing);
-    // Another action has learned the same engine, perhaps at another address of it.
-    let known = inner.lock().engines.of(rank, &pairing, cards);
-    drop(inner);
-    let engine = known.map_or_else(|| plan(memory, rank, &pairing, cards), Ok);
-    if let Some(inner) = me.upgrade() {
-        inner.planned(&pairing, engine);
-    }
-    true
-}
-
-/// Computes the maps between a producing engine and a rank. Takes milliseconds.
-fn plan(
-    memory: &Memory,
-    rank: usize,
-    pairing: &Pairing,
-    cards: CardsHash,
-) -> Result<Arc<ProducerEngine>, Failure> {
-    let plan = || ProducerEngine::new(memory, rank, pairing, cards);
-    let engine = catch_unwind(AssertUnwindSafe(plan))
-        .unwrap_or_else(|_| Err((WireCode::Internal, "planning the copies panicked".into())));
-    engine.map(Arc::new).map_err(|(code, detail)| {
-        let addresses = pairing.addresses.clone();
-        Failure { code, detail, addresses }
-    })
 }
 
 fn is_restarted(error: &RankError) -> bool {

@@ -1,25 +1,15 @@
 //! Producing engines that this rank knows.
 
-use super::producer_engine::{CardsHash, ProducerEngine};
+use super::producer_engine::ProducerEngine;
 use crate::address::ProducerAddress;
 use kvferry_proto::Timestamp;
 use kvferry_proto::engine_handshake::{EngineId, Pairing};
 use rustc_hash::FxHashMap;
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Engines that are kept at most. The least recently used one is dropped first.
 const ENGINES_MAX: usize = 1024;
-
-/// Bytes of engines that are kept at most. The largest one is dropped first: an engine chooses its size, and a large one
-/// costs no other one its place.
-const BYTES_MAX: usize = 256 * 1024 * 1024;
-
-/// Bytes of the cards of engines that wait to be planned at most: a few engines with the longest ones, and hundreds of
-/// usual ones. Each counts with [`UNPLANNED_LEAST`] at least.
-const UNPLANNED_MAX: usize = 64 * 1024 * 1024;
-const UNPLANNED_LEAST: usize = UNPLANNED_MAX / ENGINES_MAX;
 
 /// Time after an engine was learned for which a request for another one at its address fails
 /// without a handshake: a client can make ids up, and an engine does not restart sooner.
@@ -49,40 +39,6 @@ pub(super) enum Lookup {
     Unknown,
 }
 
-/// Engines that were learned, to plan the copies from. The planned ones are [`Engines`].
-#[derive(Debug, Default)]
-pub(super) struct Unplanned(VecDeque<(Arc<Pairing>, Vec<u64>)>);
-
-impl Unplanned {
-    /// Adds an engine at the end, with the ticket of an action that waits for it. False if there is no room.
-    pub(super) fn add(&mut self, ticket: u64, pairing: Arc<Pairing>) -> bool {
-        if let Some((last, tickets)) = self.0.back_mut()
-            && Arc::ptr_eq(last, &pairing)
-        {
-            tickets.push(ticket);
-            return true;
-        }
-        let bytes =
-            |it: &Pairing| it.cards.values().map(Vec::len).sum::<usize>().max(UNPLANNED_LEAST);
-        let waiting: usize = self.0.iter().map(|(it, _)| bytes(it)).sum();
-        let has_room = waiting + bytes(&pairing) <= UNPLANNED_MAX;
-        if has_room {
-            self.0.push_back((pairing, vec![ticket]));
-        }
-        has_room
-    }
-
-    /// The engine that is planned first.
-    pub(super) fn first(&self) -> Option<&Arc<Pairing>> {
-        self.0.front().map(|(pairing, _)| pairing)
-    }
-
-    /// Removes the first engine. Returns the tickets of the actions that wait for it.
-    pub(super) fn pop(&mut self) -> Option<Vec<u64>> {
-        self.0.pop_front().map(|(_, tickets)| tickets)
-    }
-}
-
 impl Engines {
     /// The engine at an address, if it is the one that a request means: `None` for any.
     pub(super) fn find(&mut self, address: &str, id: Option<EngineId>, now: Timestamp) -> Lookup {
@@ -102,14 +58,9 @@ impl Engines {
     }
 
     /// The engine that a handshake found, if it is known under any address.
-    pub(super) fn of(
-        &self,
-        rank: usize,
-        pairing: &Pairing,
-        cards: CardsHash,
-    ) -> Option<Arc<ProducerEngine>> {
+    pub(super) fn of(&self, rank: usize, pairing: &Pairing) -> Option<Arc<ProducerEngine>> {
         let mut engines = self.known.values().map(|known| &known.engine);
-        engines.find(|engine| engine.is_of(rank, pairing, cards)).map(Arc::clone)
+        engines.find(|engine| engine.is_of(rank, pairing)).map(Arc::clone)
     }
 
     pub(super) fn insert(
@@ -121,22 +72,11 @@ impl Engines {
         self.uses += 1;
         let known = KnownEngine { engine: Arc::clone(engine), learned, used: self.uses };
         self.known.insert(address, known);
-        while self.size() > BYTES_MAX {
-            // The new one stays: an action waits for it.
-            let others = self.known.iter().filter(|(_, known)| known.used < self.uses);
-            let largest = others.max_by_key(|(_, known)| known.engine.size());
-            let Some(largest) = largest.map(|(address, _)| address.clone()) else { break };
-            self.known.remove(&largest);
-        }
         if self.known.len() > ENGINES_MAX {
             let oldest = self.known.iter().min_by_key(|(_, known)| known.used);
             let oldest = oldest.map(|(address, _)| address.clone()).expect("one was inserted");
             self.known.remove(&oldest);
         }
-    }
-
-    fn size(&self) -> usize {
-        self.known.values().map(|known| known.engine.size()).sum()
     }
 
     /// Forgets the engine at an address, under all its addresses: it is gone.

@@ -9,7 +9,6 @@
 //! | threads of the agent | answer messages, begin reads, handle the ends of fetches |
 //! | `kvferry-handoff`, of the [`Rank`] | keeps the time, learns producing engines, sends for steps that change many requests |
 //! | `kvferry-events` | waits for events of the device |
-//! | `kvferry-plan`, one at most, short-lived | plans the copies from engines that were learned |
 //! | `kvferry-lookup`, one per address, short-lived | looks host names up, asks bootstrap servers |
 //!
 //! Locks are taken in this order: the worker's state, a produced request, the rank.

@@ -1,6 +1,6 @@
 //! The inside of a worker half, and what is behind its lock.
 
-use super::engines::{Engines, Unplanned};
+use super::engines::Engines;
 use super::events::{EventQueue, Job};
 use super::names::{LookUp, Names};
 use super::pieces::Pieces;
@@ -49,9 +49,6 @@ pub(super) struct State {
     pub(super) names: Names,
     /// Actions that wait for an engine handshake, by its ticket.
     pub(super) learning: FxHashMap<u64, PendingAction>,
-    pub(super) unplanned: Unplanned,
-    /// A thread plans the copies from engines, one after the other.
-    pub(super) is_planning: bool,
     pub(super) tickets: u64,
     pub(super) fetches: FxHashMap<String, Stage>,
     pub(super) fetched_for: FxHashMap<HandoffId, FetchedFor>,

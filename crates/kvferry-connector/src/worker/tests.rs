@@ -6,12 +6,11 @@ use super::*;
 use crate::address::{ProducerAddress, is_literal};
 use crate::metadata::{Cancel, Compute, FetchRequest, Offer};
 use kvferry::{Access, Peer};
-use kvferry_models::engines::{layout, topology};
+use kvferry_models::engines::layout;
 use kvferry_proto::Timestamp;
 use kvferry_proto::engine_handshake::{EngineId, Failure, Model};
 use kvferry_proto::handoff::{BlockTable, Limits};
 use kvferry_proto::layout::{Heads, Packing, Shape};
-use kvferry_proto::plan::Routing;
 use kvferry_testkit::PATIENCE;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -503,73 +502,6 @@ fn a_request_that_names_no_engine_is_served_by_the_one_that_was_restarted_unnoti
     consumer.inner.lock().engines.insert(name, &stale, crate::clock::now());
     hand_over(&producer, &consumer, "third", address);
     assert_eq!(known_engine(&consumer, address).id, EngineId(3));
-}
-
-/// An engine of one layer as a consumer learns it, with a card of so many bytes.
-fn pairing(engine: u128, card: Vec<u8>) -> Arc<Pairing> {
-    let topology = topology(1, 1);
-    let routing = Routing::new(&topology, &topology).expect("the same model");
-    let (addresses, cards) = (vec!["127.0.0.1:1".to_owned()], [(0, card)].into());
-    Arc::new(Pairing { engine: EngineId(engine), routing, addresses, cards })
-}
-
-/// Begins a fetch as if an engine handshake was under way for it.
-fn learn(consumer: &Worker, ticket: u64) {
-    let fetch = fetch_request(&format!("{ticket}"), "127.0.0.1:1");
-    let deadline = crate::clock::now() + PATIENCE;
-    let mut state = consumer.inner.lock();
-    state.fetches.insert(fetch.request.clone(), state::Stage::Pending);
-    let pending = state::PendingAction::new(state::Action::Fetch(fetch), deadline);
-    state.learning.insert(ticket, pending);
-}
-
-#[test]
-fn i8_engines_wait_to_be_planned_on_a_thread_of_their_own_and_too_many_are_refused() {
-    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
-    let (consumer, _d) = start(2, agents_peer);
-    let consumer = Arc::new(consumer);
-    let inner = &consumer.inner;
-    (1..=5).for_each(|ticket| learn(&consumer, ticket));
-    // As while the thread plans another engine.
-    inner.lock().is_planning = true;
-    let long = |engine| pairing(engine, vec![0; 30 << 20]);
-    let first = long(1);
-    inner.engine_learned(1, Ok(Arc::clone(&first)));
-    inner.engine_learned(2, Ok(first));
-    inner.engine_learned(3, Ok(long(3)));
-    assert!(!consumer.inner.lock().has_reports());
-    inner.engine_learned(4, Ok(long(4)));
-    assert_eq!(outcome(&consumer), ("4".to_owned(), false));
-    inner.lock().is_planning = false;
-    // The thread plans all that wait.
-    inner.engine_learned(5, Ok(pairing(5, Vec::new())));
-    let mut failed: Vec<_> = (0..4).map(|_| next_outcome(&consumer)).collect();
-    failed.sort_by(|a, b| a.0.cmp(&b.0));
-    assert_eq!(failed, ["1", "2", "3", "5"].map(|it| (it.to_owned(), WireCode::Malformed)));
-    kvferry_testkit::eventually("the thread has ended", || !inner.lock().is_planning);
-}
-
-/// The request and the code of a fetch that ends.
-fn next_outcome(worker: &Arc<Worker>) -> (String, WireCode) {
-    let mut ended = None;
-    kvferry_testkit::eventually("a fetch ends", || {
-        let mut state = worker.inner.lock();
-        ended = state.fetched.pop().map(|it| (it.request, it.code));
-        ended.is_some()
-    });
-    ended.expect("one has ended")
-}
-
-#[test]
-fn i8_a_large_engine_takes_the_place_of_the_largest_one_and_of_no_small_one() {
-    let mut engines = Engines::default();
-    let name = |n: usize| format!("127.0.0.1:{}", 1 + n).parse::<ProducerAddress>().expect("one");
-    for (n, size) in [1, 100, 60, 90, 1, 200].into_iter().enumerate() {
-        let engine = producer_engine::ProducerEngine::of_size(size << 20);
-        engines.insert(name(n), &Arc::new(engine), crate::clock::now());
-    }
-    let kept: Vec<_> = (0..6).filter(|n| engines.known.contains_key(&name(*n))).collect();
-    assert_eq!(kept, [0, 4, 5]);
 }
 
 #[test]
