@@ -26,11 +26,10 @@ mod types;
 use kvferry::{Agent, Error, Incarnation, Peer, Region};
 use kvferry_proto::engine_handshake::OwnEngine;
 use kvferry_proto::handoff::{BlockTable, HandoffId, Limits, Need, Progress, Refusal};
-use kvferry_proto::{Origin, Timestamp, WireCode};
+use kvferry_proto::{Timestamp, WireCode};
 use kvferry_sys::fd;
 use kvferry_sys::sync::Mutex;
 use messages::Handler;
-pub(crate) use peers::host_of;
 use state::{Held, Notice, Shared, State};
 use std::sync::{Arc, Weak};
 use std::thread::{JoinHandle, ThreadId};
@@ -173,11 +172,10 @@ impl Rank {
             need: Need::ALL,
         });
         let from: Vec<_> = found.collect();
-        self.fetch_from(id, None, &from, budget, mapper)
+        self.fetch_from(id, &from, budget, mapper)
     }
 
-    /// As [`Rank::fetch`], from producer ranks that were found. `host` is that of the address by which their engine was
-    /// named: their addresses count for it, or each for its own. Never blocks. Only the incarnation of a rank that is meant
+    /// As [`Rank::fetch`], from producer ranks that were found. Never blocks. Only the incarnation of a rank that is meant
     /// is asked. If another one is found before any rank has answered, the handoff ends as
     /// [`WireCode::StaleIncarnation`], and may be fetched again.
     ///
@@ -186,13 +184,12 @@ impl Rank {
     pub(crate) fn fetch_from(
         &self,
         id: &HandoffId,
-        host: Option<Origin>,
         from: &[ReadFrom],
         budget: Duration,
         mapper: Box<dyn ReadMapper>,
     ) -> Result<(), RankError> {
         self.change(|state, now| {
-            let ranks = state.producer_ranks(host, from)?;
+            let ranks = state.producer_ranks(from)?;
             state.consumer.want(id, &ranks, budget, now)?;
             state.mappers.insert(id.clone(), mapper);
             Ok(())
@@ -204,14 +201,9 @@ impl Rank {
     ///
     /// # Errors
     /// Those of [`Rank::fetch_from`].
-    pub(crate) fn claim_from(
-        &self,
-        id: &HandoffId,
-        host: Option<Origin>,
-        from: &[ReadFrom],
-    ) -> Result<(), RankError> {
+    pub(crate) fn claim_from(&self, id: &HandoffId, from: &[ReadFrom]) -> Result<(), RankError> {
         self.change(|state, now| {
-            let ranks = state.producer_ranks(host, from)?;
+            let ranks = state.producer_ranks(from)?;
             state.consumer.claim(id, &ranks, now)
         })
     }
@@ -229,21 +221,19 @@ impl Rank {
         detail: &str,
     ) -> Result<(), RankError> {
         let from: Vec<_> = self.resolve(from)?.into_iter().map(|peer| (peer, None)).collect();
-        self.free_at(id, None, &from, code, detail)
+        self.free_at(id, &from, code, detail)
     }
 
-    /// As [`Rank::free`], at the incarnations that are meant; `None` for the one that is there. `host` is as for
-    /// [`Rank::fetch_from`]. Never blocks.
+    /// As [`Rank::free`], at the incarnations that are meant; `None` for the one that is there. Never blocks.
     pub(crate) fn free_at(
         &self,
         id: &HandoffId,
-        host: Option<Origin>,
         from: &[(Peer, Option<Incarnation>)],
         code: WireCode,
         detail: &str,
     ) -> Result<(), RankError> {
         self.change(|state, now| {
-            let ranks = state.ranks_to_tell(host, from)?;
+            let ranks = state.ranks_to_tell(from)?;
             state.consumer.free(id, &ranks, code, detail, now)?;
             ranks.into_iter().for_each(|(peer, _)| state.peers.connect_once(peer));
             Ok(())
@@ -274,7 +264,7 @@ impl Rank {
         budget: Duration,
     ) -> Result<(), RankError> {
         self.change(|state, now| {
-            let place = state.peers.places(None, [(peer, None)]).next();
+            let place = state.peers.places([(peer, None)]).next();
             let (id, connected) = place.expect("one for each peer")?;
             state.handshakes.meet(ticket, id, connected.is_some(), budget, now);
             Ok(())

@@ -12,21 +12,13 @@
 //!
 //! Clients name addresses, and any number of addresses may lead to one incarnation. So addresses are bounded, in all and
 //! for each incarnation on each host: an incarnation that another host claims takes no place of its own host.
-//!
-//! An engine names the addresses of its ranks. They count for the host of the address by which the engine itself is
-//! named. A host gets another place only while more places are free than it needs, and a network while more than a third
-//! of those that it needs are: one host needs half of all places at most, two of them a third each, one network three
-//! quarters.
 
 use kvferry::{Channel, Incarnation, Peer, Watch};
 use kvferry_proto::handoff::{PeerId, Refusal};
 use kvferry_proto::rank_message::ReaderKey;
 use kvferry_proto::{Origin, Timestamp};
-use kvferry_sys::fd;
 use rustc_hash::{FxHashMap, FxHashSet};
-use std::cmp::Reverse;
 use std::hash::{BuildHasher, RandomState};
-use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 /// How long to wait before connecting again to a peer that must get a message, at first and at most.
@@ -37,26 +29,13 @@ const RETRY_LAST: Duration = Duration::from_secs(15);
 const BRIEF: Duration = Duration::from_secs(1);
 const BRIEF_MAX: u32 = 3;
 
-/// Addresses that are kept at most. If there are more, the sessions of those that nothing needs end: of the host with
-/// most places, the least recently used first. More are refused if all are needed, or too many by one host.
-const PLACES_MAX: usize = 1024;
-
-/// The share of the process's descriptors that the sessions may take: one of so many.
-const DESCRIPTORS_SHARE: usize = 8;
-
-/// The engine may raise the limit of descriptors at any time.
-fn places_max() -> usize {
-    (fd::limit() / DESCRIPTORS_SHARE).min(PLACES_MAX)
-}
+/// Addresses that are kept at most. If there are more, the sessions of those that nothing needs end, the least
+/// recently used first; if all are needed, more are refused.
+pub(super) const PLACES_MAX: usize = 1024;
 
 /// Addresses of one incarnation on one host that are kept at most, each with a session. An engine has a name and an
 /// address, or a few of them.
 pub(super) const PLACES_OF_INCARNATION: usize = 8;
-
-/// The host that a peer's address leads to.
-pub(crate) fn host_of(peer: &Peer) -> Option<Origin> {
-    peer.socket_addrs().first().map(|address| Origin::from(address.ip()))
-}
 
 /// An address that is consumed from.
 #[derive(Debug)]
@@ -69,8 +48,6 @@ pub(super) struct Place {
     incarnation: Option<Incarnation>,
     /// Where the last session led.
     origin: Option<Origin>,
-    /// The host that the place counts for: that of the engine by which it was needed last.
-    host: Origin,
     /// The key by which the supplier knows this rank as a reader, and the supplier's incarnation for which it was drawn.
     key: Option<(Incarnation, ReaderKey)>,
     opening: bool,
@@ -199,40 +176,24 @@ impl Peers {
     }
 
     /// The numbers of the incarnations at the addresses of `peers`, each with the one that there is a channel to. Until
-    /// one is met there, all that mean different ones have one number. New places count for `host`, or each for its own.
+    /// one is met there, all that mean different ones have one number.
     ///
     /// # Errors
     /// [`Refusal::Addresses`]; [`Refusal::Restarted`] if there is a channel to another incarnation there, or handoffs wait
     /// for another one that was met.
     pub(super) fn places<'a>(
         &'a mut self,
-        host: Option<Origin>,
         peers: impl IntoIterator<Item = (&'a Peer, Option<Incarnation>)> + 'a,
     ) -> impl Iterator<Item = Numbered> + 'a {
         self.uses += 1;
-        peers.into_iter().map(move |(peer, incarnation)| self.place(host, peer, incarnation))
+        peers.into_iter().map(|(peer, incarnation)| self.place(peer, incarnation))
     }
 
-    fn place(
-        &mut self,
-        host: Option<Origin>,
-        peer: &Peer,
-        incarnation: Option<Incarnation>,
-    ) -> Numbered {
+    fn place(&mut self, peer: &Peer, incarnation: Option<Incarnation>) -> Numbered {
         let address = peer.address();
-        // Only the address of a peer that was looked up is certain to be known.
-        let unknown = || Origin::from(IpAddr::from(Ipv4Addr::UNSPECIFIED));
-        let host = host.or_else(|| host_of(peer)).unwrap_or_else(unknown);
-        let limit = places_max();
-        let before = self.places.get(address);
-        if before.is_none_or(|place| !self.is_kept(place)) && !self.may_need_more(host, limit) {
-            return Err(Refusal::Addresses { limit });
-        }
-        if before.is_none() {
-            while self.places.len() >= limit {
-                if !self.make_room(|_| true) {
-                    return Err(Refusal::Addresses { limit });
-                }
+        if !self.places.contains_key(address) {
+            if self.places.len() >= PLACES_MAX && !self.make_room(|_| true) {
+                return Err(Refusal::Addresses { limit: PLACES_MAX });
             }
             let id = self.number();
             let place = Place {
@@ -240,7 +201,6 @@ impl Peers {
                 id,
                 incarnation: None,
                 origin: None,
-                host,
                 key: None,
                 opening: false,
                 connect_once: false,
@@ -257,9 +217,6 @@ impl Peers {
             self.place_of.insert(id, address.to_owned());
         }
         let place = self.places.get_mut(address).expect("there now");
-        if !place.is_needed() {
-            place.host = host;
-        }
         place.used = self.uses;
         let is_up = place.is_up();
         if !is_up {
@@ -279,37 +236,13 @@ impl Peers {
         Ok((place.id, place.incarnation.filter(|_| is_up)))
     }
 
-    /// True if the engines of a host may need another place, of so many in all.
-    fn may_need_more(&self, host: Origin, limit: usize) -> bool {
-        let (mut needed, mut of_network, mut of_host) = (0, 0, 0);
-        for place in self.places.values().filter(|place| self.is_kept(place)) {
-            needed += 1;
-            of_network += usize::from(place.host.network() == host.network());
-            of_host += usize::from(place.host == host);
-        }
-        let free = limit.saturating_sub(needed);
-        of_host < free && of_network < 3 * free
-    }
-
-    /// True if something needs the place, or the current call will.
-    const fn is_kept(&self, place: &Place) -> bool {
-        place.is_needed() || place.used == self.uses
-    }
-
-    /// Forgets an address that nothing needs, of those that `may_go`: the least recently used one of the host with most
-    /// places, in the network with most. False if there is none.
+    /// Forgets the least recently used address that nothing needs, of those that `may_go`. False if there
+    /// is none. Those of the current call stay.
     fn make_room(&mut self, may_go: impl Fn(&Place) -> bool) -> bool {
-        let (mut networks, mut hosts) = (FxHashMap::default(), FxHashMap::default());
-        for place in self.places.values() {
-            *networks.entry(place.host.network()).or_insert(0_usize) += 1;
-            *hosts.entry(place.host).or_insert(0_usize) += 1;
-        }
-        let idle = self.places.iter().filter(|(_, place)| !self.is_kept(place) && may_go(place));
-        let oldest = idle.min_by_key(|(_, place)| {
-            let of_network = networks[&place.host.network()];
-            (Reverse(of_network), Reverse(hosts[&place.host]), place.used)
-        });
-        let oldest = oldest.map(|(address, _)| address.clone());
+        let now = self.uses;
+        let is_idle = |place: &Place| !place.is_needed() && place.used < now && may_go(place);
+        let idle = self.places.iter().filter(|(_, place)| is_idle(place));
+        let oldest = idle.min_by_key(|(_, place)| place.used).map(|(address, _)| address.clone());
         let Some(address) = oldest else { return false };
         let place = self.places.remove(&address).expect("found above");
         self.place_of.remove(&place.id);
@@ -588,6 +521,7 @@ impl Peers {
 mod tests {
     use super::*;
     use kvferry::Agent;
+    use std::net::IpAddr;
 
     #[test]
     fn addresses_that_claim_an_incarnation_from_another_host_leave_its_own_host_its_addresses() {
@@ -596,7 +530,7 @@ mod tests {
         let incarnation = Incarnation(7);
         let origin = |host: u8| Origin::from(IpAddr::from([10, 0, 0, host]));
         let number = |peers: &mut Peers, peer: &Peer| {
-            let place = peers.places(None, [(peer, None)]).next().expect("one for each");
+            let place = peers.places([(peer, None)]).next().expect("one for each");
             place.expect("there is room").0
         };
         for n in 0..PLACES_OF_INCARNATION {
@@ -611,60 +545,5 @@ mod tests {
         let id = number(&mut peers, &peer);
         assert!(peers.has_room_for(incarnation, origin(1), id), "its own host");
         assert!(!peers.has_room_for(incarnation, origin(9), id), "all of its addresses are needed");
-    }
-
-    /// Places for so many ranks of an engine on a host, at ports of the host from the first one on.
-    fn places(
-        peers: &mut Peers,
-        agent: &Agent,
-        engine: &str,
-        first: usize,
-        count: usize,
-    ) -> Vec<PeerId> {
-        let ranks: Vec<_> = (first..first + count)
-            .map(|port| agent.peer(&format!("10.9.9.9:{}", 1 + port)).expect("an address"))
-            .collect();
-        let host = Origin::from(engine.parse::<IpAddr>().expect("an address"));
-        let places = peers.places(Some(host), ranks.iter().map(|peer| (peer, None)));
-        places.flatten().map(|(id, _)| id).collect()
-    }
-
-    #[test]
-    fn i8_engines_of_one_host_leave_half_of_the_places_and_those_of_one_network_a_quarter() {
-        let agent = Agent::builder().listen(([127, 0, 0, 1], 0)).start().expect("an agent");
-        let mut peers = Peers::default();
-        let all = places_max();
-        let need = |peers: &mut Peers, engine, first| {
-            let ids = places(peers, &agent, engine, first, all);
-            ids.iter().for_each(|id| peers.watch(*id, true));
-            ids.len()
-        };
-        // All ranks are at one host, which is none of those that are asked for the engines. At first none is needed.
-        for part in 0..4 {
-            places(&mut peers, &agent, "10.0.0.1", part * all / 4, all / 4);
-        }
-        assert_eq!(peers.len(), all);
-        assert_eq!(need(&mut peers, "10.0.0.1", 0), all / 2);
-        assert_eq!(need(&mut peers, "10.0.0.1", all), 0);
-        let of_network =
-            need(&mut peers, "10.0.0.2", 2 * all) + need(&mut peers, "10.0.0.3", 3 * all);
-        assert!((all / 4 - 2..=all / 4).contains(&of_network), "{of_network} of {all}");
-        // There is room for others.
-        assert!(need(&mut peers, "10.0.1.1", 4 * all) >= all / 8 - 1);
-        assert!(need(&mut peers, "fd00::1", 5 * all) >= all / 16 - 1);
-    }
-
-    #[test]
-    fn i8_places_of_many_ranks_are_given_up_before_the_idle_ones_of_another_host() {
-        let agent = Agent::builder().listen(([127, 0, 0, 1], 0)).start().expect("an agent");
-        let mut peers = Peers::default();
-        let all = places_max();
-        let honest = places(&mut peers, &agent, "10.0.1.1", 0, 8);
-        // Engines of another host, one after the other, none of which is needed for long.
-        for engine in 1..10 {
-            places(&mut peers, &agent, "10.0.0.1", engine * all, all / 4);
-        }
-        assert_eq!((honest.len(), peers.len()), (8, all));
-        assert!(honest.iter().all(|id| peers.place_of(*id).is_some()));
     }
 }

@@ -6,11 +6,11 @@ use super::types::{Event, RankObserver, ReadFrom, ReadMapper, ReadPart};
 use crate::clock::now;
 use crate::wakeup::Wakeup;
 use kvferry::{Agent, Channel, Incarnation, Peer, Transfer};
+use kvferry_proto::Timestamp;
 use kvferry_proto::engine_handshake::{EngineHandshakes as Handshakes, Failure, Pairing};
 use kvferry_proto::handoff::{
     Consumer, HandoffId, Limits, Outcome, PeerId, Producer, ProducerRank, ReadId, Refusal,
 };
-use kvferry_proto::{Origin, Timestamp};
 use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
@@ -213,11 +213,9 @@ impl State {
     /// The errors of [`Peers::places`].
     pub(super) fn producer_ranks(
         &mut self,
-        host: Option<Origin>,
         from: &[ReadFrom],
     ) -> Result<Vec<ProducerRank>, Refusal> {
-        let peers = from.iter().map(|from| (&from.peer, from.incarnation));
-        let places = self.peers.places(host, peers);
+        let places = self.peers.places(from.iter().map(|from| (&from.peer, from.incarnation)));
         let rank = |(from, place): (&ReadFrom, Numbered)| {
             let (peer, connected) = place?;
             Ok(ProducerRank {
@@ -239,10 +237,9 @@ impl State {
     /// [`Refusal::Addresses`].
     pub(super) fn ranks_to_tell(
         &mut self,
-        host: Option<Origin>,
         to: &[(Peer, Option<Incarnation>)],
     ) -> Result<Vec<(PeerId, Option<Incarnation>)>, Refusal> {
-        let places = self.peers.places(host, to.iter().map(|(peer, meant)| (peer, *meant)));
+        let places = self.peers.places(to.iter().map(|(peer, meant)| (peer, *meant)));
         let told = |((_, meant), place): (&(Peer, Option<Incarnation>), Numbered)| match place {
             Ok((id, connected)) => Some(Ok((id, meant.or(connected)))),
             Err(Refusal::Restarted) => None,
