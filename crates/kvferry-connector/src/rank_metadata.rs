@@ -38,10 +38,6 @@ pub enum RankMetadataError {
     #[error("the layout's region {region} of {len} bytes is not among the regions")]
     #[allow(missing_docs, reason = "the fields are in the message")]
     Region { region: kvferry::RegionId, len: u64 },
-    /// There are regions that the layout does not have.
-    #[error("the layout has {wanted} regions, {given} are given")]
-    #[allow(missing_docs, reason = "the fields are in the message")]
-    Regions { wanted: usize, given: usize },
     /// The description of the model is too long.
     #[error("a model has at most 16 properties, whose names and values have at most 1024 bytes")]
     Model,
@@ -85,13 +81,16 @@ impl RankMetadata {
         })
     }
 
-    /// Decodes and checks metadata. The bytes may be from any peer.
+    /// Decodes and checks metadata. The bytes may be from any peer. Regions that the layout does not have, which earlier
+    /// versions may send, are left out.
     ///
     /// # Errors
     /// All of [`RankMetadataError`].
     pub fn decode(bytes: &[u8]) -> Result<Self, RankMetadataError> {
-        let Wire { address, model, layout, regions } = pack::decode(bytes)?;
-        Self { address, model, layout: Layout::decode(&layout)?, regions }.checked()
+        let Wire { address, model, layout, mut regions } = pack::decode(bytes)?;
+        let layout = Layout::decode(&layout)?;
+        regions.truncate(layout.regions().len());
+        Self { address, model, layout, regions }.checked()
     }
 
     fn checked(self) -> Result<Self, RankMetadataError> {
@@ -99,10 +98,6 @@ impl RankMetadata {
             return Err(RankMetadataError::Model);
         }
         let regions = self.layout.regions();
-        if self.regions.len() > regions.len() {
-            let (wanted, given) = (regions.len(), self.regions.len());
-            return Err(RankMetadataError::Regions { wanted, given });
-        }
         for (at, region) in regions.iter().enumerate() {
             let there = self.regions.get(at);
             if there.is_none_or(|there| there.id != region.id || there.len != region.len) {
@@ -134,7 +129,7 @@ mod tests {
         assert_eq!(metadata.regions.len(), 1);
         assert_eq!(RankMetadata::decode(&metadata.encode()).expect("sound"), metadata);
         metadata.regions.extend_from_within(..);
-        let refused = RankMetadata::decode(&metadata.encode()).expect_err("a surplus region");
-        assert!(matches!(refused, RankMetadataError::Regions { wanted: 1, given: 2 }), "{refused}");
+        let decoded = RankMetadata::decode(&metadata.encode()).expect("sound");
+        assert_eq!(decoded.regions.len(), 1);
     }
 }
