@@ -183,10 +183,12 @@ def handed(by: Names, to: Names) -> int:
         params = {"do_remote_decode": True}
         prefill.scheduler.arrived("p", len(PROMPT), 1, params, identity)
         prefill.step(("p", 0, len(PROMPT), True, [[3, 1, 2]]))
-        _, answer = prefill.scheduler.finished("p", len(PROMPT), params, identity, "length", [[3, 1, 2]])
+        ended = prefill.scheduler.finished("p", "length", [[3, 1, 2]])
+        assert ended is not None
+        _, answer = ended
         decode.scheduler.arrived("d", len(PROMPT), 8, answer, prompt_id(PROMPT, list(to.extra)))
-        matched = decode.scheduler.matched("d", len(PROMPT), 0)
-        decode.scheduler.allocated("d", len(PROMPT), 0, matched or 0, [[7, 9, 8]])
+        matched = decode.scheduler.matched("d", 0)
+        decode.scheduler.allocated("d", matched or 0, [[7, 9, 8]])
         if matched:
             decode.until(lambda: bool(decode.received))
         return matched if matched and not decode.failed else 0

@@ -39,12 +39,14 @@ class OpenConnections:
             self._uses[connection] = _Use(time.monotonic())
 
     def took(self, connection: socket.socket, nbytes: int) -> None:
-        """Counts bytes that the connection holds until it is removed. Beyond `bytes_max`, the connection that holds most
+        """Counts bytes that the connection holds until it ends. Beyond `bytes_max`, the connection that holds most
         is ended. ConnectionError if this one was.
         """
         with self._removed:
             self._uses[connection].nbytes += nbytes
-            if sum(use.nbytes for use in self._uses.values()) > self._bytes_max and (using := self._open()):
+            # Without those that were ended, which are about to let go of theirs.
+            using = self._open()
+            if sum(self._uses[it].nbytes for it in using) > self._bytes_max:
                 self._end(max(using, key=lambda it: self._uses[it].nbytes))
             if self._uses[connection].is_ended:
                 raise ConnectionError("the connection was ended for others")

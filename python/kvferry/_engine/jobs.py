@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-# Calls that a thread is to carry out; None ends it.
-_Calls: TypeAlias = "SimpleQueue[tuple[Future[None], Callable[[], None]] | None]"
 # For puts that are about to end where their memory is needed: what a disk takes in this time waits in front of few.
 _MOMENT_S = 0.5
 
@@ -57,7 +55,8 @@ class Behind:
     """
 
     def __init__(self, name: str) -> None:
-        self._calls: _Calls = SimpleQueue()
+        # None ends the thread.
+        self._calls: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=_carry_out, args=(self._calls,), name=name, daemon=True)
         self._thread.start()
         # The thread ends with this object.
@@ -74,7 +73,7 @@ class Behind:
         self._thread.join()
 
 
-def _carry_out(calls: _Calls) -> None:
+def _carry_out(calls: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> None:
     while (begun := calls.get()) is not None:
         ended, call = begun
         try:
