@@ -322,11 +322,9 @@ impl Index {
         len: u64,
         need: Access,
     ) -> Result<(Seen, u64), Missed> {
-        let unknown = || {
-            match view.is_partial() {
-                true => Missed::Elsewhere(Fallback::Unlisted),
-                false => WireCode::UnknownRegion.into(),
-            }
+        let unknown = || match view.is_partial() {
+            true => Missed::Elsewhere(Fallback::Unlisted),
+            false => WireCode::UnknownRegion.into(),
         };
         if len == 0 {
             return Err(WireCode::ZeroLength.into());
