@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from kit import Child, Memory, eventually, kept_port, run_python
+from kvferry._engine.connections import OpenConnections
 from kvferry.nixl import _bindings as bind
 from kvferry.nixl import _errors as nixl_errors
 from kvferry.nixl import _exchange, _listener, _memory, nixl_agent, nixl_agent_config
@@ -236,6 +237,28 @@ def test_the_connections_to_the_listener_hold_bodies_of_a_bounded_size_together(
     assert _listener.request("127.0.0.1", listener.port, _listener.FETCH, b"kv") == b"kv"
     most.close()
     listener.close()
+
+
+def test_what_the_listener_answers_stays_counted_and_is_ended_for_no_other() -> None:
+    answering, sending, last = pairs = [socket.socketpair() for _ in range(3)]
+    open_ones = OpenConnections(2, bytes_max=100)
+    for (connection, _), nbytes in ((answering, 90), (sending, 5)):
+        open_ones.add(connection)
+        open_ones.took(connection, nbytes)
+    open_ones.keep(answering[0])
+    with pytest.raises(ConnectionError):
+        open_ones.took(sending[0], 20)
+    open_ones.remove(sending[0])
+    # Of the two places the one that is not answered goes to the next connection.
+    for connection, _ in (sending, last):
+        open_ones.add(connection)
+    with pytest.raises(ConnectionError):
+        open_ones.keep(sending[0])
+    answering[0].sendall(b"answer")
+    assert answering[1].recv(6) == b"answer"
+    for pair in pairs:
+        for it in pair:
+            it.close()
 
 
 @pytest.mark.parametrize(("backends", "host"), [(["POSIX"], "127.0.0.1"), (["UCX"], "0.0.0.0"), ([], "0.0.0.0")])

@@ -14,6 +14,8 @@ class _Use:
     since: float
     # The connection was ended for another one. Its thread may still hold the bytes.
     is_ended: bool = False
+    # What it has sent is being answered: it is not ended for others.
+    is_kept: bool = False
     nbytes: int = 0
 
 
@@ -35,7 +37,9 @@ class OpenConnections:
             if len(using := self._open()) >= self._most:
                 left_s = max(self._uses[using[0]].since + self._grace_s - time.monotonic(), 0.0)
                 if not self._removed.wait_for(lambda: len(self._open()) < self._most, left_s):
-                    self._end(self._open()[0])
+                    self._removed.wait_for(lambda: len(self._open()) < self._most or self._not_kept())
+                    if len(self._open()) >= self._most:
+                        self._end(self._not_kept()[0])
             self._uses[connection] = _Use(time.monotonic())
 
     def took(self, connection: socket.socket, nbytes: int) -> None:
@@ -43,13 +47,18 @@ class OpenConnections:
         is ended. ConnectionError if this one was.
         """
         with self._removed:
+            self._check(connection)
             self._uses[connection].nbytes += nbytes
-            # Without those that were ended, which are about to let go of theirs.
-            using = self._open()
-            if sum(self._uses[it].nbytes for it in using) > self._bytes_max:
-                self._end(max(using, key=lambda it: self._uses[it].nbytes))
-            if self._uses[connection].is_ended:
-                raise ConnectionError("the connection was ended for others")
+            # Without those that were ended: their threads let go of theirs when they read again.
+            if sum(self._uses[it].nbytes for it in self._open()) > self._bytes_max:
+                self._end(max(self._not_kept(), key=lambda it: self._uses[it].nbytes))
+            self._check(connection)
+
+    def keep(self, connection: socket.socket) -> None:
+        """The connection has sent all, and is not ended for others any more. ConnectionError if it was."""
+        with self._removed:
+            self._check(connection)
+            self._uses[connection].is_kept = True
 
     def remove(self, connection: socket.socket) -> None:
         with self._removed:
@@ -58,6 +67,13 @@ class OpenConnections:
 
     def _open(self) -> list[socket.socket]:
         return [connection for connection, use in self._uses.items() if not use.is_ended]
+
+    def _not_kept(self) -> list[socket.socket]:
+        return [connection for connection in self._open() if not self._uses[connection].is_kept]
+
+    def _check(self, connection: socket.socket) -> None:
+        if self._uses[connection].is_ended:
+            raise ConnectionError("the connection was ended for others")
 
     def _end(self, connection: socket.socket) -> None:
         """Has the thread that reads from the connection find its end."""

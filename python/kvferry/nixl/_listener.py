@@ -101,6 +101,7 @@ class Listener:
         try:
             with connection:
                 operation, body = _receive(connection, lambda nbytes: self._open.took(connection, nbytes))
+                self._open.keep(connection)
                 answer = self._answer(operation, body)
                 connection.settimeout(IO_TIMEOUT_S)
                 connection.sendall(_HEAD.pack(operation, len(answer)) + answer)

@@ -413,7 +413,9 @@ class _Scheduler:
     def refuse(self, request: Any) -> None:
         """The request is computed as if it had no parameters."""
         self._loras.pop(request.request_id, None)
-        self.half.refuse(request.request_id, "internal")
+        # Of others, `_ended` tells the half nothing.
+        if request.kv_transfer_params:
+            self.half.refuse(request.request_id, "internal")
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         self._follow_weights()

@@ -5,6 +5,7 @@ use crate::address::AgentAddress;
 use crate::params::ConsumerParams;
 use crate::scheduler::{FinishReason, Match, Request, Scheduled};
 use crate::wakeup::Wakeup;
+use kvferry::After;
 use kvferry_proto::directory::{Found, Place};
 use kvferry_sys::sync::MutexGuard;
 use rustc_hash::FxHashSet;
@@ -70,7 +71,8 @@ impl Shared {
             return;
         }
         for worker in &self.workers {
-            if let Err(error) = worker.apply(&metadata) {
+            // Nothing uses slots that were given back, whatever memory they are in.
+            if let Err(error) = worker.apply_after(&metadata, || Ok(After::host())) {
                 tracing::error!(%error, "a rank can't carry out a step of handoffs");
             }
             worker.fetch();
