@@ -31,7 +31,7 @@ pub struct Edge {
     has_happened: AtomicBool,
 }
 
-/// What an edge was made of, by the caller's handle.
+/// The handle of the stream or event that an edge was made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Source {
     Stream(RawStream),

@@ -55,7 +55,7 @@ pub fn devices<'a>(memories: impl IntoIterator<Item = &'a DeviceMemory>) -> Vec<
 /// Those of [`edges`].
 ///
 /// # Safety
-/// As for [`edges`].
+/// The contract of [`edges`].
 pub unsafe fn after(devices: &[i32], after: &[Order]) -> Result<After, Error> {
     // SAFETY: the caller promised that the streams and events exist.
     let edges = unsafe { edges(devices, after) }?;

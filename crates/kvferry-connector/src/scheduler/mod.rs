@@ -369,8 +369,8 @@ impl Scheduler {
     /// whose offered blocks it has freed or moved is withdrawn. `side_data` is for the consumer's engine; it is
     /// dropped if the handoff is complete already.
     ///
-    /// `None` if the request is not known here: it asks for no handoff, or was rejected before it arrived. The
-    /// adapter then calls [`Scheduler::arrived`] and this again, so that a producer is told that its KV is not needed.
+    /// `None` if the request is not known here: it asks for no handoff, or was rejected before it arrived. For a
+    /// rejected one the adapter calls [`Scheduler::arrived`] and then `finished` once more: that frees the producer's KV.
     pub fn finished(
         &mut self,
         request: &str,

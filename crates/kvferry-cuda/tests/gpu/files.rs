@@ -84,9 +84,9 @@ fn method(fault: Fault) -> Option<Method> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Op {
-    /// From the GPU to the file.
+    /// A write: bytes go from the GPU to the file.
     Put,
-    /// From the file to the GPU.
+    /// A read: bytes go from the file to the GPU.
     Get,
 }
 

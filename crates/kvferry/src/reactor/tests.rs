@@ -186,7 +186,7 @@ impl Handler for Endless {
     }
 }
 
-/// As [`Endless`], of which there are many.
+/// One of many handlers that, like [`Endless`], have work without end and a descriptor that is always ready.
 struct Always {
     socket: std::os::unix::net::UnixStream,
     is_watched: bool,

@@ -18,7 +18,7 @@ pub(crate) enum Fallback {
 }
 
 impl Fallback {
-    /// What the peer's memory is to the route.
+    /// The words for people: "a route has …".
     pub(crate) const fn in_words(self) -> &'static str {
         match self {
             Self::PeerDevice => "no path to device memory of the peer",

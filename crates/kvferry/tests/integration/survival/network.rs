@@ -106,7 +106,7 @@ impl Hosts {
     /// Cuts the link and heals it. The error is that of the first call after that.
     fn cut_and_heal(&mut self, block: usize, seed: u64) -> Result<(), String> {
         let (errors, digest) = self.cut_off(block, Network::cut);
-        // The writer calls again after an error, until it is told to stop.
+        // The writer makes its next call after each error, until `stop_writing`.
         let is_told = |(at, e): (usize, &String)| {
             e.starts_with("peer_silent") || at > 0 && e.starts_with("unreachable")
         };
