@@ -26,7 +26,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command command-dist wheel wheel-published wheel-dist wheel-measured demo test test-build test-wheel test-rust test-slow test-docs test-python test-yama test-gpu gpu-pack soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-scheduler bench-idle bench-vllm bench-offload bench-sglang bench-gpu \
+.PHONY: help build command command-dist wheel wheel-published wheel-dist wheel-measured demo test test-build test-wheel test-rust test-slow test-docs test-python test-yama test-gpu gpu-pack soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-scheduler bench-idle bench-vllm bench-offload bench-sglang bench-gpu bench-builds \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan test-sanitizers lint lint-rust lint-format lint-clippy lint-deny lint-python \
     doc clean
 
@@ -245,6 +245,10 @@ bench-offload: command-dist wheel-measured ## Measure KV that outlives the engin
 
 bench-sglang: wheel-measured ## Measure KVFerryStorage beside kvferry's store and SGLang's file back-end (installs SGLang in the cache first)
 	$(call part,storage for SGLang side by side,bench/sglang/run --wheel target/dist/kvferry-*.whl $(BENCH_ARGS))
+
+# BEFORE is a revision, or a path of the command. BENCH_ARGS="--rounds 9".
+bench-builds: ## Measure HEAD beside the build BEFORE, in the same rounds; fails if a figure is worse by more than 3 %
+	$(call part,two builds side by side,PYTHON=python3 bench/builds/run $(or $(BEFORE),$(error BEFORE=revision is needed)) $(BENCH_ARGS))
 
 # Counts instead of measuring time. `rustix_use_libc`: its system calls go through libc, where they are counted.
 bench-counted: ## Count system calls, allocations and copies of fixed batches; compare with bench/counted.json

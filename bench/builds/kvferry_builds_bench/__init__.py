@@ -1,0 +1,1 @@
+"""Two builds of the command, beside each other."""
