@@ -65,6 +65,21 @@ pub enum Fault {
     LaunchRefused,
 }
 
+/// What becomes of copies between a device's memory and the host's that a fault strikes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Effect {
+    /// They succeed, in a slower way.
+    Succeed,
+    /// They fail at most, and later ones of the device succeed.
+    Fail,
+    /// They fail, and so does each later one of the device.
+    Lose,
+    /// They do not end until the fault is cleared.
+    Hang,
+    /// It strikes none, for this reason.
+    Miss(&'static str),
+}
+
 impl Fault {
     /// All faults.
     pub const ALL: [Self; 30] = [
@@ -134,6 +149,40 @@ impl Fault {
             Self::DmabufNotSupp => "dmabuf_notsupp",
             Self::JitRefused => "jit_refused",
             Self::LaunchRefused => "launch_refused",
+        }
+    }
+
+    /// The effect on copies of memory that was allocated before, by a program that maps it in no other process, device or
+    /// network device.
+    #[must_use]
+    pub const fn on_copies(self) -> Effect {
+        match self {
+            Self::AllocOom
+            | Self::PinOom
+            | Self::PinTwice
+            | Self::PinTooLong
+            | Self::StreamSlow
+            | Self::JitRefused
+            | Self::LaunchRefused => Effect::Succeed,
+            Self::StreamOom | Self::EventOom | Self::BatchEntry | Self::ForeignError => {
+                Effect::Fail
+            }
+            Self::ContextDestroyed | Self::IllegalAddress | Self::LaunchFailed => Effect::Lose,
+            Self::EventNeverSignals | Self::StreamStalls => Effect::Hang,
+            Self::NoDevice | Self::DriverMismatch | Self::MissingSymbol => {
+                Effect::Miss("the driver is loaded before a device's memory is allocated")
+            }
+            Self::ContextOom => Effect::Miss("the memory's context exists as long as the memory"),
+            Self::IpcRefused
+            | Self::IpcExporterDead
+            | Self::IpcFreed
+            | Self::IpcFull
+            | Self::IpcNotCapable
+            | Self::VmmNotExportable => Effect::Miss("no other process maps the memory"),
+            Self::PeerRefused => Effect::Miss("no other device maps the memory"),
+            Self::DmabufUnsupported | Self::DmabufFlagRefused | Self::DmabufNotSupp => {
+                Effect::Miss("no network device or disk reads or writes the memory")
+            }
         }
     }
 

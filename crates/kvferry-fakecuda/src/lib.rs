@@ -28,5 +28,5 @@ mod thread;
 mod timeline;
 mod vmm;
 
-pub use faults::Fault;
+pub use faults::{Effect, Fault};
 pub use memory::{FREED, IN_FLIGHT, UNWRITTEN};

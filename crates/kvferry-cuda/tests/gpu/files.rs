@@ -8,69 +8,13 @@ use kvferry::{
 };
 use kvferry_cuda::gpu::Settings;
 use kvferry_cuda::{Gpu, Method};
-use kvferry_fakecuda::Fault;
+use kvferry_fakecuda::{Effect, Fault};
 use kvferry_sys::cuda::DeviceAllocation;
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
-
-/// Where a fault can strike.
-#[derive(Clone, Copy, Debug)]
-enum Place {
-    /// The fault strikes calls that a transfer makes.
-    Transfer(End),
-    /// The fault strikes no transfer with a file, for this reason.
-    Elsewhere(&'static str),
-}
-
-/// Outcome of a fault in a transfer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum End {
-    /// The transfer succeeds in a slower way.
-    Succeeds,
-    /// The transfer fails at most, and the next one of the GPU succeeds.
-    Fails,
-    /// The transfer fails, and so does each later one of the GPU.
-    IsLost,
-    /// The transfer ends after its deadline, and its memory is in quarantine until the GPU goes on.
-    Hangs,
-}
-
-/// The place of each fault that the fake driver has.
-fn place(fault: Fault) -> Place {
-    use End::{Fails, Hangs, IsLost, Succeeds};
-    use Place::{Elsewhere, Transfer};
-    match fault {
-        Fault::AllocOom
-        | Fault::PinOom
-        | Fault::PinTwice
-        | Fault::PinTooLong
-        | Fault::StreamSlow
-        | Fault::JitRefused
-        | Fault::LaunchRefused => Transfer(Succeeds),
-        Fault::StreamOom | Fault::EventOom | Fault::BatchEntry | Fault::ForeignError => {
-            Transfer(Fails)
-        }
-        Fault::ContextDestroyed | Fault::IllegalAddress | Fault::LaunchFailed => Transfer(IsLost),
-        Fault::EventNeverSignals | Fault::StreamStalls => Transfer(Hangs),
-        Fault::NoDevice | Fault::DriverMismatch | Fault::MissingSymbol => {
-            Elsewhere("the driver is loaded before a GPU's memory is registered")
-        }
-        Fault::ContextOom => Elsewhere("the memory's context exists as long as the memory"),
-        Fault::IpcRefused
-        | Fault::IpcExporterDead
-        | Fault::IpcFreed
-        | Fault::IpcFull
-        | Fault::IpcNotCapable
-        | Fault::VmmNotExportable => Elsewhere("no other process maps the memory"),
-        Fault::PeerRefused => Elsewhere("no GPU maps the memory of another one"),
-        Fault::DmabufUnsupported | Fault::DmabufFlagRefused | Fault::DmabufNotSupp => {
-            Elsewhere("the disk's bytes go through stages in host memory")
-        }
-    }
-}
 
 /// The method by which copies make the calls that the fault is about.
 fn method(fault: Fault) -> Option<Method> {
@@ -211,10 +155,10 @@ const BRIEF: Duration = Duration::from_millis(200);
 const SILENCE: Duration = Duration::from_millis(300);
 
 /// Has the fault strike at the occasion `at` of a transfer. False if the transfer has fewer occasions.
-fn strike(rig: &FakeRig, fault: Fault, end: End, op: Op, at: u64) -> bool {
+fn strike(rig: &FakeRig, fault: Fault, effect: Effect, op: Op, at: u64) -> bool {
     let what = format!("{fault:?}, {op:?}, occasion {at}");
-    let (timeout, silence) = match end {
-        End::Hangs => (BRIEF, SILENCE),
+    let (timeout, silence) = match effect {
+        Effect::Hang => (BRIEF, SILENCE),
         _ => (PATIENCE, PATIENCE / 5),
     };
     let pieces = match method(fault) {
@@ -228,7 +172,7 @@ fn strike(rig: &FakeRig, fault: Fault, end: End, op: Op, at: u64) -> bool {
     rig.fake.fault(fault, at, 1);
     let mut outcome = struck.run(rig, op, 1, timeout);
     // On a loaded machine, a brief transfer may end before the fault strikes.
-    while end == End::Hangs && outcome.is_err() && hits() == before {
+    while effect == Effect::Hang && outcome.is_err() && hits() == before {
         outcome = struck.run(rig, op, 1, timeout);
     }
     if hits() == before {
@@ -236,10 +180,10 @@ fn strike(rig: &FakeRig, fault: Fault, end: End, op: Op, at: u64) -> bool {
         outcome.unwrap_or_else(|error| panic!("{what}: no fault has struck: {error:?}"));
         return false;
     }
-    let is_quiet = match (&outcome, end) {
+    let is_quiet = match (&outcome, effect) {
         (Ok(()), _) => true,
-        (Err(error), End::Succeeds) => panic!("{what}: {error:?}"),
-        (Err(error), End::Fails | End::IsLost) => {
+        (Err(error), Effect::Succeed) => panic!("{what}: {error:?}"),
+        (Err(error), Effect::Fail | Effect::Lose) => {
             assert_eq!(
                 (error.kind(), error.quiesced()),
                 (ErrorKind::Internal, Some(true)),
@@ -248,13 +192,14 @@ fn strike(rig: &FakeRig, fault: Fault, end: End, op: Op, at: u64) -> bool {
             assert!(std::error::Error::source(error).is_some(), "{what}: {error:?}");
             true
         }
-        (Err(error), End::Hangs) => {
+        (Err(error), Effect::Hang) => {
             assert_eq!(error.kind(), ErrorKind::Deadline, "{what}: {error:?}");
             error.quiesced() == Some(true)
         }
+        (Err(error), Effect::Miss(_)) => panic!("{what}: {error:?}"),
     };
     other.run(rig, op, 2, PATIENCE).unwrap_or_else(|error| panic!("{what}: {error:?}"));
-    if end == End::IsLost {
+    if effect == Effect::Lose {
         let error = struck.run(rig, op, 3, PATIENCE).expect_err("the GPU is lost");
         let text = format!("{error:?}");
         let is_told = ["CONTEXT_IS_DESTROYED", "restart the process"];
@@ -274,7 +219,7 @@ fn strike(rig: &FakeRig, fault: Fault, end: End, op: Op, at: u64) -> bool {
     } else {
         eventually("the copy has ended", || !struck.region.is_quarantined());
     }
-    if end != End::IsLost {
+    if effect != Effect::Lose {
         struck.region = register(&struck.agent, &struck.gpu);
         struck.run(rig, op, 4, PATIENCE).unwrap_or_else(|error| panic!("{what}: {error:?}"));
     }
@@ -291,18 +236,16 @@ const OCCASIONS_MAX: u64 = 8;
 fn faults_strike(op: Op) {
     let _bound = Watchdog::new(3 * LIMIT);
     for fault in Fault::ALL {
-        let end = match place(fault) {
-            Place::Transfer(end) => end,
-            Place::Elsewhere(why) => {
-                println!("{}: in no transfer with a file: {why}", fault.name());
-                continue;
-            }
-        };
+        let effect = fault.on_copies();
+        if let Effect::Miss(why) = effect {
+            println!("{}: in no transfer with a file: {why}", fault.name());
+            continue;
+        }
         let Some(rig) = FakeRig::new(&[]) else { return };
         let method = method(fault);
         Settings::give(Some(Settings { method, is_uncalibrated: true, ..Settings::default() }));
-        let max = if end == End::Hangs { 3 } else { OCCASIONS_MAX };
-        let struck = (1..=max).take_while(|at| strike(&rig, fault, end, op, *at)).count();
+        let max = if effect == Effect::Hang { 3 } else { OCCASIONS_MAX };
+        let struck = (1..=max).take_while(|at| strike(&rig, fault, effect, op, *at)).count();
         Settings::give(None);
         println!("{}: struck at {struck} occasions", fault.name());
         assert!(struck > 0, "{fault:?} strikes no transfer");

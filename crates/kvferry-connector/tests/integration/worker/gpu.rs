@@ -8,69 +8,10 @@ use super::*;
 use kvferry::After;
 use kvferry_cuda::gpu::Settings;
 use kvferry_cuda::{Edge, Gpu, Method};
-use kvferry_fakecuda::Fault;
 use kvferry_fakecuda::control::{Fake, library_path};
+use kvferry_fakecuda::{Effect, Fault};
 use kvferry_sys::cuda::{Context, DeviceAllocation, Driver, Stream};
 use kvferry_sys::sync::{Mutex, MutexGuard};
-
-/// Where a fault can strike.
-#[derive(Clone, Copy, Debug)]
-enum Place {
-    /// The fault strikes calls that a handoff makes.
-    Handoff(End),
-    /// The fault strikes no handoff, for this reason.
-    Elsewhere(&'static str),
-}
-
-/// Outcome of a fault in a handoff.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum End {
-    /// The handoff succeeds in a slower way.
-    Succeeds,
-    /// The handoff fails at most, and the next one of the GPU succeeds.
-    Fails,
-    /// The handoff fails, and so does each later one of the GPU.
-    IsLost,
-    /// The handoff ends although a copy from the GPU does not, and once a copy to the GPU has ended: until then the GPU
-    /// may write the blocks. The next one succeeds once the GPU goes on.
-    Hangs,
-}
-
-/// The place of each fault that the fake driver has.
-fn place(fault: Fault) -> Place {
-    use End::{Fails, Hangs, IsLost, Succeeds};
-    use Place::{Elsewhere, Handoff};
-    match fault {
-        Fault::AllocOom
-        | Fault::PinOom
-        | Fault::PinTwice
-        | Fault::PinTooLong
-        | Fault::StreamSlow
-        | Fault::JitRefused
-        | Fault::LaunchRefused => Handoff(Succeeds),
-        Fault::StreamOom | Fault::EventOom | Fault::BatchEntry | Fault::ForeignError => {
-            Handoff(Fails)
-        }
-        Fault::ContextDestroyed | Fault::IllegalAddress | Fault::LaunchFailed => Handoff(IsLost),
-        Fault::EventNeverSignals | Fault::StreamStalls => Handoff(Hangs),
-        Fault::NoDevice | Fault::DriverMismatch | Fault::MissingSymbol => {
-            Elsewhere("the driver is loaded before a GPU's memory is registered")
-        }
-        Fault::ContextOom => Elsewhere("the memory's context exists as long as the memory"),
-        Fault::IpcRefused
-        | Fault::IpcExporterDead
-        | Fault::IpcFreed
-        | Fault::IpcFull
-        | Fault::IpcNotCapable
-        | Fault::VmmNotExportable => {
-            Elsewhere("no other process maps a GPU's memory: its bytes go through stages")
-        }
-        Fault::PeerRefused => Elsewhere("no GPU maps the memory of another one"),
-        Fault::DmabufUnsupported | Fault::DmabufFlagRefused | Fault::DmabufNotSupp => {
-            Elsewhere("no network device reads or writes a GPU's memory")
-        }
-    }
-}
 
 /// The method by which copies make the calls that the fault is about.
 fn method(fault: Fault) -> Option<Method> {
@@ -249,9 +190,9 @@ const BRIEF: Duration = Duration::from_millis(500);
 const SILENCE: Duration = Duration::from_secs(14);
 
 /// Has the fault strike at the occasion `at` of a handoff. False if the handoff has fewer occasions.
-fn strike(rig: &Rig, fault: Fault, end: End, side: Side, at: u64) -> bool {
+fn strike(rig: &Rig, fault: Fault, effect: Effect, side: Side, at: u64) -> bool {
     let what = format!("{fault:?}, {side:?}, occasion {at}");
-    let never_ends = end == End::Hangs;
+    let never_ends = effect == Effect::Hang;
     let (budget, silence) = if never_ends { (BRIEF, SILENCE) } else { (BUDGET, PATIENCE) };
     let struck = Engines::new(side, 0, silence);
     let other = Engines::new(side, 1, PATIENCE);
@@ -272,10 +213,10 @@ fn strike(rig: &Rig, fault: Fault, end: End, side: Side, at: u64) -> bool {
         assert!(code.is_ok(), "{what}: no fault has struck: {code}: {detail}");
         return false;
     }
-    match end {
-        End::Succeeds => assert!(code.is_ok(), "{what}: {code}: {detail}"),
-        End::Fails | End::IsLost => assert_ne!(code, WireCode::Deadline, "{what}: {detail}"),
-        End::Hangs => {}
+    match effect {
+        Effect::Succeed => assert!(code.is_ok(), "{what}: {code}: {detail}"),
+        Effect::Fail | Effect::Lose => assert_ne!(code, WireCode::Deadline, "{what}: {detail}"),
+        Effect::Hang | Effect::Miss(_) => {}
     }
     // A GPU may still read blocks of a handoff that has failed: no rank takes such bytes. It writes none of them.
     if code.is_ok() || side == Side::Decode {
@@ -284,13 +225,13 @@ fn strike(rig: &Rig, fault: Fault, end: End, side: Side, at: u64) -> bool {
     let ended = other.hand_over("c", 3, BUDGET);
     assert!(ended.code.is_ok(), "{what}: the other GPU: {}: {}", ended.code, ended.detail);
     other.reuse();
-    if end == End::IsLost {
+    if effect == Effect::Lose {
         let Ended { code, detail } = struck.hand_over("b", 2, BUDGET);
         assert!(!code.is_ok() && code != WireCode::Deadline, "{what}: {code}: {detail}");
     }
     rig.fake.clear_faults();
     eventually("the GPU goes on", || rig.fake.counter("pending") == 0);
-    if end != End::IsLost {
+    if effect != Effect::Lose {
         let Ended { code, detail } = struck.hand_over("b", 2, BUDGET);
         assert!(code.is_ok(), "{what}: the next: {code}: {detail}");
     }
@@ -313,18 +254,16 @@ fn faults_strike(side: Side) {
     let _bounded = Watchdog::new(3 * PATIENCE);
     let rig = Rig::new();
     for fault in Fault::ALL {
-        let end = match place(fault) {
-            Place::Handoff(end) => end,
-            Place::Elsewhere(why) => {
-                println!("{}: not in a handoff: {why}", fault.name());
-                continue;
-            }
-        };
+        let effect = fault.on_copies();
+        if let Effect::Miss(why) = effect {
+            println!("{}: not in a handoff: {why}", fault.name());
+            continue;
+        }
         let method = method(fault);
         Settings::give(Some(Settings { method, is_uncalibrated: true, ..Settings::default() }));
         // A copy that never ends takes as long as `SILENCE`.
-        let max = if end == End::Hangs { 2 } else { OCCASIONS_MAX };
-        let struck = (1..=max).take_while(|at| strike(&rig, fault, end, side, *at)).count();
+        let max = if effect == Effect::Hang { 2 } else { OCCASIONS_MAX };
+        let struck = (1..=max).take_while(|at| strike(&rig, fault, effect, side, *at)).count();
         println!("{}: struck at {struck} occasions", fault.name());
         assert!(struck > 0, "{fault:?} strikes no handoff");
     }
