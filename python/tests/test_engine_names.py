@@ -384,6 +384,44 @@ def test_arguments_of_tensorrt_llm_that_are_gone_are_named() -> None:
             assert _of_trtllm.missing_settings(arguments(gone)) == [gone]
 
 
+def test_every_name_that_the_adapter_of_tensorrt_llm_reads_is_looked_up() -> None:
+    from kvferry.trtllm import _of_trtllm
+
+    own = set().union(*(Read(it).defined() for it in PACKAGE.rglob("*.py*") if it.suffix in (".py", ".pyi")))
+    tables = (_of_trtllm._READ, _of_trtllm._READ_OF_REQUESTS, *_of_trtllm._READ_OF_RANKS.values())
+    layouts = (_of_trtllm._READ_OF_LAYOUT, _of_trtllm._READ_OF_GROUP, _of_trtllm._READ_OF_REGION)
+    looked_up = {part for names in (*tables, *layouts) for name in names for part in name.split(".")}
+    looked_up |= {name for names in _of_trtllm._READ_OF_ARGUMENTS.values() for name in names}
+    looked_up |= {*_of_trtllm._READ_OF_ARGUMENTS, *_of_trtllm.NEEDED, *_of_trtllm.OPTIONAL}
+    # The classes of the hooks: without them kvferry has stand-ins, and nothing of TensorRT-LLM is loaded.
+    looked_up |= {"KvCacheConnectorScheduler", "KvCacheConnectorWorker"}
+    contextlib_names = {"pop_all"}
+    for path in sorted((PACKAGE / "trtllm").glob("*.py")):
+        gap = Read(path).names() - own - _of_python() - LIBRARIES - looked_up - contextlib_names
+        assert not gap, f"{path.name} reads {sorted(gap)} of TensorRT-LLM: _of_trtllm.py does not look it up"
+
+
+def test_a_layout_of_a_cache_that_lacks_a_name_is_refused_and_the_name_is_told() -> None:
+    from kvferry.trtllm import _of_trtllm
+
+    def layout(gone: str = "") -> Any:
+        def made(part: str, names: tuple[str, ...], **values: Any) -> SimpleNamespace:
+            kept = [name for name in names if ".".join(filter(None, ("layout", part, name))) != gone]
+            return SimpleNamespace(**{name: values.get(name) for name in kept})
+
+        region = made("regions", _of_trtllm._READ_OF_REGION)
+        group = made("groups", _of_trtllm._READ_OF_GROUP, regions=[region])
+        return made("", _of_trtllm._READ_OF_LAYOUT, groups=[group])
+
+    assert _of_trtllm.missing_of_layout(layout()) == []
+    regions = [f"layout.regions.{name}" for name in _of_trtllm._READ_OF_REGION]
+    groups = [f"layout.groups.{name}" for name in _of_trtllm._READ_OF_GROUP]
+    for gone in (*(f"layout.{name}" for name in _of_trtllm._READ_OF_LAYOUT), *groups, *regions):
+        assert _of_trtllm.missing_of_layout(layout(gone)) == [gone]
+        with pytest.raises(EngineError, match=f"which lacks {gone};"):
+            _of_trtllm.check_layout(layout(gone))
+
+
 def test_a_parameter_that_is_read_in_a_callers_frame_and_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("engine.core")
     vars(module).update(Base=Base)

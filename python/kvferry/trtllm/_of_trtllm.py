@@ -6,9 +6,10 @@ up, and the halves read the others by `getattr` with defaults.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-from kvferry._engine.hooks import attributes, check, installed, missing_hooks, missing_names, names_of
+from kvferry._engine.hooks import attributes, check, installed, missing_hooks, missing_in, missing_names, names_of
 from kvferry._engine.identity import known
 from kvferry._engine.log import logger_of
 from kvferry.trtllm._bases import StandInScheduler, StandInWorker, bases
@@ -37,6 +38,14 @@ _READ = (
     *names_of("SchedulerOutput", "new_requests cached_requests"),
     *names_of("RequestData", "request_id new_block_ids computed_position num_scheduled_tokens"),
 )
+# Read of requests, where the module of the hooks has their class.
+_READ_OF_REQUESTS = names_of("LlmRequest", "request_id get_tokens")
+# Called where a rank is one of several.
+_READ_OF_RANKS = {"tensorrt_llm._utils": ("mpi_rank", "mpi_allgather")}
+# Read of the layout of a cache with several groups, of a group, and of a region.
+_READ_OF_LAYOUT = ("groups", "tokens_per_block")
+_READ_OF_GROUP = ("regions", "layer_group_id", "layer_ids")
+_READ_OF_REGION = ("base", "stride", "size", "num_slots")
 # Read of the engine's arguments, and of their parts: without these, names would lack what changes KV.
 _READ_OF_ARGUMENTS = {
     "": (*sorted(known.TRTLLM.named - set(known.TRTLLM.optional)), "kv_connector_config", "max_beam_width"),
@@ -57,6 +66,14 @@ OPTIONAL = {
     "use_kv_cache_manager_v2": "versions with a second cache manager",
     "parallel_config": "versions that have the parallelism in one object",
     "mapping": "versions that have the parallelism in one object",
+    "to_mapping": "versions that have the parallelism in one object",
+    "capacity_scheduler_policy": "versions with policies of the scheduler",
+    "replicated_regions": "layouts with regions that all ranks have alike",
+    "window_size": "layouts with sliding windows",
+    "buffers": "layouts that say what is in a region",
+    "layer_id": "layouts whose buffers are no tuples",
+    "role": "layouts whose buffers are no tuples",
+    "as_tensor": "layouts that make tensors of regions",
 }
 
 
@@ -69,7 +86,11 @@ def check_connector(llm_args: Any = None) -> None:
     scheduler, worker = bases()
     if _is_checked or scheduler is StandInScheduler or worker is StandInWorker:
         return
-    gone = [*missing(scheduler, worker), *missing_names(scheduler.__module__, *_READ), *missing_settings(llm_args)]
+    hooks = scheduler.__module__
+    gone = [*missing(scheduler, worker), *missing_names(hooks, *_READ), *missing_settings(llm_args)]
+    gone += missing_in(_READ_OF_RANKS)
+    if hasattr(importlib.import_module(hooks), "LlmRequest"):
+        gone += missing_names(hooks, *_READ_OF_REQUESTS)
     check("TensorRT-LLM", version(), TRIED, gone, logger_of("trtllm"))
     _is_checked = True
 
@@ -95,6 +116,29 @@ def missing_settings(llm_args: Any) -> list[str]:
             has = attributes(type(value)) | {*getattr(type(value), "model_fields", ()), *getattr(value, "__dict__", ())}
             found += [".".join(filter(None, ("llm_args", part, name))) for name in names if name not in has]
     return found
+
+
+def check_layout(layout: Any) -> None:
+    """Raises `kvferry._engine.hooks.EngineError` for a layout of a cache that lacks what is read of it."""
+    if gone := missing_of_layout(layout):
+        check("TensorRT-LLM", version(), TRIED, gone, logger_of("trtllm"))
+
+
+def missing_of_layout(layout: Any) -> list[str]:
+    """The names that a layout lacks, or its groups, or their regions."""
+    groups = list(getattr(layout, "groups", ()))
+    regions = [region for group in groups for region in getattr(group, "regions", ())]
+    wanted = (
+        ("", [layout], _READ_OF_LAYOUT),
+        ("groups", groups, _READ_OF_GROUP),
+        ("regions", regions, _READ_OF_REGION),
+    )
+    return [
+        ".".join(filter(None, ("layout", part, name)))
+        for part, values, names in wanted
+        for name in names
+        if not all(hasattr(value, name) for value in values)
+    ]
 
 
 def version() -> str:

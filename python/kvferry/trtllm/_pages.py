@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from kvferry._engine.identity import fingerprint
 from kvferry.trtllm._gpu import GpuCopies
+from kvferry.trtllm._of_trtllm import check_layout
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ class Pages:
 
     @staticmethod
     def of_layout(layout: Any, dtype: str) -> Pages:
-        """Of `KvCacheLayout`."""
+        """Of `KvCacheLayout`. Raises NotImplementedError and `kvferry._engine.hooks.EngineError`."""
+        check_layout(layout)
         groups, described = [], []
         gpus: list[Piece] = []
         all_pieces: list[Piece] = []
