@@ -193,8 +193,8 @@ soak: ## Every fault again and again for SOAK_SECONDS, half of it over each tran
 e2e: build ## Run real vLLM, prefill and decode, on kvferry (builds its environment in the cache first)
 	$(call part,end to end,e2e/run $(E2E_ARGS))
 
-e2e-long: build ## The longer checks on real vLLM: other models, a queue of two minutes, a soak
-	$(call part,end to end,e2e/run --connector kvferry --parts models soak survival offload --queue-seconds 120)
+e2e-long: build ## The longer checks on real vLLM: other models, a queue of two minutes, a soak, two models restarted in turns
+	$(call part,end to end,e2e/run --connector kvferry --parts models soak survival offload weights --queue-seconds 120 --rounds 50)
 
 bench: command-dist wheel-measured ## Measure beside the machine's own limits
 	target/dist/kvferry bench transfers $(BENCH_ARGS)
@@ -308,8 +308,8 @@ test-sanitizers: ## Run the C tests under AddressSanitizer and ThreadSanitizer (
 	$(CARGO) +nightly test -Zbuild-std --target $$host -p kvferry-capi --test integration -- \
 	    --test-threads=1 $(TSAN_TESTS)
 
-lint: ## Check formatting, style, types, dependencies and documentation of everything
-	+@MAKE='$(MAKE)' .ci/parts lint-format lint-python lint-deny lint-clippy doc
+lint: ## Check formatting, style, types and dependencies of everything
+	+@MAKE='$(MAKE)' .ci/parts lint-format lint-python lint-deny lint-clippy
 
 lint-rust: lint-format lint-clippy lint-deny
 
