@@ -9,25 +9,27 @@
 //! Only [`Exchange::fetch`] waits, for the time that its caller gives. Locks: the exchange's, then the directory's or a
 //! worker's. Workers call the observer with theirs held; it only wakes the thread.
 
+mod machine;
+#[cfg(test)]
+mod model;
 mod steps;
 
 use crate::directory::{Directory, DirectoryConfig, DirectoryError};
-use crate::params::producer_params;
 use crate::producers::Producers;
 use crate::prompt::PromptId;
-use crate::scheduler::{GroupRule, Request, Scheduler, SchedulerConfig};
+use crate::scheduler::{GroupRule, Scheduler, SchedulerConfig};
 use crate::wakeup::Wakeup;
 use crate::worker::{Announce, Worker, WorkerConfig, WorkerError, WorkerObserver};
 use kvferry::{Agent, Region};
 use kvferry_proto::WireCode;
-use kvferry_proto::directory::{ContentKey, Limits as DirectoryLimits, Place, Slots};
+use kvferry_proto::directory::{ContentKey, Limits as DirectoryLimits, Place};
 use kvferry_proto::engine_handshake::{EngineId, Model};
 use kvferry_proto::handoff::{HandoffId, Limits};
 use kvferry_proto::layout::{Kind, Layout};
 use kvferry_sys::fd;
 use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
-use rustc_hash::{FxHashMap, FxHashSet};
-use std::collections::VecDeque;
+use machine::{Event, Machine};
+use rustc_hash::FxHashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -129,8 +131,6 @@ impl std::fmt::Debug for Exchange {
 }
 
 struct Shared {
-    groups: usize,
-    block_tokens: u32,
     follows: Vec<String>,
     directory: Directory,
     workers: Vec<Worker>,
@@ -149,51 +149,8 @@ struct Observer {
 }
 
 struct State {
-    scheduler: Scheduler,
-    slots: Slots,
-    /// The number of no block.
-    null_block: u32,
-    last: u64,
-    offers: FxHashMap<u64, Offer>,
-    events: VecDeque<Event>,
-    /// The last copy that all ranks have made, and the last that a rank has not.
-    copied: u64,
-    lost: u64,
-    fetches: FxHashMap<String, Fetch>,
+    machine: Machine,
     closed: bool,
-}
-
-/// A prompt that this engine computes for another one.
-struct Offer {
-    prompt: Prompt,
-    transfer: HandoffId,
-    slots: Range<u32>,
-    /// A rank has not made a copy.
-    is_lost: bool,
-    is_told: bool,
-    /// The ranks on which no peer reads it any more.
-    sent: FxHashSet<usize>,
-}
-
-/// What is done once all ranks have made a copy: blocks are there, or the request has ended.
-struct Event {
-    copy: u64,
-    offer: u64,
-    blocks: Option<Range<u32>>,
-}
-
-struct Fetch {
-    slots: Range<u32>,
-    /// The ranks on which it has ended.
-    received: FxHashSet<usize>,
-    has_failed: bool,
-    has_ended: bool,
-    /// Nothing waits for its end.
-    is_abandoned: bool,
-}
-
-fn request_of(kind: char, number: u64) -> String {
-    format!("{kind}{number}")
 }
 
 impl Exchange {
@@ -248,21 +205,9 @@ impl Exchange {
         for worker in &workers {
             worker.set_observer(Arc::<Observer>::clone(&observer));
         }
-        let state = State {
-            scheduler,
-            slots: Slots::new(slots),
-            null_block: slots,
-            last: 0,
-            offers: FxHashMap::default(),
-            events: VecDeque::new(),
-            copied: 0,
-            lost: 0,
-            fetches: FxHashMap::default(),
-            closed: false,
-        };
+        let machine = Machine::new(scheduler, workers.len(), groups, block_tokens, slots);
+        let state = State { machine, closed: false };
         let shared = Arc::new(Shared {
-            groups,
-            block_tokens,
             follows: config.follows,
             directory,
             workers,
@@ -270,7 +215,7 @@ impl Exchange {
             ended: Condvar::new(),
             observer,
         });
-        shared.carry(&mut shared.lock(), None);
+        shared.lock().machine.carry(&mut shared.seam(false), None);
         let runner = Arc::downgrade(&shared);
         let wakeup = Arc::clone(&shared.observer);
         let run = move || Shared::run(&runner, &wakeup.wakeup);
@@ -299,25 +244,7 @@ impl Exchange {
             name.map(|bytes| HandoffId::new(&format!("{:032x}", u128::from_le_bytes(bytes))));
         // Without random bytes, a name could be known to others.
         let Some(Ok(transfer)) = name else { return Ok(None) };
-        let Some(slots) = state.slots.take(prompt.blocks) else {
-            return Err(Missed::NoRoom { blocks: prompt.blocks });
-        };
-        state.last += 1;
-        let (number, first) = (state.last, slots.start);
-        let (request, params) = (request_of('p', number), producer_params(Some(&transfer)));
-        state.scheduler.arrived(&Request {
-            id: &request,
-            prompt_tokens: self.shared.tokens(prompt),
-            max_tokens: 1,
-            params: Some(&params),
-            prompt: Some(prompt.identity),
-        });
-        let sent = FxHashSet::default();
-        let offer =
-            Offer { prompt: *prompt, transfer, slots, is_lost: false, is_told: false, sent };
-        state.offers.insert(number, offer);
-        self.shared.carry(state, None);
-        Ok(Some((number, first)))
+        state.machine.offer(&mut self.shared.seam(false), prompt, transfer).map(Some)
     }
 
     /// All ranks copy blocks of an offer to its slots in the copy with this number: the next one, or one before.
@@ -333,7 +260,7 @@ impl Exchange {
 
     fn push(&self, event: Event) {
         let Some(mut state) = self.lock() else { return };
-        state.events.push_back(event);
+        state.machine.push(event);
         drop(state);
         self.shared.observer.wakeup.wake();
     }
@@ -341,7 +268,7 @@ impl Exchange {
     /// `copied`: the last copy that all ranks have made; `lost`: the last that a rank has not made, and those before it.
     pub fn made(&self, copied: u64, lost: u64) {
         let Some(mut state) = self.lock() else { return };
-        (state.copied, state.lost) = (copied, lost);
+        state.machine.made(copied, lost);
         drop(state);
         self.shared.observer.wakeup.wake();
     }
@@ -410,22 +337,16 @@ impl Exchange {
     /// Gives slots back that [`Exchange::fetch`] has returned.
     pub fn give(&self, slots: Range<u32>) {
         if let Some(mut state) = self.lock() {
-            state.give(slots);
+            state.machine.give(slots);
         }
     }
 
     /// Counts of what is under way, by name: all zero when nothing is. None in a fork.
     pub fn gauges(&self) -> Vec<(&'static str, usize)> {
         let Some(state) = self.lock() else { return Vec::new() };
-        let own = [
-            ("events", state.events.len()),
-            ("offers", state.offers.len()),
-            ("fetches", state.fetches.len()),
-            ("slots", state.slots.taken() as usize),
-        ];
-        let of_scheduler = state.scheduler.gauges();
+        let own = state.machine.gauges();
         drop(state);
-        own.into_iter().chain(of_scheduler).chain(self.shared.directory.gauges()).collect()
+        own.into_iter().chain(self.shared.directory.gauges()).collect()
     }
 
     /// Ends everything: peers learn that nothing is offered, and a fetch that waits returns. May be called again.
@@ -516,7 +437,7 @@ mod tests {
         eventually("the offer is heard", || gauge("heard") == 1);
         let prompt = Prompt { key, identity: PromptId::new(&[], &[1]), blocks: 2 };
         let interrupt = || {
-            exchange.shared.received(&mut exchange.shared.lock(), 0, &request_of('d', 1), false);
+            exchange.shared.lock().machine.received(0, "d1", false);
             true
         };
         assert_eq!(exchange.fetch(&prompt, 0, PATIENCE, &interrupt), (None, vec![]));

@@ -1,0 +1,794 @@
+//! Two engines that hand prompts over through their exchanges, in virtual time, with random faults at random moments. What
+//! must hold:
+//!
+//! * a look-up ends by its deadline, and what it calls fetched is right on all ranks, then and while it is kept (I2, I7);
+//! * nothing is copied to slots of an offer that is gone, or read into slots of a fetch that is over (I2);
+//! * all slots come back in bounded time, and at the end nothing is kept (I1, I8);
+//! * once the faults are over, a prompt is handed over at the first attempt.
+//!
+//! Engines are killed and started again, and stopped for longer or shorter than the silence limit; sessions between ranks,
+//! or of the directory, are reset or partitioned. Each rank is its handoff machine with a worker in miniature: the real one
+//! needs agents, threads and clocks.
+
+mod decode;
+mod prefill;
+
+use super::Prompt;
+use super::machine::{Event as Copy, Machine};
+use crate::prompt::PromptId;
+use crate::scheduler::{GroupRule, Scheduler, SchedulerConfig};
+use decode::{Decode, LookUp};
+use kvferry_models::engines::here;
+use kvferry_proto::directory::{
+    ContentKey, DirectoryMessage, Limits as DirectoryLimits, Place, PublisherAction,
+    SubscriberAction,
+};
+use kvferry_proto::engine_handshake::EngineId;
+use kvferry_proto::fuzzing::Script;
+use kvferry_proto::handoff::{HandoffId, HandoffMessage, Limits, PeerId, ReadId};
+use kvferry_proto::layout::Kind;
+use kvferry_proto::{Incarnation, Timestamp, WireCode};
+use prefill::{Computing, Prefill};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::time::Duration;
+
+const SLOTS: u32 = 10;
+const PROMPTS: usize = 4;
+/// How long a prompt is kept for other engines.
+const TIMEOUT: Duration = Duration::from_secs(20);
+const LOOK_UP: Duration = Duration::from_secs(2);
+const SILENCE: Duration = Duration::from_secs(3);
+const THERE: Place = Place(0);
+
+const FAULTS: [&str; 9] = [
+    "kill prefill",
+    "kill decode",
+    "stop prefill",
+    "stop decode",
+    "nap prefill",
+    "nap decode",
+    "reset",
+    "partition",
+    "a copy is lost",
+];
+const STATES: [&str; 5] = ["nothing", "computing", "told", "fetching", "kept"];
+
+const fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// The KV of a prompt's block on a rank.
+const fn truth(prompt: usize, block: u32, rank: usize) -> u64 {
+    1 + (prompt as u64) << 32 | (block as u64) << 8 | rank as u64
+}
+
+fn prompt(number: usize) -> Prompt {
+    let identity = PromptId::new(&[], &[number as u32]);
+    Prompt { key: ContentKey([number as u8; 32]), identity, blocks: 1 + number as u32 }
+}
+
+fn limits() -> Limits {
+    Limits { cap: TIMEOUT, rendezvous: TIMEOUT, offer_ttl: TIMEOUT, ..Limits::default() }
+}
+
+fn directory_limits() -> DirectoryLimits {
+    DirectoryLimits { offer_ttl: TIMEOUT, ..DirectoryLimits::default() }
+}
+
+fn machine(engine: EngineId, ranks: usize) -> Machine {
+    let config = SchedulerConfig {
+        groups: vec![GroupRule { kind: Kind::Full, block_tokens: 1 }],
+        ranks,
+        timeout: TIMEOUT,
+        eager: true,
+        recomputed_tokens: 0,
+        null_block: Some(SLOTS),
+        idle: None,
+    };
+    Machine::new(Scheduler::new(config, engine), ranks, 1, 1, SLOTS)
+}
+
+#[derive(Clone, Debug)]
+enum Event {
+    Handoff {
+        wire: usize,
+        from: PeerId,
+        to: PeerId,
+        message: HandoffMessage,
+        connection: u64,
+    },
+    Directory {
+        to_prefill: bool,
+        message: DirectoryMessage,
+        connection: u64,
+    },
+    Copied {
+        engine: EngineId,
+        offer: u64,
+        prompt: usize,
+        blocks: Range<u32>,
+        copy: u64,
+        lost: bool,
+    },
+    Read {
+        rank: usize,
+        to: PeerId,
+        read: ReadId,
+    },
+    Reconnect(usize),
+    Refused(u64),
+    Silent(usize, u64),
+    Wake(bool),
+    LookUpEnds {
+        engine: EngineId,
+        request: String,
+    },
+    Give {
+        engine: EngineId,
+        slots: Range<u32>,
+        prompt: usize,
+        first: u32,
+    },
+}
+
+/// The session of a producer and a consumer rank, or that of the directory.
+#[derive(Clone)]
+struct Wire {
+    up: bool,
+    /// Nothing arrives, and no end is noticed before the silence limit.
+    dead: bool,
+    connection: u64,
+    peers: [PeerId; 2],
+    /// The prefill engine that it leads to.
+    engine: EngineId,
+    /// When the last message arrives, each way: none overtakes another.
+    busy: [Timestamp; 2],
+}
+
+/// What happened in all cases.
+#[derive(Default)]
+struct Met {
+    faults: BTreeMap<(&'static str, &'static str), u64>,
+    ends: BTreeMap<&'static str, u64>,
+}
+
+struct World<'a> {
+    script: Script<'a>,
+    now: Timestamp,
+    events: BTreeMap<(Timestamp, u64), Event>,
+    numbers: u64,
+    ranks: usize,
+    prefill: Prefill,
+    decode: Decode,
+    /// One for each rank, and the directory's.
+    wires: Vec<Wire>,
+    lose_next_copy: bool,
+    met: &'a mut Met,
+}
+
+impl<'a> World<'a> {
+    fn new(bytes: &'a [u8], met: &'a mut Met) -> Self {
+        let mut script = Script::new(bytes);
+        let now = Timestamp::default() + Duration::from_secs(1000);
+        let ranks = 1 + script.below(2);
+        let mut numbers = 0;
+        let prefill = Prefill::new(&mut numbers, ranks, now);
+        let decode = Decode::new(&mut numbers, ranks, now);
+        let wire = |at: usize| Wire {
+            up: at < ranks,
+            dead: false,
+            connection: 0,
+            peers: [prefill.peer(at), decode.peer(at)],
+            engine: prefill.engine,
+            busy: [now; 2],
+        };
+        let wires = (0..=ranks).map(wire).collect();
+        let events = BTreeMap::new();
+        let lose_next_copy = false;
+        let mut world = Self {
+            script,
+            now,
+            events,
+            numbers,
+            ranks,
+            prefill,
+            decode,
+            wires,
+            lose_next_copy,
+            met,
+        };
+        world.decode.side.subscriber.expire(now);
+        world.work();
+        world
+    }
+
+    fn at(&mut self, when: Timestamp, event: Event) {
+        self.numbers += 1;
+        self.events.insert((when, self.numbers), event);
+    }
+
+    fn act(&mut self) {
+        let pause = match self.script.below(4) {
+            0 => 0,
+            1 => self.script.below(5) as u64,
+            2 => self.script.below(100) as u64,
+            _ => self.script.below(100) as u64 * 30,
+        };
+        self.pass(ms(pause));
+        let number = self.script.below(PROMPTS);
+        match self.script.below(24) {
+            0..4 => self.offer(number),
+            4..9 => self.compute(),
+            9..11 => self.end_one(),
+            11..16 => self.look_up(number),
+            16 => {
+                // To the end, and looked for at once.
+                self.offer(number);
+                (0..4).for_each(|_| self.compute());
+                self.pass(ms(200));
+                self.look_up(number);
+            }
+            _ => {
+                let fault = self.script.pick(&FAULTS);
+                self.disturb(fault);
+            }
+        }
+        self.work();
+    }
+
+    fn state(&self) -> &'static str {
+        if !self.decode.look_ups.is_empty() {
+            "fetching"
+        } else if self.decode.kept > 0 {
+            "kept"
+        } else if !self.prefill.computing.is_empty() {
+            "computing"
+        } else if self.prefill.machine.all_offered().next().is_some() {
+            "told"
+        } else {
+            "nothing"
+        }
+    }
+
+    fn disturb(&mut self, fault: &'static str) {
+        *self.met.faults.entry((fault, self.state())).or_default() += 1;
+        let wire = self.script.below(self.ranks + 1);
+        match fault {
+            "kill prefill" => self.kill(true),
+            "kill decode" => self.kill(false),
+            "stop prefill" => self.stop(true, SILENCE * 2),
+            "stop decode" => self.stop(false, SILENCE * 2),
+            "nap prefill" => self.stop(true, ms(300)),
+            "nap decode" => self.stop(false, ms(300)),
+            "reset" => self.cut(wire, WireCode::Closed, false),
+            "partition" => {
+                self.wires[wire].dead = true;
+                let connection = self.wires[wire].connection;
+                self.at(self.now + SILENCE, Event::Silent(wire, connection));
+            }
+            _ => self.lose_next_copy = true,
+        }
+    }
+
+    // What engines do.
+
+    fn offer(&mut self, number: usize) {
+        let Prefill { machine, side, computing, .. } = &mut self.prefill;
+        if side.stopped || side.publisher.followers() == 0 || computing.len() > 2 {
+            return;
+        }
+        side.now = self.now;
+        self.numbers += 1;
+        let transfer = HandoffId::new(&format!("x{}", self.numbers)).expect("short");
+        if let Ok((offer, first)) = machine.offer(side, &prompt(number), transfer) {
+            computing.push(Computing { offer, prompt: number, first, blocks: 0, copy: 0 });
+        }
+    }
+
+    /// A forward pass computes some blocks of a prompt; the ranks copy them to slots a while after.
+    fn compute(&mut self) {
+        let Prefill { machine, side, computing, copies, engine, .. } = &mut self.prefill;
+        if side.stopped || computing.is_empty() {
+            return;
+        }
+        let at = self.script.below(computing.len());
+        let it = &mut computing[at];
+        let left = prompt(it.prompt).blocks - it.blocks;
+        if left == 0 {
+            return;
+        }
+        let blocks = it.blocks..it.blocks + 1 + self.script.below(left as usize) as u32;
+        *copies += 1;
+        (it.blocks, it.copy) = (blocks.end, *copies);
+        let (offer, copy, number) = (it.offer, *copies, it.prompt);
+        machine.push(Copy { copy, offer, blocks: Some(blocks.clone()) });
+        let lost = std::mem::take(&mut self.lose_next_copy);
+        let engine = *engine;
+        let when = self.now + ms(self.script.below(40) as u64);
+        let when = when.max(side.busy + ms(1));
+        side.busy = when;
+        self.at(when, Event::Copied { engine, offer, prompt: number, blocks, copy, lost });
+    }
+
+    /// A request ends, perhaps before its prompt is computed.
+    fn end_one(&mut self) {
+        let Prefill { machine, side, computing, .. } = &mut self.prefill;
+        if side.stopped || computing.is_empty() {
+            return;
+        }
+        let Computing { offer, copy, .. } = computing.remove(self.script.below(computing.len()));
+        machine.push(Copy { copy, offer, blocks: None });
+        side.now = self.now;
+        machine.announce(side);
+    }
+
+    fn look_up(&mut self, number: usize) {
+        if self.decode.side.stopped {
+            return;
+        }
+        let blocks = prompt(number).blocks;
+        let first =
+            if self.script.below(4) == 0 { self.script.below(blocks as usize + 1) } else { 0 };
+        self.ask(number, first as u32, self.now + LOOK_UP);
+    }
+
+    /// Asks the publishers of a prompt, one after the other, until one is fetched from.
+    fn ask(&mut self, number: usize, first: u32, until: Timestamp) {
+        self.tell_decode();
+        let Decode { machine, side, look_ups, engine, .. } = &mut self.decode;
+        let mut begun = None;
+        while let Some(found) = side.subscriber.take(&prompt(number).key, self.now) {
+            if let Ok(Some(request)) = machine.begin(side, &prompt(number), first, &found) {
+                begun = Some((*engine, request));
+                break;
+            }
+            if first >= prompt(number).blocks {
+                break;
+            }
+        }
+        let Some((engine, request)) = begun else { return };
+        let began = self.now;
+        look_ups.push(LookUp { request: request.clone(), prompt: number, first, began, until });
+        self.at(until, Event::LookUpEnds { engine, request });
+    }
+
+    /// Ends a look-up: its fetch has ended, or its time is over.
+    fn end_look_up(&mut self, at: usize) {
+        self.tell_decode();
+        let LookUp { request, prompt: number, first, began, until } =
+            self.decode.look_ups.remove(at);
+        let Decode { machine, side, engine, kept, .. } = &mut self.decode;
+        let took = self.now.saturating_since(began);
+        assert!(self.now <= until || side.was_stopped, "a look-up ends by its deadline");
+        if machine.abandon(side, &request) {
+            *self.met.ends.entry("abandoned").or_default() += 1;
+            drop(side.subscriber.failed(THERE, took, LOOK_UP, self.now));
+            return;
+        }
+        let Some(slots) = machine.take(side, &request) else {
+            *self.met.ends.entry("failed").or_default() += 1;
+            drop(side.subscriber.failed(THERE, took, LOOK_UP, self.now));
+            if self.now < until {
+                self.ask(number, first, until);
+            }
+            return;
+        };
+        *self.met.ends.entry("fetched").or_default() += 1;
+        side.subscriber.worked(THERE);
+        *kept += 1;
+        let (engine, after) = (*engine, ms(self.script.below(100) as u64));
+        self.decode.check(number, first, &slots);
+        self.at(self.now + after, Event::Give { engine, slots, prompt: number, first });
+    }
+
+    // Faults.
+
+    fn kill(&mut self, prefill: bool) {
+        let now = self.now;
+        if prefill {
+            self.prefill = Prefill::new(&mut self.numbers, self.ranks, now);
+        } else {
+            self.decode = Decode::new(&mut self.numbers, self.ranks, now);
+            self.decode.side.subscriber.expire(now);
+        }
+        // A host that dies is missed; of a process that does, the kernel tells.
+        let is_told = self.script.flip();
+        for wire in 0..=self.ranks {
+            if is_told || (wire == self.ranks && !prefill) {
+                self.cut(wire, WireCode::Closed, true);
+            } else {
+                self.wires[wire].dead = true;
+                let connection = self.wires[wire].connection;
+                self.at(now + SILENCE, Event::Silent(wire, connection));
+            }
+        }
+    }
+
+    fn stop(&mut self, prefill: bool, time: Duration) {
+        let until = self.now + time;
+        if prefill {
+            self.prefill.side.stopped = true;
+        } else {
+            (self.decode.side.stopped, self.decode.side.was_stopped) = (true, true);
+        }
+        if time > SILENCE {
+            for wire in 0..=self.ranks {
+                let connection = self.wires[wire].connection;
+                self.at(self.now + SILENCE, Event::Silent(wire, connection));
+            }
+        }
+        self.at(until, Event::Wake(prefill));
+    }
+
+    /// A session ends. `gone`: its peer is known to be gone.
+    fn cut(&mut self, at: usize, code: WireCode, gone: bool) {
+        let wire = &mut self.wires[at];
+        let was_up = std::mem::replace(&mut wire.up, false);
+        wire.dead = false;
+        wire.connection += 1;
+        let ([producer, consumer], connection) = (wire.peers, wire.connection);
+        if !was_up {
+            return;
+        }
+        if at == self.ranks {
+            if self.prefill.peer(at) == producer {
+                self.prefill.side.publisher.lost(consumer);
+            }
+            if self.decode.peer(at) == consumer {
+                self.decode.side.subscriber.lost(THERE, self.now);
+            }
+            return;
+        }
+        if self.prefill.peer(at) == producer {
+            let machine = &mut self.prefill.side.ranks[at].machine;
+            machine.lost(consumer, code, gone, self.now);
+        }
+        if self.decode.peer(at) == consumer {
+            let machine = &mut self.decode.side.ranks[at].machine;
+            machine.lost(producer, code, gone, self.now);
+        }
+        let after = ms(self.script.below(100) as u64 * 10);
+        let _ = connection;
+        self.at(self.now + after, Event::Reconnect(at));
+    }
+
+    fn reconnect(&mut self, at: usize) {
+        if self.wires[at].up {
+            return;
+        }
+        if self.prefill.side.stopped || self.decode.side.stopped {
+            let later = self.now + ms(100);
+            return self.at(later, Event::Reconnect(at));
+        }
+        let (producer, consumer) = (self.prefill.peer(at), self.decode.peer(at));
+        let wire = &mut self.wires[at];
+        (wire.up, wire.peers, wire.engine) = (true, [producer, consumer], self.prefill.engine);
+        wire.busy = [self.now; 2];
+        self.prefill.side.ranks[at].machine.met(consumer);
+        let incarnation = Incarnation(producer.0.into());
+        self.decode.side.ranks[at].machine.met(producer, incarnation, self.now);
+    }
+
+    // Time and messages.
+
+    fn tell_decode(&mut self) {
+        let side = &mut self.decode.side;
+        side.now = self.now;
+        side.wires = self.wires[..self.ranks].to_vec();
+    }
+
+    fn pass(&mut self, time: Duration) {
+        let until = self.now + time;
+        loop {
+            self.work();
+            let mut due: Vec<_> =
+                self.events.keys().next().map(|(at, _)| *at).into_iter().collect();
+            if !self.prefill.side.stopped {
+                due.extend(self.prefill.next_timeout());
+            }
+            if !self.decode.side.stopped {
+                due.extend(self.decode.next_timeout());
+            }
+            let Some(next) = due.into_iter().min().filter(|next| *next <= until) else { break };
+            self.now = self.now.max(next);
+            while let Some(first) = self.events.first_entry()
+                && first.key().0 <= self.now
+            {
+                let event = first.remove();
+                self.happen(event);
+            }
+            if !self.prefill.side.stopped {
+                self.prefill.expire(self.now);
+            }
+            if !self.decode.side.stopped {
+                self.decode.expire(self.now);
+            }
+        }
+        self.now = until;
+        self.work();
+    }
+
+    fn happen(&mut self, event: Event) {
+        let later = self.now + ms(10);
+        match event.clone() {
+            Event::Handoff { wire: at, from, to, message, connection } => {
+                let wire = &self.wires[at];
+                if !wire.up || wire.dead || wire.connection != connection {
+                    return;
+                }
+                if self.prefill.peer(at) == to {
+                    if self.prefill.side.stopped {
+                        return self.at(later, event);
+                    }
+                    let machine = &mut self.prefill.side.ranks[at].machine;
+                    machine.receive(from, here(), message, self.now);
+                } else if self.decode.peer(at) == to {
+                    if self.decode.side.stopped {
+                        return self.at(later, event);
+                    }
+                    let machine = &mut self.decode.side.ranks[at].machine;
+                    machine.receive(from, here(), message, self.now);
+                }
+            }
+            Event::Directory { to_prefill, message, connection } => {
+                let wire = &self.wires[self.ranks];
+                if !wire.up || wire.dead || wire.connection != connection {
+                    return;
+                }
+                let [producer, consumer] = wire.peers;
+                if to_prefill && self.prefill.peer(self.ranks) == producer {
+                    if self.prefill.side.stopped {
+                        return self.at(later, event);
+                    }
+                    self.prefill.side.publisher.receive(consumer, here(), &message, self.now);
+                } else if !to_prefill && self.decode.peer(self.ranks) == consumer {
+                    if self.decode.side.stopped {
+                        return self.at(later, event);
+                    }
+                    self.decode.side.subscriber.receive(THERE, message, self.now);
+                }
+            }
+            Event::Copied { engine, offer, prompt, blocks, copy, lost } => {
+                if engine != self.prefill.engine {
+                    return;
+                }
+                if self.prefill.side.stopped {
+                    return self.at(later, event);
+                }
+                self.prefill.side.now = self.now;
+                self.prefill.copied(offer, prompt, blocks, copy, lost);
+            }
+            Event::Read { rank, to, read } => {
+                if self.decode.peer(rank) != to {
+                    return;
+                }
+                if self.decode.side.stopped {
+                    return self.at(later, event);
+                }
+                let delay = self.script.below(20) as u64;
+                let is_cancelled_now = self.script.below(4) == 0;
+                let wire = self.wires[rank].clone();
+                let theirs = (self.prefill.peer(rank) == wire.peers[0])
+                    .then(|| self.prefill.side.ranks[rank].memory.clone());
+                let goes_on =
+                    self.decode.read(rank, read, &wire, theirs, is_cancelled_now, self.now);
+                if goes_on {
+                    self.at(self.now + ms(delay), event);
+                }
+            }
+            Event::Reconnect(at) => self.reconnect(at),
+            Event::Refused(connection) => {
+                if self.wires[self.ranks].connection == connection && !self.wires[self.ranks].up {
+                    self.decode.side.subscriber.lost(THERE, self.now);
+                }
+            }
+            Event::Silent(at, connection) => {
+                if self.wires[at].connection == connection {
+                    self.cut(at, WireCode::Silent, false);
+                }
+            }
+            Event::Wake(true) => self.prefill.side.stopped = false,
+            Event::Wake(false) => self.decode.side.stopped = false,
+            Event::LookUpEnds { engine, request } => {
+                if engine != self.decode.engine {
+                    return;
+                }
+                if self.decode.side.stopped {
+                    return self.at(later, event);
+                }
+                let mut all = self.decode.look_ups.iter();
+                if let Some(at) = all.position(|it| it.request == request) {
+                    self.end_look_up(at);
+                }
+            }
+            Event::Give { engine, slots, prompt, first } => {
+                if engine == self.decode.engine {
+                    self.decode.check(prompt, first, &slots);
+                    self.decode.kept -= 1;
+                    self.decode.machine.give(slots);
+                }
+            }
+        }
+        self.work();
+    }
+
+    /// Does what the machines say, until they say nothing.
+    fn work(&mut self) {
+        self.prefill.side.now = self.now;
+        self.tell_decode();
+        let mut goes_on = true;
+        while goes_on {
+            goes_on = self.work_of_prefill() | self.work_of_decode();
+        }
+    }
+
+    fn work_of_prefill(&mut self) -> bool {
+        if self.prefill.side.stopped {
+            return false;
+        }
+        let mut has_worked = false;
+        for rank in 0..self.ranks {
+            for (to, message) in self.prefill.poll(rank) {
+                has_worked = true;
+                self.send(rank, self.prefill.peer(rank), to, message);
+            }
+        }
+        while let Some(action) = self.prefill.side.publisher.poll() {
+            has_worked = true;
+            match action {
+                PublisherAction::Send { message, .. } => self.tell(false, message),
+                PublisherAction::Refused { .. } => panic!("there is room for one follower"),
+                PublisherAction::Disconnect { .. } => self.cut(self.ranks, WireCode::Closed, false),
+            }
+        }
+        self.prefill.side.now = self.now;
+        has_worked | self.prefill.report()
+    }
+
+    fn work_of_decode(&mut self) -> bool {
+        if self.decode.side.stopped {
+            return false;
+        }
+        let mut has_worked = false;
+        for rank in 0..self.ranks {
+            let (messages, reads) = self.decode.poll(rank);
+            has_worked |= !messages.is_empty() || !reads.is_empty();
+            for (to, message) in messages {
+                self.send(rank, self.decode.peer(rank), to, message);
+            }
+            for read in reads {
+                let to = self.decode.peer(rank);
+                let soon = self.now + ms(self.script.below(20) as u64);
+                self.at(soon, Event::Read { rank, to, read });
+            }
+        }
+        while let Some(action) = self.decode.side.subscriber.poll() {
+            has_worked = true;
+            match action {
+                SubscriberAction::Connect { .. } => self.connect(),
+                SubscriberAction::Send { message, .. } => self.tell(true, message),
+                SubscriberAction::Watch { .. } | SubscriberAction::Refused { .. } => {}
+                SubscriberAction::Disconnect { .. } => {
+                    self.cut(self.ranks, WireCode::Silent, false)
+                }
+            }
+        }
+        self.tell_decode();
+        has_worked |= self.decode.report();
+        let Decode { machine, look_ups, .. } = &self.decode;
+        if let Some(at) = look_ups.iter().position(|it| !machine.is_under_way(&it.request)) {
+            self.end_look_up(at);
+            return true;
+        }
+        has_worked
+    }
+
+    /// The subscriber opens a session to the publisher.
+    fn connect(&mut self) {
+        let stopped = self.prefill.side.stopped;
+        let at = self.ranks;
+        let peers = [self.prefill.peer(at), self.decode.peer(at)];
+        let wire = &mut self.wires[at];
+        if stopped || wire.dead {
+            let connection = wire.connection;
+            return self.at(self.now + SILENCE, Event::Refused(connection));
+        }
+        (wire.up, wire.peers, wire.busy) = (true, peers, [self.now; 2]);
+        self.decode.side.subscriber.opened(THERE, here(), self.now);
+    }
+
+    fn send(&mut self, at: usize, from: PeerId, to: PeerId, message: HandoffMessage) {
+        let wire = &mut self.wires[at];
+        if !wire.up || !wire.peers.contains(&to) {
+            return;
+        }
+        let way = usize::from(wire.peers[1] == to);
+        let arrives = (self.now + ms(1)).max(wire.busy[way]);
+        wire.busy[way] = arrives;
+        let connection = wire.connection;
+        self.at(arrives, Event::Handoff { wire: at, from, to, message, connection });
+    }
+
+    fn tell(&mut self, to_prefill: bool, message: DirectoryMessage) {
+        let wire = &mut self.wires[self.ranks];
+        if !wire.up {
+            return;
+        }
+        let way = usize::from(to_prefill);
+        let arrives = (self.now + ms(1)).max(wire.busy[way]);
+        wire.busy[way] = arrives;
+        let connection = wire.connection;
+        self.at(arrives, Event::Directory { to_prefill, message, connection });
+    }
+
+    /// No more faults: everything ends, and prompts are handed over again.
+    fn settle(&mut self) {
+        self.lose_next_copy = false;
+        self.pass(SILENCE * 3);
+        while !self.prefill.computing.is_empty() {
+            self.end_one();
+        }
+        self.pass(TIMEOUT * 3 + Duration::from_secs(60));
+        self.assert_nothing_is_kept();
+        let fetched = self.met.ends.get("fetched").copied();
+        // A publisher that had made look-ups wait is asked again by now.
+        self.decode.side.subscriber.worked(THERE);
+        self.offer(PROMPTS - 1);
+        assert_eq!(self.prefill.computing.len(), 1, "the engines have found each other");
+        (0..PROMPTS).for_each(|_| self.compute());
+        self.pass(ms(500));
+        self.ask(PROMPTS - 1, 0, self.now + LOOK_UP);
+        self.end_one();
+        self.pass(LOOK_UP);
+        assert_ne!(self.met.ends.get("fetched").copied(), fetched, "the prompt is handed over");
+        self.pass(TIMEOUT * 3 + Duration::from_secs(60));
+        self.assert_nothing_is_kept();
+    }
+
+    fn assert_nothing_is_kept(&self) {
+        assert!(self.decode.look_ups.is_empty(), "I1: each look-up has ended");
+        let publisher = self.prefill.side.publisher.gauges();
+        let gauges = [self.prefill.machine.gauges(), self.decode.machine.gauges()].concat();
+        let offers = publisher.into_iter().filter(|(name, _)| *name == "published");
+        for (name, count) in gauges.into_iter().chain(offers) {
+            assert_eq!(count, 0, "I8: {name}");
+        }
+        for rank in &self.prefill.side.ranks {
+            assert!(rank.produced.is_empty(), "I8: {:?}", rank.produced.keys());
+        }
+        for rank in &self.decode.side.ranks {
+            assert!(rank.fetches.is_empty() && rank.reads.is_empty(), "I8: fetches and reads");
+        }
+    }
+}
+
+#[test]
+fn a_prompt_is_handed_over_whole_or_not_at_all_whatever_fault_strikes_at_whatever_moment() {
+    let mut rng = fastrand::Rng::with_seed(7);
+    let mut met = Met::default();
+    for case in 0..800 {
+        let mut bytes = vec![0; rng.usize(50..400)];
+        rng.fill(&mut bytes);
+        let run = std::panic::AssertUnwindSafe(|| {
+            let mut world = World::new(&bytes, &mut met);
+            while !world.script.is_empty() {
+                world.act();
+            }
+            world.settle();
+        });
+        if let Err(panic) = std::panic::catch_unwind(run) {
+            eprintln!("case {case}");
+            std::panic::resume_unwind(panic);
+        }
+    }
+    for fault in FAULTS {
+        let counts = STATES.map(|state| met.faults.get(&(fault, state)).copied().unwrap_or(0));
+        println!("{fault:15} {counts:?}");
+        assert!(counts.iter().all(|count| *count > 0), "{fault} in {STATES:?}: {counts:?}");
+    }
+    println!("{:?}", met.ends);
+    for end in ["fetched", "failed", "abandoned"] {
+        assert!(met.ends.get(end).is_some_and(|count| *count > 100), "{end}: {:?}", met.ends);
+    }
+}
