@@ -1,4 +1,4 @@
-//! kvferry's connector behind both seams. These adapters only translate.
+//! kvferry's connector behind the seam. This adapter only translates.
 //!
 //! A [`KvferryAdapter`] is one engine's: a [`Scheduler`] and, per rank, an [`Agent`] and a [`Worker`] whose
 //! KV lies in the agent's memory ([`RegionMemory`]). The caller provides the agents, with transports,
@@ -10,30 +10,20 @@
 //! | `register_kv_caches` | [`Worker::start`] |
 //! | `get_handshake_metadata`, `set_xfer_handshake_metadata` | [`Worker::rank_metadata`], [`Scheduler::set_ranks`] |
 //! | `on_new_request`, `prompt_tokens_to_prefill` | [`Scheduler::arrived`] |
-//! | `get_num_new_matched_tokens` | [`Scheduler::matched`]; TensorRT-LLM: after [`Scheduler::arrived`] |
+//! | `get_num_new_matched_tokens` | [`Scheduler::matched`] |
 //! | `update_state_after_alloc` | [`Scheduler::allocated`] |
 //! | `build_connector_meta` | [`Scheduler::step`] |
-//! | `handle_preemptions`; TensorRT-LLM: `bind_connector_meta` | [`Worker::apply`] |
+//! | `handle_preemptions` | [`Worker::apply_after`] |
 //! | `start_load_kv` | [`Worker::fetch`] |
 //! | `save_kv_layer` | [`Worker::layer_computed`], unless [`KvferryAdapterConfig::layer_events`] is off |
 //! | `wait_for_save` | [`Worker::step_computed`] |
-//! | `get_transfer_results`; TensorRT-LLM: `get_finished` | [`Worker::reports`] |
+//! | `get_transfer_results` | [`Worker::reports`] |
 //! | `update_connector_output` | [`Scheduler::reported`], [`Scheduler::sent`], [`Scheduler::received`] |
 //! | `request_finished` | [`Scheduler::finished`] |
 //! | `reset_cache` | [`Scheduler::reset_cache`] |
-//!
-//! # What TensorRT-LLM's seam lacks
-//! * A way for the ranks to send metadata to the scheduler half. Real connectors make collective calls;
-//!   here an exchange within the process replaces them.
-//! * A way to report a failed load. `get_finished` returns a
-//!   [`WorkerFault`](crate::contract::trt::WorkerFault) with the request, the code and the reason, and
-//!   the engine ends: any other answer would vouch for wrong bytes.
-//! * Parameters of a response: the router must give the consumer the transfer's id and the producer's
-//!   address.
 
 mod gpu;
 mod memory;
-mod trt;
 mod vllm;
 
 pub use gpu::GpuMemory;
@@ -147,18 +137,6 @@ impl KvferryAdapter {
         }
     }
 
-    /// Makes the halves for TensorRT-LLM's seam. To be called once.
-    pub fn trt(&self) -> contract::trt::Connector {
-        let exchange = trt::Exchange::new(self.workers.len(), self.scheduler.clone());
-        let scheduler = trt::Scheduler::new(self.scheduler.clone(), self.config.eager);
-        let workers = (0..self.workers.len())
-            .map(|rank| trt::Worker::new(self.half(rank), rank, exchange.clone()));
-        contract::trt::Connector {
-            scheduler: Box::new(scheduler),
-            workers: workers.map(|worker| Box::new(worker) as Box<_>).collect(),
-        }
-    }
-
     fn half(&self, rank: usize) -> RankHalf {
         let KvferryAdapterConfig { announce, limits, layer_events, gpu, .. } = self.config.clone();
         RankHalf {
@@ -226,7 +204,7 @@ impl KvferryAdapter {
     }
 }
 
-/// The part of a worker half that is common to vLLM's and TensorRT-LLM's seams.
+/// What a worker half keeps between the calls of the seam.
 struct RankHalf {
     agent: Agent,
     config: WorkerConfig,
