@@ -331,7 +331,7 @@ impl CacheManager {
     }
 
     /// Blocks that a request of `total` tokens may need at once, per pool.
-    pub(crate) fn demand(&self, total: usize, chunk: usize) -> Vec<usize> {
+    fn demand(&self, total: usize, chunk: usize) -> Vec<usize> {
         let mut demand = vec![0; self.pools().len()];
         for group in &self.groups {
             let all = total.div_ceil(group.block_tokens);
@@ -344,20 +344,6 @@ impl CacheManager {
             };
         }
         demand
-    }
-
-    /// Blocks without users, per pool.
-    pub(crate) fn free(&self) -> Vec<usize> {
-        self.pools().iter().map(BlockPool::free).collect()
-    }
-
-    /// Blocks of a request, per pool.
-    pub(crate) fn held(&self, tables: &Tables) -> Vec<usize> {
-        let mut held = vec![0; self.pools().len()];
-        for (group, table) in self.groups.iter().zip(&tables.blocks) {
-            held[group.pool] += table.iter().filter(|id| !id.is_null()).count();
-        }
-        held
     }
 
     /// Takes the blocks whose bytes became invalid, with each group that may read them.

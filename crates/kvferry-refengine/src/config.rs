@@ -254,7 +254,4 @@ pub enum ConfigError {
     /// A connector allocated memory of another size than was asked for.
     #[error("rank {rank}: the connector allocated {len_bytes} bytes, expected {wanted_bytes}")]
     Memory { rank: Rank, len_bytes: usize, wanted_bytes: usize },
-    /// TensorRT-LLM has no connectors with this feature.
-    #[error("TensorRT-LLM does not support connectors with {what}")]
-    NotWithTrt { what: &'static str },
 }

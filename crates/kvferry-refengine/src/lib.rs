@@ -1,7 +1,7 @@
 //! A small deterministic paged-attention engine that tests connectors.
 //!
 //! A model of wrapping integers computes on paged KV caches, with TP and PP ranks, several groups,
-//! chunked prefill, a prefix cache and preemption, and drives a connector as vLLM and TensorRT-LLM do.
+//! chunked prefill, a prefix cache and preemption, and drives a connector as vLLM does.
 //! Every byte that a token attends to determines it: a wrong KV byte is a wrong token. There is no
 //! floating point and no GPU, and outside [`kvferry_adapter`] and [`pair`] no network and no clock: the same requests
 //! always make the same steps.
@@ -11,8 +11,8 @@
 //! * [`ModelSpec`], [`GroupSpec`]: the model; [`continuation`] computes its output without an engine.
 //! * [`EngineConfig`]: ranks, blocks, layouts, limits; [`RankLayout`]: the place of every byte.
 //! * [`Engine`]: requests in, tokens out, step by step.
-//! * [`contract`]: the two connector seams, and the violations of their contracts.
-//! * [`kvferry_adapter`]: kvferry's own connector behind them.
+//! * [`contract`]: the connector seam, and the violations of its contract.
+//! * [`kvferry_adapter`]: kvferry's own connector behind it.
 //! * [`pair`]: a prefill and a decode engine, and the router between them.
 //! * [`offload`]: kvferry's block manager instead of the engine's own.
 //!
@@ -52,7 +52,7 @@ mod worker;
 
 pub use block_pool::{BlockHash, BlockPins};
 pub use config::{ConfigError, EngineConfig, GroupCache, Launch, LoadFailurePolicy, Rank, Storage};
-pub use engine::{Connector, Engine, EngineError, Leak, StepReport};
+pub use engine::{Connector, Engine, Leak, StepReport};
 pub use kvferry_proto::layout::Packing;
 pub use layout::{BlockId, GroupView, HeadRange, KvCaches, LayerView, PlaneView, RankLayout};
 pub use memory::{HeapMemory, KvMemory};

@@ -9,9 +9,9 @@ use thiserror::Error;
 /// List in which a rank reports the end of an operation. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Channel {
-    /// `finished_sending`; TensorRT-LLM: `saved`.
+    /// `finished_sending`.
     Sending,
-    /// `finished_recving`; TensorRT-LLM: `loaded`.
+    /// `finished_recving`.
     Recving,
     /// `failed_recving`.
     Failed,
@@ -68,7 +68,4 @@ pub enum Violation {
     /// A prompt can be cut to at least one token, and not lengthened.
     #[error("{tokens} of {prompt} prompt tokens of {id} are to be prefilled")]
     PromptCut { id: RequestId, tokens: usize, prompt: usize },
-    /// TensorRT-LLM: only ids that were handed in may come back.
-    #[error("rank {rank} reports as {channel} {number}, which it was not handed")]
-    NotHandedIn { rank: Rank, channel: Channel, number: u64 },
 }

@@ -36,6 +36,7 @@ use crate::memory::KvMemory;
 use crate::request::{Params, RequestId};
 use crate::worker::LayerEvent;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
 
 /// Tokens of a request that a connector can load. Exhaustive on purpose.
@@ -280,5 +281,16 @@ pub trait WorkerConnector: Send {
     fn shutdown(&mut self) {}
 }
 
-/// A connector for vLLM's seam.
-pub type Connector = super::Connector<dyn SchedulerConnector, dyn WorkerConnector>;
+/// The two halves of a connector.
+pub struct Connector {
+    /// The scheduler half.
+    pub scheduler: Box<dyn SchedulerConnector>,
+    /// The worker half of each rank, in the order of [`crate::EngineConfig::ranks`].
+    pub workers: Vec<Box<dyn WorkerConnector>>,
+}
+
+impl fmt::Debug for Connector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connector").field("workers", &self.workers.len()).finish_non_exhaustive()
+    }
+}

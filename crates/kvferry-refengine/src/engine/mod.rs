@@ -5,17 +5,16 @@ mod phases;
 mod workers;
 
 use crate::config::{ConfigError, EngineConfig, Rank};
-use crate::contract::vllm::{ConnectorMeta, ConnectorOutput};
-use crate::contract::{Channel, Violation, trt, vllm};
+use crate::contract::vllm::ConnectorMeta;
+use crate::contract::{Violation, vllm};
 use crate::layout::{BlockId, KvCaches};
 use crate::lockstep::lockstep;
-use crate::model::Attention;
-use crate::quorum::{Countdown, Intersection, Report};
+use crate::quorum::{Countdown, Report};
 use crate::request::{Output, Request, RequestId, RequestStatus, SubmitError};
 use crate::scheduler::{Plan, Scheduler, Seam};
 use crate::worker::{Forward, Ranks};
 use kvferry_blocks::RetentionConfig;
-use phases::{Phase, Step, TrtRank, VllmRank, trt_phases, vllm_phases};
+use phases::{Phase, Step, VllmRank, vllm_phases};
 use std::fmt;
 use std::sync::Arc;
 use thiserror::Error;
@@ -28,25 +27,6 @@ pub enum Connector {
     None,
     /// Called as by vLLM.
     Vllm(vllm::Connector),
-    /// Called as by TensorRT-LLM.
-    Trt(trt::Connector),
-}
-
-/// A breach of the contract by the connector, or its failure.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum EngineError {
-    /// The connector broke the contract. The step is complete; [`Engine::violations`] may have more.
-    #[error(transparent)]
-    Violation(#[from] Violation),
-    /// TensorRT-LLM: a worker half failed. The engine cannot continue.
-    #[error("rank {rank}: {fault}")]
-    Worker {
-        /// The worker half's rank.
-        rank: Rank,
-        /// Reason for the failure.
-        fault: trt::WorkerFault,
-    },
 }
 
 /// Requests and blocks that were not given back.
@@ -96,31 +76,14 @@ impl Engine {
         let (seam, mut workers) = match connector {
             Connector::None => (Seam::None, Workers::None),
             Connector::Vllm(vllm::Connector { scheduler, workers }) => {
+                let (count, ranks) = (workers.len(), ranks.len());
+                if count != ranks {
+                    return Err(ConfigError::Workers { workers: count, ranks });
+                }
                 let workers = Workers::Vllm { workers, countdown: Countdown::default() };
                 (Seam::Vllm(scheduler), workers)
             }
-            Connector::Trt(trt::Connector { scheduler, workers }) => {
-                let saved = Intersection::new(Channel::Sending);
-                let loaded = Intersection::new(Channel::Recving);
-                (Seam::Trt(scheduler), Workers::Trt { workers, saved, loaded })
-            }
         };
-        let count = match &workers {
-            Workers::None => ranks.len(),
-            Workers::Vllm { workers, .. } => workers.len(),
-            Workers::Trt { workers, .. } => workers.len(),
-        };
-        if count != ranks.len() {
-            return Err(ConfigError::Workers { workers: count, ranks: ranks.len() });
-        }
-        if let Seam::Trt(_) = seam {
-            let state = config.model.groups.iter().any(|it| it.attention == Attention::State);
-            for (refused, what) in [(config.pp > 1, "PP"), (state, "states")] {
-                if refused {
-                    return Err(ConfigError::NotWithTrt { what });
-                }
-            }
-        }
         let caches = workers.caches(&config, &ranks)?;
         let mut scheduler = Scheduler::new(&config, seam);
         workers.register(&caches, &mut scheduler);
@@ -217,8 +180,6 @@ impl Engine {
         match &mut self.scheduler.seam {
             Seam::None => false,
             Seam::Vllm(connector) => connector.has_pending_work(),
-            // TensorRT-LLM steps while a request is in transmission.
-            Seam::Trt(_) => self.scheduler.held() > 0,
         }
     }
 
@@ -229,8 +190,8 @@ impl Engine {
             None => self.scheduler.cache.reset(),
         };
         let theirs = match &mut self.scheduler.seam {
+            Seam::None => true,
             Seam::Vllm(connector) => connector.reset_cache(),
-            Seam::None | Seam::Trt(_) => true,
         };
         own && theirs
     }
@@ -255,8 +216,9 @@ impl Engine {
     /// One step: schedules, computes, and counts what the ranks report.
     ///
     /// # Errors
-    /// The first breach of the contract in this step.
-    pub fn step(&mut self) -> Result<StepReport, EngineError> {
+    /// The first breach of the contract in this step. The step is complete; [`Engine::violations`] may have
+    /// more.
+    pub fn step(&mut self) -> Result<StepReport, Violation> {
         let plan = self.scheduler.schedule();
         let batch = self.scheduler.batch(&plan);
         let forward = (!batch.is_empty()).then(|| Arc::new(Forward::new(&self.ranks, batch)));
@@ -269,13 +231,12 @@ impl Engine {
                 self.scheduler.carry_out_actions();
             }
             Workers::Vllm { .. } => self.step_vllm(&plan, forward.as_ref()),
-            Workers::Trt { .. } => self.step_trt(&plan, forward.as_ref())?,
         }
         let new = std::mem::take(&mut self.scheduler.violations);
         let first = new.first().cloned();
         self.violations.extend(new);
         match first {
-            Some(violation) => Err(violation.into()),
+            Some(violation) => Err(violation),
             None => Ok(StepReport {
                 tokens: plan.tokens(),
                 unfinished: self.scheduler.unfinished(),
@@ -349,64 +310,6 @@ impl Engine {
         }
         self.scheduler.transferred(&output);
     }
-
-    fn step_trt(&mut self, plan: &Plan, forward: Option<&Arc<Forward>>) -> Result<(), EngineError> {
-        let output = self.scheduler.trt_output(plan);
-        let Seam::Trt(connector) = &mut self.scheduler.seam else { return Ok(()) };
-        let meta: Arc<[u8]> = connector.build_connector_meta(&output).into();
-        let void = self.drain_void();
-        self.ranks.caches.iter().for_each(|caches| scribble(caches, &void));
-        let Workers::Trt { workers, saved, loaded } = &mut self.workers else { return Ok(()) };
-
-        let phases = trt_phases(&self.ranks, self.config.launch, forward);
-        let mut halves: Vec<_> = self
-            .ranks
-            .caches
-            .iter()
-            .zip(workers)
-            .map(|(caches, worker)| TrtRank {
-                caches,
-                worker: &mut **worker,
-                fault: None,
-                finished: (vec![], vec![]),
-            })
-            .collect();
-        let step = Step { ranks: &self.ranks, forward };
-        lockstep(self.config.threads, &mut halves, &phases, |half, phase, first| match phase {
-            Phase::Compute(layer) if first => step.compute(*layer),
-            phase => half.perform(*phase, &step, &meta),
-        });
-        check_faults(&halves)?;
-        let sampled = forward.map_or_else(Vec::new, |forward| forward.finish());
-        self.scheduler.update(plan, &sampled, &[]);
-
-        let saving = std::mem::take(&mut self.scheduler.saving);
-        lockstep(self.config.threads, &mut halves, &[()], |half, (), _| {
-            match half.worker.get_finished(&saving, &plan.loading) {
-                Ok(finished) => half.finished = finished,
-                Err(fault) => half.fault = Some(fault),
-            }
-        });
-        check_faults(&halves)?;
-        saved.hand_in(&saving);
-        loaded.hand_in(&plan.loading);
-        for half in &halves {
-            let rank = half.caches.layout.rank;
-            saved.report(rank, &half.finished.0, &mut self.scheduler);
-            loaded.report(rank, &half.finished.1, &mut self.scheduler);
-        }
-        let ids = |numbers: Vec<u64>, scheduler: &Scheduler| {
-            numbers.into_iter().filter_map(|number| scheduler.number_to_id(number)).collect()
-        };
-        let count = halves.len();
-        let output = ConnectorOutput {
-            finished_sending: ids(saved.take_complete(count), &self.scheduler),
-            finished_recving: ids(loaded.take_complete(count), &self.scheduler),
-            ..ConnectorOutput::default()
-        };
-        self.scheduler.transferred(&output);
-        Ok(())
-    }
 }
 
 impl Drop for Engine {
@@ -443,14 +346,4 @@ fn scribble(caches: &KvCaches, void: &[VoidBlock]) {
         let Rank { pp, tp } = caches.layout.rank;
         caches.scribble(*group, *block, seed << 32 | (pp as u64) << 16 | tp as u64);
     }
-}
-
-fn check_faults(halves: &[TrtRank<'_>]) -> Result<(), EngineError> {
-    for half in halves {
-        if let Some(fault) = &half.fault {
-            let rank = half.caches.layout.rank;
-            return Err(EngineError::Worker { rank, fault: fault.clone() });
-        }
-    }
-    Ok(())
 }

@@ -1,8 +1,7 @@
 //! The phases of a step, and the work of each rank in them.
 
 use crate::config::Launch;
-use crate::contract::vllm::ConnectorMeta;
-use crate::contract::{trt, vllm};
+use crate::contract::vllm::{ConnectorMeta, WorkerConnector};
 use crate::layout::KvCaches;
 use crate::quorum::Report;
 use crate::request::RequestId;
@@ -19,7 +18,6 @@ pub(super) enum Phase {
     WaitForLayer(usize),
     Compute(usize),
     SaveLayer(usize),
-    ForwardDone,
     WaitForSave,
     Report,
 }
@@ -42,20 +40,6 @@ pub(super) fn vllm_phases(
         phases.push(Phase::StartLoad);
     }
     phases.extend([Phase::WaitForSave, Phase::Report]);
-    phases
-}
-
-pub(super) fn trt_phases(
-    ranks: &Ranks,
-    launch: Launch,
-    forward: Option<&Arc<Forward>>,
-) -> Vec<Phase> {
-    let mut phases = vec![Phase::Bind, Phase::StartLoad];
-    phases.extend(layer_phases(ranks, launch, forward));
-    if forward.is_some() {
-        phases.push(Phase::ForwardDone);
-    }
-    phases.push(Phase::WaitForSave);
     phases
 }
 
@@ -101,7 +85,7 @@ impl Step<'_> {
 
 pub(super) struct VllmRank<'a> {
     pub(super) caches: &'a KvCaches,
-    pub(super) worker: &'a mut dyn vllm::WorkerConnector,
+    pub(super) worker: &'a mut dyn WorkerConnector,
     pub(super) report: Report,
 }
 
@@ -131,31 +115,6 @@ impl VllmRank<'_> {
                 self.report = Report { results, invalid, meta };
                 self.worker.clear_connector_metadata();
             }
-            _ => {}
-        }
-    }
-}
-
-pub(super) struct TrtRank<'a> {
-    pub(super) caches: &'a KvCaches,
-    pub(super) worker: &'a mut dyn trt::WorkerConnector,
-    pub(super) fault: Option<trt::WorkerFault>,
-    pub(super) finished: (Vec<u64>, Vec<u64>),
-}
-
-impl TrtRank<'_> {
-    pub(super) fn perform(&mut self, phase: Phase, step: &Step<'_>, meta: &Arc<[u8]>) {
-        match phase {
-            Phase::Bind => self.worker.bind_connector_meta(meta),
-            Phase::StartLoad => self.fault = self.worker.start_load_kv().err(),
-            Phase::WaitForLayer(layer) if step.holds(self.caches, layer) => {
-                self.worker.wait_for_layer_load(layer);
-            }
-            Phase::SaveLayer(layer) if step.holds(self.caches, layer) => {
-                self.worker.save_kv_layer(layer, &step.event(layer));
-            }
-            Phase::ForwardDone => self.worker.forward_done(),
-            Phase::WaitForSave => self.worker.wait_for_save(),
             _ => {}
         }
     }

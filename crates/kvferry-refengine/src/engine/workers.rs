@@ -1,18 +1,17 @@
 //! The connector's worker halves, and how they are set up.
 
 use crate::config::{ConfigError, EngineConfig, Rank};
-use crate::contract::{trt, vllm};
+use crate::contract::vllm::WorkerConnector;
 use crate::layout::{KvCaches, RankLayout};
 use crate::memory::{HeapMemory, KvMemory};
-use crate::quorum::{Countdown, Intersection};
+use crate::quorum::Countdown;
 use crate::scheduler::{Scheduler, Seam};
 use std::sync::Arc;
 
 /// The worker halves, with the counts of their reports.
 pub(super) enum Workers {
     None,
-    Vllm { workers: Vec<Box<dyn vllm::WorkerConnector>>, countdown: Countdown },
-    Trt { workers: Vec<Box<dyn trt::WorkerConnector>>, saved: Intersection, loaded: Intersection },
+    Vllm { workers: Vec<Box<dyn WorkerConnector>>, countdown: Countdown },
 }
 
 impl Workers {
@@ -32,7 +31,6 @@ impl Workers {
                     Self::Vllm { workers, .. } => {
                         workers[at].allocate_kv_memory(rank, storage, len)
                     }
-                    Self::Trt { workers, .. } => workers[at].allocate_kv_memory(rank, storage, len),
                 };
                 let memory: Arc<dyn KvMemory> =
                     memory.unwrap_or_else(|| Arc::new(HeapMemory::new(len)));
@@ -49,28 +47,19 @@ impl Workers {
 
     /// Gives the caches to the worker halves, and their handshake metadata to the scheduler half.
     pub(super) fn register(&mut self, caches: &[Arc<KvCaches>], scheduler: &mut Scheduler) {
-        match self {
-            Self::None => {}
-            Self::Trt { workers, .. } => {
-                for (worker, caches) in workers.iter_mut().zip(caches) {
-                    worker.register_kv_caches(caches);
-                }
-            }
-            Self::Vllm { workers, .. } => {
-                for (worker, caches) in workers.iter_mut().zip(caches) {
-                    worker.register_kv_caches(caches);
-                }
-                let pins = scheduler.cache.pins();
-                let Seam::Vllm(connector) = &mut scheduler.seam else { return };
-                connector.bind_block_pools(pins);
-                connector.get_finished_count();
-                let handshakes: Vec<_> = workers
-                    .iter_mut()
-                    .zip(caches)
-                    .map(|(worker, caches)| (caches.layout.rank, worker.get_handshake_metadata()))
-                    .collect();
-                connector.set_xfer_handshake_metadata(&handshakes);
-            }
+        let Self::Vllm { workers, .. } = self else { return };
+        for (worker, caches) in workers.iter_mut().zip(caches) {
+            worker.register_kv_caches(caches);
         }
+        let pins = scheduler.cache.pins();
+        let Seam::Vllm(connector) = &mut scheduler.seam else { return };
+        connector.bind_block_pools(pins);
+        connector.get_finished_count();
+        let handshakes: Vec<_> = workers
+            .iter_mut()
+            .zip(caches)
+            .map(|(worker, caches)| (caches.layout.rank, worker.get_handshake_metadata()))
+            .collect();
+        connector.set_xfer_handshake_metadata(&handshakes);
     }
 }

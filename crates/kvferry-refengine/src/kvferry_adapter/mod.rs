@@ -1,4 +1,4 @@
-//! kvferry's connector behind both seams. These adapters only translate.
+//! kvferry's connector behind the seam. This adapter only translates.
 //!
 //! A [`KvferryAdapter`] is one engine's: a [`Scheduler`] and, per rank, an [`Agent`] and a [`Worker`] whose
 //! KV lies in the agent's memory ([`RegionMemory`]). The caller provides the agents, with transports,
@@ -10,46 +10,32 @@
 //! | `register_kv_caches` | [`Worker::start`] |
 //! | `get_handshake_metadata`, `set_xfer_handshake_metadata` | [`Worker::rank_metadata`], [`Scheduler::set_ranks`] |
 //! | `on_new_request`, `prompt_tokens_to_prefill` | [`Scheduler::arrived`] |
-//! | `get_num_new_matched_tokens` | [`Scheduler::matched`]; TensorRT-LLM: after [`Scheduler::arrived`] |
+//! | `get_num_new_matched_tokens` | [`Scheduler::matched`] |
 //! | `update_state_after_alloc` | [`Scheduler::allocated`] |
 //! | `build_connector_meta` | [`Scheduler::step`] |
-//! | `handle_preemptions`; TensorRT-LLM: `bind_connector_meta` | [`Worker::apply`] |
+//! | `handle_preemptions` | [`Worker::apply_after`] |
 //! | `start_load_kv` | [`Worker::fetch`] |
 //! | `save_kv_layer` | [`Worker::layer_computed`], unless [`KvferryAdapterConfig::layer_events`] is off |
 //! | `wait_for_save` | [`Worker::step_computed`] |
-//! | `get_transfer_results`; TensorRT-LLM: `get_finished` | [`Worker::reports`] |
+//! | `get_transfer_results` | [`Worker::reports`] |
 //! | `update_connector_output` | [`Scheduler::reported`], [`Scheduler::sent`], [`Scheduler::received`] |
 //! | `request_finished` | [`Scheduler::finished`] |
 //! | `reset_cache` | [`Scheduler::reset_cache`] |
-//!
-//! # What TensorRT-LLM's seam lacks
-//! * A way for the ranks to send metadata to the scheduler half. Real connectors make collective calls;
-//!   here an exchange within the process replaces them.
-//! * A way to report a failed load. `get_finished` returns a
-//!   [`WorkerFault`](crate::contract::trt::WorkerFault) with the request, the code and the reason, and
-//!   the engine ends: any other answer would vouch for wrong bytes.
-//! * Parameters of a response: the router must give the consumer the transfer's id and the producer's
-//!   address.
 
 mod gpu;
 mod memory;
-mod trt;
 mod vllm;
 
 pub use gpu::GpuMemory;
 pub use memory::RegionMemory;
 
 use crate::config::EngineConfig;
-use crate::contract;
-use crate::contract::RequestView;
-use crate::layout::{BlockId, KvCaches};
-use crate::memory::KvMemory;
-use crate::request::{FinishReason, RequestStatus};
-use crate::worker::LayerEvent;
-use kvferry::{Access, After, Agent, Region};
+use crate::contract::vllm::Connector;
+use crate::layout::BlockId;
+use kvferry::Agent;
 use kvferry_connector::{
-    Announce, ComputeEvent, EngineId, Finished, GroupRule, IdleLimit, Limits, Model, PromptId,
-    Scheduler, SchedulerConfig, Stats, Worker, WorkerConfig, WorkerObserver,
+    Announce, EngineId, GroupRule, IdleLimit, Limits, Model, Scheduler, SchedulerConfig, Stats,
+    Worker, WorkerConfig, WorkerObserver,
 };
 use kvferry_proto::WireCode;
 use kvferry_sys::sync::Mutex;
@@ -137,31 +123,19 @@ impl KvferryAdapter {
     }
 
     /// Makes the halves for vLLM's seam. To be called once.
-    pub fn vllm(&self) -> contract::vllm::Connector {
+    pub fn vllm(&self) -> Connector {
         let scheduler = self.scheduler.clone();
         let scheduler = vllm::Scheduler::new(scheduler, self.engine.ranks(), self.config.eager);
-        let workers = (0..self.workers.len()).map(|rank| vllm::Worker::new(self.half(rank)));
-        contract::vllm::Connector {
+        let workers = (0..self.workers.len()).map(|rank| self.worker(rank));
+        Connector {
             scheduler: Box::new(scheduler),
             workers: workers.map(|worker| Box::new(worker) as Box<_>).collect(),
         }
     }
 
-    /// Makes the halves for TensorRT-LLM's seam. To be called once.
-    pub fn trt(&self) -> contract::trt::Connector {
-        let exchange = trt::Exchange::new(self.workers.len(), self.scheduler.clone());
-        let scheduler = trt::Scheduler::new(self.scheduler.clone(), self.config.eager);
-        let workers = (0..self.workers.len())
-            .map(|rank| trt::Worker::new(self.half(rank), rank, exchange.clone()));
-        contract::trt::Connector {
-            scheduler: Box::new(scheduler),
-            workers: workers.map(|worker| Box::new(worker) as Box<_>).collect(),
-        }
-    }
-
-    fn half(&self, rank: usize) -> RankHalf {
+    fn worker(&self, rank: usize) -> vllm::Worker {
         let KvferryAdapterConfig { announce, limits, layer_events, gpu, .. } = self.config.clone();
-        RankHalf {
+        vllm::Worker {
             agent: self.agents[rank].clone(),
             config: WorkerConfig {
                 rank,
@@ -173,9 +147,10 @@ impl KvferryAdapter {
             layer_events,
             gpu,
             regions: vec![],
-            worker: self.workers[rank].clone(),
+            half: self.workers[rank].clone(),
             layers: vec![],
             last: None,
+            notes: None,
         }
     }
 
@@ -224,115 +199,4 @@ impl KvferryAdapter {
         }
         all
     }
-}
-
-/// The part of a worker half that is common to vLLM's and TensorRT-LLM's seams.
-struct RankHalf {
-    agent: Agent,
-    config: WorkerConfig,
-    layer_events: bool,
-    gpu: Option<i32>,
-    /// Regions of the rank, one per storage.
-    regions: Vec<Region>,
-    worker: Arc<OnceLock<Worker>>,
-    /// The rank's layers, numbered over the model.
-    layers: Vec<usize>,
-    /// Event of the last layer of this step.
-    last: Option<LayerEvent>,
-}
-
-impl RankHalf {
-    fn allocate(&mut self, len: usize) -> Arc<dyn KvMemory> {
-        if let Some(device) = self.gpu {
-            let memory = GpuMemory::new(&self.agent, device, len);
-            let memory = memory.expect("the GPU can be used and has memory for the cache");
-            self.regions.push(memory.region().clone());
-            return Arc::new(memory);
-        }
-        let region = self.agent.allocate(len, Access::READ).expect("there is memory for the cache");
-        self.regions.push(region.clone());
-        Arc::new(RegionMemory::new(region))
-    }
-
-    fn register(&mut self, caches: &KvCaches) {
-        let regions: Vec<_> = self.regions.iter().map(|it| (it.id(), it.len() as u64)).collect();
-        let layout = caches.layout.layout(&regions).expect("the regions are the rank's storages");
-        let worker = Worker::start(&self.agent, layout, &self.regions, self.config.clone());
-        let started = self.worker.set(worker.expect("the agent has no other message handler"));
-        started.expect("caches are registered once");
-        self.layers = caches.layout.layers.iter().map(|layer| layer.index).collect();
-    }
-
-    fn worker(&self) -> &Worker {
-        self.worker.get().expect("caches are registered first")
-    }
-
-    fn apply(&self, metadata: &[u8]) {
-        // The engine waits for each of its accesses to a GPU's memory.
-        let after = || Ok(After::host());
-        self.worker().apply_after(metadata, after).expect("the scheduler half's metadata");
-    }
-
-    fn layer_computed(&mut self, layer: usize, computed: &LayerEvent) {
-        if self.layer_events {
-            let place = self.layers.iter().position(|it| *it == layer);
-            let place = place.expect("hooks are called for the rank's own layers");
-            self.worker().layer_computed(place, Some(Box::new(computed.clone())));
-        }
-        self.last = Some(computed.clone());
-    }
-
-    fn step_computed(&mut self) {
-        let last = self.last.take().map(|event| Box::new(event) as Box<dyn ComputeEvent>);
-        self.worker().step_computed(last);
-    }
-}
-
-impl ComputeEvent for LayerEvent {
-    fn is_ready(&self) -> bool {
-        Self::is_ready(self)
-    }
-
-    fn wait(&self, _: &dyn Fn() -> bool) {
-        Self::wait(self);
-    }
-}
-
-/// Block numbers as vLLM has them: 0 where there is no block.
-fn numbers(blocks: &[Vec<BlockId>]) -> Vec<Vec<u32>> {
-    blocks.iter().map(|group| group.iter().map(|block| block.0).collect()).collect()
-}
-
-fn request<'a>(id: &'a str, view: &RequestView<'a>) -> kvferry_connector::Request<'a> {
-    let prompt = view.params.map(|_| PromptId::new(&[], view.prompt));
-    let prompt_tokens = view.prompt.len() as u64;
-    let max_tokens = view.max_tokens as u64;
-    kvferry_connector::Request { id, prompt_tokens, max_tokens, params: view.params, prompt }
-}
-
-/// The end of a request, which may have been rejected before it arrived.
-fn ended(
-    half: &mut Scheduler,
-    id: &str,
-    view: &RequestView<'_>,
-    blocks: &[Vec<u32>],
-    side_data: Option<Vec<u8>>,
-) -> Finished {
-    half.arrived(&request(id, view));
-    half.finished(id, finish(view), Some(blocks), side_data).unwrap_or_default()
-}
-
-/// Reason for the end of a request, in the connector's terms.
-fn finish(view: &RequestView<'_>) -> kvferry_connector::FinishReason {
-    match view.status {
-        RequestStatus::Finished(FinishReason::Length) => kvferry_connector::FinishReason::Length,
-        RequestStatus::Finished(FinishReason::Stop) => kvferry_connector::FinishReason::Stop,
-        RequestStatus::Finished(FinishReason::Error) => kvferry_connector::FinishReason::Error,
-        _ => kvferry_connector::FinishReason::Abort,
-    }
-}
-
-/// The tokens that a request has generated, as side data.
-fn generated(view: &RequestView<'_>) -> Vec<u8> {
-    view.tokens[view.prompt.len()..].iter().flat_map(|token| token.to_le_bytes()).collect()
 }

@@ -1,6 +1,6 @@
-//! The adapter behind vLLM's seam.
+//! The halves of the adapter.
 
-use super::{RankHalf, ended, generated, numbers, request};
+use super::{GpuMemory, RegionMemory};
 use crate::config::Rank;
 use crate::contract::RequestView;
 use crate::contract::vllm::{
@@ -9,11 +9,12 @@ use crate::contract::vllm::{
 };
 use crate::layout::{BlockId, KvCaches};
 use crate::memory::KvMemory;
-use crate::request::{Params, RequestId};
+use crate::request::{FinishReason, Params, RequestId, RequestStatus};
 use crate::worker::LayerEvent;
-use kvferry_connector::Scheduled;
+use kvferry::{Access, After, Agent, Region};
+use kvferry_connector::{ComputeEvent, PromptId, Scheduled, WorkerConfig};
 use kvferry_sys::sync::Mutex;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 pub(super) struct Scheduler {
     half: Arc<Mutex<kvferry_connector::Scheduler>>,
@@ -35,6 +36,36 @@ fn ids(requests: &[RequestId]) -> impl Iterator<Item = &str> {
     requests.iter().map(RequestId::as_str)
 }
 
+/// Block numbers, 0 where there is no block.
+fn numbers(blocks: &[Vec<BlockId>]) -> Vec<Vec<u32>> {
+    blocks.iter().map(|group| group.iter().map(|block| block.0).collect()).collect()
+}
+
+fn request<'a>(view: &RequestView<'a>) -> kvferry_connector::Request<'a> {
+    kvferry_connector::Request {
+        id: view.id.as_str(),
+        prompt_tokens: view.prompt.len() as u64,
+        max_tokens: view.max_tokens as u64,
+        params: view.params,
+        prompt: view.params.map(|_| PromptId::new(&[], view.prompt)),
+    }
+}
+
+/// Reason for the end of a request, in the connector's terms.
+fn reason(view: &RequestView<'_>) -> kvferry_connector::FinishReason {
+    match view.status {
+        RequestStatus::Finished(FinishReason::Length) => kvferry_connector::FinishReason::Length,
+        RequestStatus::Finished(FinishReason::Stop) => kvferry_connector::FinishReason::Stop,
+        RequestStatus::Finished(FinishReason::Error) => kvferry_connector::FinishReason::Error,
+        _ => kvferry_connector::FinishReason::Abort,
+    }
+}
+
+/// The tokens that a request has generated, as side data.
+fn generated(view: &RequestView<'_>) -> Vec<u8> {
+    view.tokens[view.prompt.len()..].iter().flat_map(|token| token.to_le_bytes()).collect()
+}
+
 impl SchedulerConnector for Scheduler {
     fn set_xfer_handshake_metadata(&mut self, ranks: &[(Rank, Vec<u8>)]) {
         let metadata = ranks.iter().map(|(_, metadata)| metadata.clone()).collect();
@@ -42,11 +73,11 @@ impl SchedulerConnector for Scheduler {
     }
 
     fn on_new_request(&mut self, view: &RequestView<'_>) {
-        self.half.lock().arrived(&request(view.id.as_str(), view));
+        self.half.lock().arrived(&request(view));
     }
 
     fn prompt_tokens_to_prefill(&mut self, view: &RequestView<'_>) -> usize {
-        let tokens = self.half.lock().arrived(&request(view.id.as_str(), view));
+        let tokens = self.half.lock().arrived(&request(view));
         usize::try_from(tokens).expect("no more than the prompt has")
     }
 
@@ -114,8 +145,12 @@ impl SchedulerConnector for Scheduler {
         block_ids: &[Vec<BlockId>],
     ) -> (bool, Option<Params>) {
         let side_data = (!self.eager).then(|| generated(view));
-        let (id, blocks) = (view.id.as_str(), numbers(block_ids));
-        let finished = ended(&mut self.half.lock(), id, view, &blocks, side_data);
+        let blocks = numbers(block_ids);
+        let mut half = self.half.lock();
+        // It may have been rejected before it arrived.
+        half.arrived(&request(view));
+        let finished = half.finished(view.id.as_str(), reason(view), Some(&blocks), side_data);
+        let finished = finished.unwrap_or_default();
         (finished.held, finished.params)
     }
 
@@ -130,13 +165,24 @@ impl SchedulerConnector for Scheduler {
 }
 
 pub(super) struct Worker {
-    half: RankHalf,
-    notes: Option<Vec<u8>>,
+    pub(super) agent: Agent,
+    pub(super) config: WorkerConfig,
+    /// See [`super::KvferryAdapterConfig::layer_events`].
+    pub(super) layer_events: bool,
+    pub(super) gpu: Option<i32>,
+    /// Regions of the rank, one per storage.
+    pub(super) regions: Vec<Region>,
+    pub(super) half: Arc<OnceLock<kvferry_connector::Worker>>,
+    /// The rank's layers, numbered over the model.
+    pub(super) layers: Vec<usize>,
+    /// Event of the last layer of this step.
+    pub(super) last: Option<LayerEvent>,
+    pub(super) notes: Option<Vec<u8>>,
 }
 
 impl Worker {
-    pub(super) const fn new(half: RankHalf) -> Self {
-        Self { half, notes: None }
+    fn half(&self) -> &kvferry_connector::Worker {
+        self.half.get().expect("caches are registered first")
     }
 }
 
@@ -147,38 +193,61 @@ impl WorkerConnector for Worker {
         _storage: usize,
         len_bytes: usize,
     ) -> Option<Arc<dyn KvMemory>> {
-        Some(self.half.allocate(len_bytes))
+        if let Some(device) = self.gpu {
+            let memory = GpuMemory::new(&self.agent, device, len_bytes);
+            let memory = memory.expect("the GPU can be used and has memory for the cache");
+            self.regions.push(memory.region().clone());
+            return Some(Arc::new(memory));
+        }
+        let region = self.agent.allocate(len_bytes, Access::READ);
+        let region = region.expect("there is memory for the cache");
+        self.regions.push(region.clone());
+        Some(Arc::new(RegionMemory::new(region)))
     }
 
     fn register_kv_caches(&mut self, caches: &Arc<KvCaches>) {
-        self.half.register(caches);
+        let regions: Vec<_> = self.regions.iter().map(|it| (it.id(), it.len() as u64)).collect();
+        let layout = caches.layout.layout(&regions).expect("the regions are the rank's storages");
+        let config = self.config.clone();
+        let half = kvferry_connector::Worker::start(&self.agent, layout, &self.regions, config);
+        let started = self.half.set(half.expect("the agent has no other message handler"));
+        started.expect("caches are registered once");
+        self.layers = caches.layout.layers.iter().map(|layer| layer.index).collect();
     }
 
     fn get_handshake_metadata(&mut self) -> Vec<u8> {
-        self.half.worker().rank_metadata().to_vec()
+        self.half().rank_metadata().to_vec()
     }
 
     fn handle_preemptions(&mut self, meta: &ConnectorMeta) {
-        self.half.apply(meta);
+        // The engine waits for each of its accesses to a GPU's memory.
+        let after = || Ok(After::host());
+        self.half().apply_after(meta, after).expect("the scheduler half's metadata");
     }
 
     /// The metadata have been applied: `handle_preemptions` is called in every step.
     fn bind_connector_metadata(&mut self, _meta: &ConnectorMeta) {}
 
     fn start_load_kv(&mut self) {
-        self.half.worker().fetch();
+        self.half().fetch();
     }
 
     fn save_kv_layer(&mut self, layer: usize, computed: &LayerEvent) {
-        self.half.layer_computed(layer, computed);
+        if self.layer_events {
+            let place = self.layers.iter().position(|it| *it == layer);
+            let place = place.expect("hooks are called for the rank's own layers");
+            self.half().layer_computed(place, Some(Box::new(computed.clone())));
+        }
+        self.last = Some(computed.clone());
     }
 
     fn wait_for_save(&mut self) {
-        self.half.step_computed();
+        let last = self.last.take().map(|event| Box::new(event) as Box<dyn ComputeEvent>);
+        self.half().step_computed(last);
     }
 
     fn get_transfer_results(&mut self, _finished_req_ids: &[RequestId]) -> TransferResults {
-        let reports = self.half.worker().reports();
+        let reports = self.half().reports();
         self.notes = reports.notes;
         let ids = |names: Vec<String>| names.into_iter().map(RequestId::from).collect();
         TransferResults {
@@ -190,5 +259,15 @@ impl WorkerConnector for Worker {
 
     fn build_connector_worker_meta(&mut self) -> Option<Vec<u8>> {
         self.notes.take()
+    }
+}
+
+impl ComputeEvent for LayerEvent {
+    fn is_ready(&self) -> bool {
+        Self::is_ready(self)
+    }
+
+    fn wait(&self, _: &dyn Fn() -> bool) {
+        Self::wait(self);
     }
 }

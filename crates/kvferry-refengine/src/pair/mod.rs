@@ -40,25 +40,8 @@ impl Node {
     /// # Panics
     /// If the configuration is invalid, or there are not as many agents as ranks.
     pub fn vllm(config: &EngineConfig, adapter: &KvferryAdapterConfig, agents: Vec<Agent>) -> Self {
-        Self::behind(|adapter| Connector::Vllm(adapter.vllm()), config, adapter, agents)
-    }
-
-    /// An engine with the connector behind TensorRT-LLM's seam. Each rank has its agent.
-    ///
-    /// # Panics
-    /// The cases of [`Node::vllm`].
-    pub fn trt(config: &EngineConfig, adapter: &KvferryAdapterConfig, agents: Vec<Agent>) -> Self {
-        Self::behind(|adapter| Connector::Trt(adapter.trt()), config, adapter, agents)
-    }
-
-    fn behind(
-        seam: impl Fn(&KvferryAdapter) -> Connector,
-        config: &EngineConfig,
-        adapter: &KvferryAdapterConfig,
-        agents: Vec<Agent>,
-    ) -> Self {
         let kvferry_adapter = KvferryAdapter::new(config, agents.clone(), adapter.clone());
-        let engine = Engine::new(config.clone(), seam(&kvferry_adapter));
+        let engine = Engine::new(config.clone(), Connector::Vllm(kvferry_adapter.vllm()));
         let engine = engine.expect("the caller's configuration is valid");
         Self { engine, kvferry_adapter, agents, computed: 0 }
     }

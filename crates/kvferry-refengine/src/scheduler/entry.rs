@@ -39,10 +39,6 @@ pub(super) struct Entry {
     /// because it still loads (`receiving`).
     pub(super) sending: bool,
     pub(super) receiving: bool,
-    /// TensorRT-LLM: an abort that waits for the load.
-    pub(super) abort: bool,
-    /// TensorRT-LLM: how many tokens and pages earlier iterations carried; `None` before the first.
-    pub(super) carried: Option<(usize, Vec<usize>)>,
     /// Tokens that the connector loads or has loaded for its admission.
     pub(super) external: usize,
     /// Retention of the request's blocks, for the block manager.
@@ -55,7 +51,6 @@ impl Entry {
     pub(super) fn view(&self) -> RequestView<'_> {
         RequestView {
             id: &self.id,
-            number: self.number,
             prompt: &self.tokens[..self.prompt_len],
             tokens: &self.tokens,
             computed: self.computed,

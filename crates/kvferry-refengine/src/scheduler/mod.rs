@@ -45,8 +45,6 @@ pub(crate) struct Scheduler {
     /// Requests that ended, or lost their blocks, since the last step.
     finished: Vec<RequestId>,
     restarted: Vec<RequestId>,
-    /// TensorRT-LLM: requests that began to save, by number.
-    pub(crate) saving: Vec<u64>,
     retired: FxHashMap<RequestId, (u64, bool)>,
     retired_order: VecDeque<(u64, RequestId)>,
     pub(crate) outputs: Vec<Output>,
@@ -88,7 +86,6 @@ impl Scheduler {
             steps: 0,
             finished: vec![],
             restarted: vec![],
-            saving: vec![],
             retired: FxHashMap::default(),
             retired_order: VecDeque::new(),
             outputs: vec![],
@@ -155,8 +152,6 @@ impl Scheduler {
             preempted: false,
             sending: false,
             receiving: false,
-            abort: false,
-            carried: None,
             external: 0,
             retention,
             held: None,
@@ -165,9 +160,9 @@ impl Scheduler {
         Ok(number)
     }
 
-    /// TensorRT-LLM and the block manager reserve the blocks of all tokens at once; vLLM those of a chunk.
+    /// The block manager reserves the blocks of all tokens at once; vLLM those of a chunk.
     fn chunk(&self, tokens: usize, chunk: usize) -> usize {
-        if self.seam.is_trt() || self.managed.is_some() { tokens } else { chunk }
+        if self.managed.is_some() { tokens } else { chunk }
     }
 
     pub(crate) fn submit(
@@ -205,13 +200,8 @@ impl Scheduler {
     /// Aborts a request. False if it does not run.
     pub(crate) fn abort(&mut self, id: &RequestId) -> bool {
         let Some(number) = self.numbers.get(id).copied() else { return false };
-        let trt = self.seam.is_trt();
-        let entry = self.entry_mut(number);
-        if matches!(entry.status, RequestStatus::Finished(_)) {
+        if matches!(self.entry(number).status, RequestStatus::Finished(_)) {
             return false;
-        }
-        if trt && entry.is_loading() {
-            return !std::mem::replace(&mut entry.abort, true);
         }
         self.finish(number, FinishReason::Abort);
         true
@@ -243,9 +233,5 @@ impl Scheduler {
     /// Number of requests that keep blocks after their end.
     pub(crate) fn held(&self) -> usize {
         self.requests.values().filter(|it| it.sending || it.receiving).count()
-    }
-
-    pub(crate) fn number_to_id(&self, number: u64) -> Option<RequestId> {
-        self.requests.get(&number).map(|entry| entry.id.clone())
     }
 }

@@ -2,9 +2,7 @@
 
 use super::Scheduler;
 use super::plan::{Admission, Plan};
-use crate::contract::trt::RequestData;
-use crate::contract::vllm::{CachedRequestData, NewRequestData};
-use crate::contract::{trt, vllm};
+use crate::contract::vllm::{CachedRequestData, NewRequestData, SchedulerOutput};
 use crate::worker::Sequence;
 
 impl Scheduler {
@@ -20,8 +18,8 @@ impl Scheduler {
         sequences.collect()
     }
 
-    pub(crate) fn vllm_output(&self, plan: &Plan) -> vllm::SchedulerOutput {
-        let mut output = vllm::SchedulerOutput {
+    pub(crate) fn vllm_output(&self, plan: &Plan) -> SchedulerOutput {
+        let mut output = SchedulerOutput {
             step: self.steps,
             finished_req_ids: plan.finished.clone(),
             preempted_req_ids: plan.preempted.clone(),
@@ -50,32 +48,6 @@ impl Scheduler {
                 num_computed_tokens: computed,
                 num_output_tokens: entry.tokens.len() - entry.prompt_len,
             });
-        }
-        output
-    }
-
-    pub(crate) fn trt_output(&mut self, plan: &Plan) -> trt::SchedulerOutput {
-        let mut output = trt::SchedulerOutput::default();
-        for item in &plan.items {
-            let entry = self.requests.get_mut(&item.number).expect("plans name live requests");
-            let blocks = &entry.tables.blocks;
-            let is_new = entry.carried.is_none();
-            let (tokens, carried) = entry.carried.take().unwrap_or((0, vec![0; blocks.len()]));
-            let data = RequestData {
-                request_id: item.number,
-                new_tokens: entry.tokens[tokens..].to_vec(),
-                new_block_ids: blocks
-                    .iter()
-                    .zip(carried)
-                    .map(|(group, carried)| {
-                        group[carried..].iter().map(|id| trt::page(*id)).collect()
-                    })
-                    .collect(),
-                computed_position: entry.computed - std::mem::take(&mut entry.external),
-                num_scheduled_tokens: item.count,
-            };
-            entry.carried = Some((entry.tokens.len(), blocks.iter().map(Vec::len).collect()));
-            if is_new { &mut output.new_requests } else { &mut output.cached_requests }.push(data);
         }
         output
     }

@@ -25,8 +25,6 @@ pub(crate) struct Plan {
     pub(super) preempted: Vec<RequestId>,
     pub(crate) finished: Vec<RequestId>,
     pub(crate) has_sync_loads: bool,
-    /// Requests that began to load, by number.
-    pub(crate) loading: Vec<u64>,
 }
 
 impl Plan {

@@ -66,7 +66,6 @@ impl Scheduler {
                     Growth::Later => break None,
                     Growth::NoRoom => {}
                 }
-                debug_assert!(!self.seam.is_trt(), "all blocks were there at admission");
                 let victim = *self.running.last().expect("at least this request runs");
                 // Take blocks from waiting requests before the last running one gives up its own: it
                 // would get them back and lose them again, for ever.
@@ -149,16 +148,12 @@ impl Scheduler {
             }
             self.settle_load(number);
             match self.admit(number, *budget) {
-                Admitted::NotYet => at += 1,
-                Admitted::Loading => {
-                    plan.loading.push(number);
-                    at += 1;
-                }
+                Admitted::NotYet | Admitted::Loading => at += 1,
                 Admitted::NoRoom => {
                     // Waiting requests that were loaded may hold so many blocks that none of them can
                     // continue.
                     let idle = plan.items.is_empty() && self.running.is_empty();
-                    if !idle || self.seam.is_trt() || !self.evict_waiting(Some(number), plan) {
+                    if !idle || !self.evict_waiting(Some(number), plan) {
                         break;
                     }
                 }
@@ -208,9 +203,6 @@ impl Scheduler {
         if self.entry(number).computed > 0 {
             return self.admit_loaded(number, budget);
         }
-        if self.seam.is_trt() && !self.fits_to_the_end(number) {
-            return Admitted::NoRoom;
-        }
         let entry = self.requests.get(&number).expect("queues name live requests");
         let hit = self.cache.find(&entry.hashes, entry.tokens.len() - 1);
         let matched = self.seam.matched(&entry.view(), hit.tokens);
@@ -225,7 +217,6 @@ impl Scheduler {
         let Some(new_blocks) =
             self.cache.allocate(&mut entry.tables, Some(&hit), next, have + count)
         else {
-            debug_assert!(!self.seam.is_trt(), "all blocks were there");
             return Admitted::NoRoom;
         };
         self.seam.allocated(&entry.view(), &entry.tables.blocks, external);
@@ -271,7 +262,7 @@ impl Scheduler {
         let entry = self.entry(number);
         let id = || entry.id.clone();
         // The last token cannot be computed again from a state that includes it.
-        let whole = load_async && !self.limits.has_state && !self.seam.is_trt();
+        let whole = load_async && !self.limits.has_state;
         let available = entry.tokens.len() - usize::from(!whole) - local;
         let violation = if tokens > available {
             Violation::TooManyTokens { id: id(), tokens, available }
@@ -282,23 +273,5 @@ impl Scheduler {
         };
         self.violations.push(violation);
         (0, false)
-    }
-
-    /// TensorRT-LLM's GUARANTEED_NO_EVICT: whether enough blocks are free for this request and all
-    /// admitted ones, up to their ends.
-    fn fits_to_the_end(&self, number: u64) -> bool {
-        let demand = |entry: &Entry| {
-            let total = entry.prompt_len + entry.max_tokens;
-            self.cache.demand(total, total)
-        };
-        let mut needed = demand(self.entry(number));
-        let admitted = self.requests.values().filter(|entry| !entry.tables.is_empty());
-        for entry in admitted.filter(|entry| !matches!(entry.status, RequestStatus::Finished(_))) {
-            let pools = demand(entry).into_iter().zip(self.cache.held(&entry.tables));
-            for (needed, (demand, held)) in needed.iter_mut().zip(pools) {
-                *needed += demand.saturating_sub(held);
-            }
-        }
-        self.cache.free().iter().zip(needed).all(|(free, needed)| *free >= needed)
     }
 }

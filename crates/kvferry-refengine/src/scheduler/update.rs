@@ -56,14 +56,11 @@ impl Scheduler {
         // The block manager frees the blocks of a load when it has ended.
         entry.receiving = entry.is_loading() && self.managed.is_none();
         entry.status = RequestStatus::Finished(reason);
-        if !self.seam.is_trt() && self.managed.is_none() {
+        if self.managed.is_none() {
             self.cache.leave_behind_at_end(&mut entry.tables, entry.computed);
         }
         let (sending, params) = self.seam.finished(&entry.view(), &entry.tables.blocks);
         entry.sending = sending;
-        if sending {
-            self.saving.push(number);
-        }
         self.finished.push(entry.id.clone());
         let finished = Finished { reason, params };
         match self.outputs.last_mut() {
@@ -162,9 +159,8 @@ impl Scheduler {
             if failed {
                 load.valid = 0;
             }
-            if (failed && fail) || entry.abort {
-                let error = failed && !entry.abort;
-                self.finish(number, if error { FinishReason::Error } else { FinishReason::Abort });
+            if failed && fail {
+                self.finish(number, FinishReason::Error);
             }
         }
         for id in &output.finished_sending {

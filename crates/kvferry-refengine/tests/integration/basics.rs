@@ -40,7 +40,7 @@ pub(crate) fn hybrid() -> ModelSpec {
     ModelSpec::new(groups, 10)
 }
 
-/// Without a state, which not every connector supports.
+/// Full attention and a sliding window.
 pub(crate) fn windowed() -> ModelSpec {
     ModelSpec::new(vec![GroupSpec::full(2, 8), GroupSpec::window(2, 8, 19)], 4)
 }

@@ -36,6 +36,30 @@ fn computed_kv_is_fetched_in_either_order_over_either_transport_between_any_rank
 }
 
 #[test]
+fn a_consumer_fetches_only_what_it_needs_of_what_is_offered_and_computed() {
+    let _bounded = bounded();
+    let (p, d) = two_engines();
+    let (there, here) = (blocks(8, 1), blocks(8, 5));
+    for (request, seed, fetched) in [("all", 1, 28), ("less", 2, 24)] {
+        d.fetch_request(request, &p.address, &here, 0..fetched);
+        // The step computes four tokens that are not handed over.
+        let step = compute(request, &there);
+        let offer = step.offer.clone().map(|offer| Offer { tokens: 28, ..offer });
+        let computes = vec![Compute { offer, ..step }];
+        p.apply(&ConnectorMetadata { computes, ..metadata() });
+        (0..LAYERS).for_each(|layer| p.ranks[0].fill(seed, &there, 0..32, layer));
+        p.ranks[0].worker.step_computed(None);
+        d.assert_fetched(request);
+        d.assert_has(seed, &here, 0..fetched);
+        assert!(!d.ranks[0].has(seed, &here, fetched, 0), "{request}: more was fetched");
+        p.hold(request);
+        p.assert_sent(request);
+    }
+    p.assert_idle();
+    d.assert_idle();
+}
+
+#[test]
 fn a_layer_is_fetched_after_its_event_not_after_its_call() {
     let _bounded = bounded();
     let (p, d) = two_engines();

@@ -204,6 +204,21 @@ fn a_fetch_from_a_wrong_address_or_another_incarnation_of_the_engine_fails_with_
     d.assert_idle();
 }
 
+#[test]
+fn a_fetch_that_no_producer_offers_ends_at_its_deadline_with_the_reason() {
+    let _bounded = bounded();
+    let (p, d) = two_engines();
+    let fetch = fetch("a", &p.address, &blocks(8, 5), 0..32);
+    let fetches = vec![FetchRequest { budget_ms: 300, ..fetch }];
+    let began = Instant::now();
+    d.apply(&ConnectorMetadata { fetches, ..metadata() });
+    d.fetch();
+    let (code, detail) = d.fetched("a").remove(0);
+    assert_eq!(code, WireCode::Deadline, "{detail}");
+    assert!(began.elapsed() >= Duration::from_millis(300) && !detail.is_empty(), "{detail}");
+    d.assert_idle();
+}
+
 /// What the other ranks of its engine say of it stays wrong, however often it is learned.
 #[test]
 fn a_request_to_an_engine_one_rank_of_which_was_restarted_alone_fails() {

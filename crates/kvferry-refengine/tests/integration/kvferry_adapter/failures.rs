@@ -44,7 +44,7 @@ fn a_fetch_without_an_offer_ends_at_its_deadline_and_is_computed() {
             pair.decode.engine.submit(request).unwrap();
             pair.assert_empty();
             assert!(began.elapsed() >= timeout);
-            assert_eq!(pair.fetched(), (0, 1));
+            assert_eq!(pair.decode.kvferry_adapter.outcomes(), [(WireCode::Deadline, 1)]);
             match policy {
                 LoadFailurePolicy::Recompute => pair.assert_right("a"),
                 LoadFailurePolicy::Fail => assert_eq!(pair.ended("a"), Some(FinishReason::Error)),

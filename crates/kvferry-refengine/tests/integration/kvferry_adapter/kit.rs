@@ -37,11 +37,6 @@ pub(crate) fn node_over(
     Node::vllm(config, adapter, agents(config, transports, secret))
 }
 
-/// Behind TensorRT-LLM's seam.
-pub(crate) fn trt_node(config: &EngineConfig, adapter: &KvferryAdapterConfig) -> Node {
-    Node::trt(config, adapter, agents(config, "tcp", ""))
-}
-
 /// The timeout is longer than any test runs: a test that ends has waited for none.
 pub(crate) fn kvferry_adapter() -> KvferryAdapterConfig {
     KvferryAdapterConfig { timeout: LONG, ..KvferryAdapterConfig::default() }

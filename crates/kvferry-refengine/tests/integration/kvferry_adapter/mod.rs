@@ -9,4 +9,3 @@ mod invented;
 mod kit;
 mod scenarios;
 mod shapes;
-mod trt;

@@ -7,7 +7,7 @@ use crate::refengine::script::Script;
 use kvferry_refengine::contract::vllm::{ConnectorMeta, Match, TransferResults, WorkerConnector};
 use kvferry_refengine::contract::{Channel, Violation};
 use kvferry_refengine::{
-    BlockId, Connector, Engine, EngineConfig, EngineError, FinishReason, HeapMemory, KvCaches,
+    BlockId, ConfigError, Connector, Engine, EngineConfig, FinishReason, HeapMemory, KvCaches,
     KvMemory, Launch, LayerEvent, LoadFailurePolicy, Rank, Request, RequestId, RequestStatus,
     continuation,
 };
@@ -20,7 +20,7 @@ pub(crate) fn scripted(config: &EngineConfig) -> (Engine, Script) {
     (Engine::new(config.clone(), Connector::Vllm(connector)).unwrap(), script)
 }
 
-pub(crate) fn tp(ranks: usize) -> EngineConfig {
+fn tp(ranks: usize) -> EngineConfig {
     let mut config = config(&dense(), 8, 32);
     config.tp = ranks;
     config
@@ -40,7 +40,7 @@ fn broken(engine: &mut Engine) -> Vec<Violation> {
     let before = engine.violations().len();
     let first = engine.step().unwrap_err();
     let new = engine.violations()[before..].to_vec();
-    assert_eq!(first, EngineError::Violation(new[0].clone()));
+    assert_eq!(first, new[0]);
     new
 }
 
@@ -443,7 +443,16 @@ fn a_prompt_can_be_cut_to_one_token_at_least() {
         let len = if right { cut } else { 20 };
         assert_eq!(outputs.of("a"), continuation(&dense(), &prompt(1, len)[..len], 2));
         let violation = Violation::PromptCut { id: "a".into(), tokens: cut, prompt: 20 };
-        assert_eq!(broken, if right { vec![] } else { vec![EngineError::Violation(violation)] });
+        assert_eq!(broken, if right { vec![] } else { vec![violation] });
+    }
+}
+
+#[test]
+fn a_connector_needs_a_worker_half_for_each_rank() {
+    for workers in [1, 3] {
+        let connector = Connector::Vllm(Script::new().connector(workers));
+        let refused = Engine::new(tp(2), connector).unwrap_err();
+        assert_eq!(refused, ConfigError::Workers { workers, ranks: 2 });
     }
 }
 

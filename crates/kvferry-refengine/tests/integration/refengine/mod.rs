@@ -1,4 +1,4 @@
-//! The engine compared with its model's output, and its seams with their contracts.
+//! The engine compared with its model's output, and its seam with the contract.
 
 mod contract;
 mod flips;
@@ -6,4 +6,3 @@ mod kit;
 mod loads;
 mod script;
 mod tokens;
-mod trt;

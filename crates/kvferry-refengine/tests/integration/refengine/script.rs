@@ -1,10 +1,10 @@
 //! Connectors with scripted answers that record their calls.
 
+use kvferry_refengine::contract::RequestView;
 use kvferry_refengine::contract::vllm::{
     Connector, ConnectorMeta, ConnectorOutput, Match, SchedulerConnector, SchedulerOutput,
     TransferResults, WorkerConnector,
 };
-use kvferry_refengine::contract::{RequestView, trt};
 use kvferry_refengine::{
     BlockId, BlockPins, KvCaches, LayerEvent, Params, Rank, RequestId, RequestStatus,
 };
@@ -29,13 +29,9 @@ pub(crate) struct State {
     pub(crate) results: BTreeMap<usize, TransferResults>,
     pub(crate) invalid: BTreeMap<usize, Vec<BlockId>>,
     pub(crate) worker_meta: Option<Vec<u8>>,
-    /// The next result of TensorRT-LLM's `get_finished` on each rank.
-    pub(crate) trt_finished: BTreeMap<usize, (Vec<u64>, Vec<u64>)>,
-    pub(crate) trt_states: Vec<trt::RequestState>,
     pub(crate) log: Vec<String>,
     pub(crate) outputs: Vec<ConnectorOutput>,
     pub(crate) plans: Vec<SchedulerOutput>,
-    pub(crate) trt_plans: Vec<trt::SchedulerOutput>,
     pub(crate) pins: Option<BlockPins>,
     pub(crate) statuses: Vec<RequestStatus>,
 }
@@ -51,13 +47,6 @@ impl Script {
 
     pub(crate) fn connector(&self, ranks: usize) -> Connector {
         Connector {
-            scheduler: Box::new(Half(self.clone(), usize::MAX)),
-            workers: (0..ranks).map(|rank| Box::new(Half(self.clone(), rank)) as Box<_>).collect(),
-        }
-    }
-
-    pub(crate) fn trt(&self, ranks: usize) -> trt::Connector {
-        trt::Connector {
             scheduler: Box::new(Half(self.clone(), usize::MAX)),
             workers: (0..ranks).map(|rank| Box::new(Half(self.clone(), rank)) as Box<_>).collect(),
         }
@@ -224,79 +213,5 @@ impl WorkerConnector for Half {
 
     fn shutdown(&mut self) {
         self.log("shutdown");
-    }
-}
-
-impl trt::SchedulerConnector for Half {
-    fn get_num_new_matched_tokens(
-        &mut self,
-        request: &RequestView<'_>,
-        computed: usize,
-    ) -> (usize, bool) {
-        self.log(format!("get_num_new_matched_tokens {} {computed}", request.number));
-        let mut state = self.0.state();
-        state.trt_states.push(trt::RequestState::of(request, false));
-        match state.answer.unwrap_or(Match::NONE) {
-            Match::Tokens { tokens, load_async } => (tokens, load_async),
-            Match::Unknown => panic!("TensorRT-LLM has no such answer"),
-        }
-    }
-
-    fn update_state_after_alloc(&mut self, request: &RequestView<'_>, block_ids: &[Vec<i32>]) {
-        self.log(format!("update_state_after_alloc {} {:?}", request.number, block_ids[0]));
-    }
-
-    fn build_connector_meta(&mut self, output: &trt::SchedulerOutput) -> Vec<u8> {
-        self.log("build_connector_meta");
-        self.0.state().trt_plans.push(output.clone());
-        vec![]
-    }
-
-    fn request_finished(&mut self, request: &RequestView<'_>, block_ids: &[Vec<i32>]) -> bool {
-        self.log(format!("request_finished {} {:?}", request.number, block_ids[0]));
-        let mut state = self.0.state();
-        let holds = state.holds;
-        state.trt_states.push(trt::RequestState::of(request, holds));
-        holds
-    }
-}
-
-impl trt::WorkerConnector for Half {
-    fn register_kv_caches(&mut self, _caches: &Arc<KvCaches>) {
-        self.log("register_kv_caches");
-    }
-
-    fn bind_connector_meta(&mut self, _meta: &Arc<[u8]>) {
-        self.log("bind_connector_meta");
-    }
-
-    fn start_load_kv(&mut self) -> Result<(), trt::WorkerFault> {
-        self.log("start_load_kv");
-        Ok(())
-    }
-
-    fn wait_for_layer_load(&mut self, layer: usize) {
-        self.log(format!("wait_for_layer_load {layer}"));
-    }
-
-    fn save_kv_layer(&mut self, layer: usize, _computed: &LayerEvent) {
-        self.log(format!("save_kv_layer {layer}"));
-    }
-
-    fn forward_done(&mut self) {
-        self.log("forward_done");
-    }
-
-    fn wait_for_save(&mut self) {
-        self.log("wait_for_save");
-    }
-
-    fn get_finished(
-        &mut self,
-        saving: &[u64],
-        loading: &[u64],
-    ) -> Result<(Vec<u64>, Vec<u64>), trt::WorkerFault> {
-        self.log(format!("get_finished {saving:?} {loading:?}"));
-        Ok(self.0.state().trt_finished.remove(&self.1).unwrap_or_default())
     }
 }

@@ -239,6 +239,38 @@ fn a_producer_leaves_the_tokens_that_the_consumer_computes_again_to_it() {
 }
 
 #[test]
+fn a_step_that_computes_a_prompt_beyond_what_is_handed_over_completes_the_offer() {
+    // The engine has not cut the prompt: 7 of 8 tokens are handed over.
+    for (group, blocks, offered) in
+        [(WINDOW, &[10, 11, 12, 13][..], Some(vec![NULL, 11, 12, 13])), (STATE, &[20, 21], None)]
+    {
+        let mut it = scheduler(&[FULL, group], true);
+        let params = produces("x");
+        assert_eq!(it.arrived(&request("a", 8, &params)), 7);
+        let full: &[u32] = &[1, 2];
+        let metadata = step(&mut it, [first("a", 8, &[full, blocks])], &[]);
+        let Some(offered) = offered else {
+            assert_eq!(withdrawn(metadata), WireCode::Unsupported, "the state has moved on");
+            assert_eq!(end(&mut it, FinishReason::Length), Finished::default());
+            assert_idle(&it);
+            continue;
+        };
+        let [compute] = &metadata.computes[..] else { panic!("{metadata:?}") };
+        let offer = compute.offer.as_ref().expect("the first time");
+        assert_eq!((offer.tokens, compute.until), (7, 8));
+        let tables = [BlockTable::new(0, full.to_vec()), BlockTable::new(0, offered)];
+        assert_eq!(compute.blocks, tables);
+        let last = [full.to_vec(), blocks.to_vec()];
+        assert!(
+            it.end_request(&request("a", 8, &params), FinishReason::Length, Some(&last), None).held
+        );
+        assert_eq!(ending(empty_step(&mut it)), EndingKind::Held { side_data: None });
+        it.sent(["a"]);
+        assert_idle(&it);
+    }
+}
+
+#[test]
 fn a_request_whose_end_is_told_again_is_still_held() {
     let mut it = scheduler(&[FULL], true);
     let params = produces("x");
