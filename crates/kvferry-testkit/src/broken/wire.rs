@@ -36,6 +36,8 @@ const WORKERS: usize = 4;
 const GRACE: Duration = Duration::from_millis(30);
 /// Big batches that a transport which prefers them moves before a small one.
 const BIG_FIRST: u64 = 20;
+/// Time that a late byte waits for its memory to be used again.
+const LATE_MAX: Duration = Duration::from_secs(10);
 
 pub(super) fn pair(fault: Option<Fault>) -> Pair {
     let wire = Arc::new(Wire {
@@ -379,7 +381,12 @@ impl Wire {
         }
         if let Some((memory, at, byte)) = last {
             thread::spawn(move || {
-                thread::sleep(Duration::from_millis(10));
+                // The owner notices the late byte only where it has written others before it.
+                let give_up = Instant::now() + LATE_MAX;
+                let is_unchanged = || memory.load(at.unsigned_abs(), 1) == byte.load(0, 1);
+                while is_unchanged() && Instant::now() < give_up {
+                    thread::sleep(Duration::from_millis(1));
+                }
                 drop(memory.transport_copy(Direction::In, at, byte.span(0, 1)));
             });
         }
