@@ -13,7 +13,7 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -51,6 +51,8 @@ struct Shared {
     interrupts: AtomicBool,
     /// Writes that have failed so.
     interrupted: AtomicUsize,
+    /// Bytes that all files may have.
+    quota: AtomicU64,
 }
 
 impl HangingDisk {
@@ -85,8 +87,11 @@ impl HangingDisk {
         if done != 0 {
             return Err(io::Error::last_os_error());
         }
-        let shared = Shared { renames: AtomicUsize::new(usize::MAX), ..Shared::default() };
-        let shared = Arc::new(shared);
+        let shared = Arc::new(Shared {
+            renames: AtomicUsize::new(usize::MAX),
+            quota: AtomicU64::new(u64::MAX),
+            ..Shared::default()
+        });
         let (tell, told) = mpsc::channel();
         let of_thread = Arc::clone(&shared);
         let thread = thread::Builder::new().name("fuse".into()).spawn(move || {
@@ -135,6 +140,12 @@ impl HangingDisk {
     /// Writes that have failed with `EINTR`.
     pub fn interrupted(&self) -> usize {
         self.shared.interrupted.load(SeqCst)
+    }
+
+    /// From now on, what would give the files more than `bytes` in all fails with `EDQUOT`. The file system still says
+    /// that it has room, as one with quotas of users does. A file counts with its length while it has a name.
+    pub fn quota(&self, bytes: u64) {
+        self.shared.quota.store(bytes, SeqCst);
     }
 
     /// Has the device answer everything, in the order in which it was asked.
@@ -218,6 +229,24 @@ impl Nodes {
         Ok(number)
     }
 
+    /// Bytes of the files that have a name.
+    fn used(&self) -> u64 {
+        let named = self.0.iter().filter_map(|it| it.names.as_ref()).flat_map(BTreeMap::values);
+        named.map(|number| self.0[*number as usize - 1].bytes.len() as u64).sum()
+    }
+
+    /// The bytes of a file, with zeros up to `end` at least.
+    fn grown(&mut self, number: u64, end: u64, quota: u64) -> Result<&mut Vec<u8>, i32> {
+        let len = self.get(number)?.bytes.len() as u64;
+        if end > len && end - len > quota.saturating_sub(self.used()) {
+            return Err(libc::EDQUOT);
+        }
+        let end = usize::try_from(end.max(len)).map_err(|_| libc::EFBIG)?;
+        let bytes = &mut self.get(number)?.bytes;
+        bytes.resize(end, 0);
+        Ok(bytes)
+    }
+
     fn attributes(&mut self, number: u64) -> Answer {
         let node = self.get(number)?;
         let len = node.bytes.len() as u64;
@@ -268,8 +297,8 @@ impl Nodes {
         Ok(out)
     }
 
-    /// Carries out an operation. The numbers are those of the kernel's `fuse.h`.
-    fn carry_out(&mut self, opcode: u32, node: u64, body: &[u8]) -> Answer {
+    /// Carries out an operation, while all files may have `quota` bytes. The numbers are those of the kernel's `fuse.h`.
+    fn carry_out(&mut self, opcode: u32, node: u64, body: &[u8], quota: u64) -> Answer {
         let word = |at| u64_at(body, at);
         match opcode {
             // LOOKUP
@@ -281,14 +310,14 @@ impl Nodes {
             3 => self.attr_out(node),
             // SETATTR
             4 => {
-                let valid = u32_at(body, 0);
+                let valid = u32_at(body, 0)?;
                 let (size, mode) = (word(16)?, u32_at(body, 68)?);
-                let it = self.get(node)?;
-                if valid? & 8 != 0 {
-                    it.bytes.resize(usize::try_from(size).map_err(|_| libc::EFBIG)?, 0);
+                if valid & 8 != 0 {
+                    let bytes = self.grown(node, size, quota)?;
+                    bytes.truncate(usize::try_from(size).map_err(|_| libc::EFBIG)?);
                 }
-                if valid? & 1 != 0 {
-                    it.mode = mode;
+                if valid & 1 != 0 {
+                    self.get(node)?.mode = mode;
                 }
                 self.attr_out(node)
             }
@@ -324,10 +353,7 @@ impl Nodes {
             WRITE => {
                 let (at, size) = (word(8)? as usize, u32_at(body, 16)? as usize);
                 let new = body.get(40..40 + size).ok_or(libc::EINVAL)?;
-                let bytes = &mut self.get(node)?.bytes;
-                if bytes.len() < at + size {
-                    bytes.resize(at + size, 0);
-                }
+                let bytes = self.grown(node, (at + size) as u64, quota)?;
                 bytes[at..at + size].copy_from_slice(new);
                 Ok((size as u64).to_le_bytes().to_vec())
             }
@@ -349,11 +375,7 @@ impl Nodes {
             }
             // FALLOCATE
             43 => {
-                let end = usize::try_from(word(8)? + word(16)?).map_err(|_| libc::EFBIG)?;
-                let bytes = &mut self.get(node)?.bytes;
-                if bytes.len() < end {
-                    bytes.resize(end, 0);
-                }
+                self.grown(node, word(8)? + word(16)?, quota)?;
                 Ok(Vec::new())
             }
             _ => Err(libc::ENOSYS),
@@ -508,7 +530,10 @@ impl Server {
                 self.shared.interrupted.fetch_add(1, SeqCst);
                 Err(libc::EINTR)
             }
-            false => self.nodes.carry_out(opcode, node, &request[40..]),
+            false => {
+                let quota = self.shared.quota.load(SeqCst);
+                self.nodes.carry_out(opcode, node, &request[40..], quota)
+            }
         };
         let (error, body) = match answer {
             Ok(body) => (0, body),
@@ -562,6 +587,46 @@ mod tests {
         assert_eq!(writing.join().expect("no panic").expect("written"), 4096);
         assert_eq!(std::fs::read(at.join("other")).expect("it is there")[4095..4097], [7, 8]);
         drop(disk);
+        std::fs::remove_dir(&at).expect("it is empty");
+    }
+
+    #[test]
+    fn beyond_a_quota_files_do_not_grow_until_others_are_cut_or_removed() {
+        let at = std::env::temp_dir().join(format!("kvferry-quota-{}", std::process::id()));
+        std::fs::create_dir_all(&at).expect("a folder");
+        let Some(disk) = HangingDisk::mount(&at) else { return };
+        let new = |name| File::create_new(at.join(name)).expect("new");
+        let (first, second) = (new("first"), new("second"));
+        let is_beyond = |done: io::Result<()>| match done {
+            Ok(()) => false,
+            Err(e) => {
+                assert_eq!(e.raw_os_error(), Some(libc::EDQUOT));
+                true
+            }
+        };
+        let reserve = |file: &File, len| {
+            // SAFETY: the descriptor is open.
+            match unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, len) } {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        };
+        disk.quota(8192);
+        reserve(&first, 4096).expect("inside");
+        second.write_all_at(&[1; 4096], 0).expect("inside");
+        assert!(is_beyond(reserve(&first, 4097)));
+        assert!(is_beyond(second.set_len(4097)));
+        assert!(is_beyond(second.write_all_at(&[2], 4096)));
+        second.write_all_at(&[2], 4095).expect("it does not grow");
+        first.set_len(1000).expect("it is cut");
+        second.set_len(4096 + 3096).expect("inside");
+        assert!(is_beyond(reserve(&first, 1001)));
+        std::fs::remove_file(at.join("second")).expect("it is there");
+        reserve(&first, 8192).expect("inside");
+        assert!(is_beyond(reserve(&first, 8193)));
+        disk.quota(u64::MAX);
+        reserve(&first, 8193).expect("no quota");
+        drop((first, second, disk));
         std::fs::remove_dir(&at).expect("it is empty");
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::fault_points::Op;
 use kvferry_sys::sync::Mutex;
+use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -75,6 +76,8 @@ pub(crate) struct Recorder {
 #[derive(Debug, Default)]
 struct State {
     events: Vec<Event>,
+    /// Reads of each file. They change nothing and are no steps.
+    reads: HashMap<PathBuf, usize>,
     steps: usize,
     fault: Option<Fault>,
     /// Operations on files, of which some may fail.
@@ -113,6 +116,11 @@ impl Recording {
 
     pub(crate) fn take(&self) -> Vec<Event> {
         std::mem::take(&mut self.0.state.lock().events)
+    }
+
+    /// Reads of a file so far.
+    pub(crate) fn reads(&self, path: &Path) -> usize {
+        self.0.state.lock().reads.get(path).copied().unwrap_or_default()
     }
 
     /// The keys of blocks that had to leave.
@@ -223,8 +231,13 @@ impl State {
                 return Err(io::Error::from_raw_os_error(fault.errno));
             }
         }
-        if matches!(op, Op::Read(_) | Op::Open { .. }) {
-            return Ok(None);
+        match op {
+            Op::Read(path) => {
+                *self.reads.entry(path).or_default() += 1;
+                return Ok(None);
+            }
+            Op::Open { .. } => return Ok(None),
+            _ => {}
         }
         let step = self.steps;
         self.steps += 1;

@@ -6,6 +6,7 @@ use crate::{Engine, Folder, MIB, POOL, content, options, prompt};
 use kvferry::Access;
 use kvferry_store::{BlockMemory, Error, Namespace, Put, Retain, Store};
 use kvferry_testkit::forked::in_forked_process;
+use kvferry_testkit::hanging::HangingDisk;
 use kvferry_testkit::{Journal, PATIENCE, eventually};
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{FileExt, PermissionsExt};
@@ -223,7 +224,20 @@ fn under_a_quota_that_is_smaller_than_the_capacity_new_blocks_replace_old_ones()
 #[ignore = "needs a user who has a quota: the test above"]
 fn plain_user_has_a_quota() {
     let Some(folder) = std::env::var_os("KVFERRY_STORE_TEST_PLAIN") else { return };
-    let engine = Engine::open(&options(&Path::new(&folder).join("store"), 24 * MIB), LEN);
+    new_blocks_replace_old_ones(&Path::new(&folder).join("store"));
+}
+
+#[test]
+fn where_a_device_answers_that_a_quota_is_reached_new_blocks_replace_old_ones() {
+    let folder = Folder::new("quota-of-device");
+    let Some(disk) = HangingDisk::mount(folder.path()) else { return };
+    disk.quota(12 * MIB);
+    new_blocks_replace_old_ones(folder.path());
+}
+
+/// A store in a folder with a quota of 12 MiB.
+fn new_blocks_replace_old_ones(folder: &Path) {
+    let engine = Engine::open(&options(folder, 24 * MIB), LEN);
     fill(&engine, LEN, 60 * MIB);
     let stats = engine.store.stats();
     assert_eq!((stats.failed, stats.corrupt), (0, 0), "{stats:?}");

@@ -181,12 +181,22 @@ const PLACES: u64 = FIRST_LONG + 2 * LONG as u64;
 /// Each test of these ends in a fraction of it.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// A store in four directories, of which the third hangs in these tests. All are in memory: what other tests do on the
-/// machine's disk takes no time here.
+/// File engine of the agent of a test, with what the other three directories are then.
+#[derive(Clone, Copy, Debug)]
+enum FileEngine {
+    /// With devices in memory: what other tests do on the machine's disk takes no time there.
+    Posix,
+    /// io_uring where the system permits it, with folders on the machine's disk: for io_uring, the kernel begins writes to
+    /// files of the devices in memory one after the other if their inodes fall into the same of 64 classes, whatever device
+    /// they are on.
+    Default,
+}
+
+/// A store in four directories, of which the third hangs in these tests.
 struct Four {
     /// First, so that its operations end before the store waits for them.
     disk: HangingDisk,
-    _others: [HangingDisk; 3],
+    _others: Vec<HangingDisk>,
     agent: Agent,
     pool: Region,
     with: StoreOptions,
@@ -221,14 +231,25 @@ impl Four {
     }
 
     fn with(name: &str, change: impl FnOnce(StoreOptions) -> StoreOptions) -> Option<Self> {
+        Self::with_engine(name, FileEngine::Posix, change)
+    }
+
+    fn with_engine(
+        name: &str,
+        engine: FileEngine,
+        change: impl FnOnce(StoreOptions) -> StoreOptions,
+    ) -> Option<Self> {
         let folder = Folder::new(name);
         let paths = ["a", "b", "c", "d"].map(|it| folder.path().join(it));
         paths.iter().for_each(|it| std::fs::create_dir(it).expect("a folder"));
         let disk = HangingDisk::mount(&paths[2])?;
-        let others = [0, 1, 3].map(|it| HangingDisk::mount(&paths[it]).expect("as the third"));
-        // For io_uring, the kernel begins writes to files of such file systems one after the other if their inodes fall into
-        // the same of 64 classes, whatever device they are on.
-        let agent = Agent::builder().name("engine").setting("file_engine", "posix");
+        let agent = Agent::builder().name("engine");
+        let (agent, in_memory) = match engine {
+            FileEngine::Posix => (agent.setting("file_engine", "posix"), &[0, 1, 3][..]),
+            FileEngine::Default => (agent, &[][..]),
+        };
+        let mount = |it: &usize| HangingDisk::mount(&paths[*it]).expect("as the third");
+        let others = in_memory.iter().map(mount).collect();
         let agent = agent.start().expect("an agent");
         let pool = agent.allocate(PLACES as usize * SHORT as usize, Access::NONE).expect("memory");
         let [first, rest @ ..] = paths;
@@ -358,8 +379,18 @@ impl Four {
 
 #[test]
 fn a_directory_that_hangs_is_missed_while_the_others_serve_and_serves_again_once_it_answers() {
+    others_serve_while_one_directory_hangs(FileEngine::Posix);
+}
+
+#[test]
+fn with_the_default_engine_a_directory_that_hangs_is_missed_while_the_others_serve() {
+    others_serve_while_one_directory_hangs(FileEngine::Default);
+}
+
+fn others_serve_while_one_directory_hangs(engine: FileEngine) {
     let _watchdog = Watchdog::new(LIMIT);
-    let Some(four) = Four::new("four") else { return };
+    let name = format!("four-{engine:?}");
+    let Some(four) = Four::with_engine(&name, engine, |it| it) else { return };
     let filled = four.filled();
     let (store, kv) = (&filled.store, &filled.kv);
     // The keeper of a full store drops none of them.
@@ -502,8 +533,18 @@ fn gets_while_one_directory_hangs(direct: DirectIo) {
 
 #[test]
 fn a_put_that_waits_for_one_directory_has_no_other_one_hang_and_goes_on_in_the_others() {
+    put_while_one_directory_hangs(FileEngine::Posix);
+}
+
+#[test]
+fn with_the_default_engine_a_put_that_waits_for_one_directory_goes_on_in_the_others() {
+    put_while_one_directory_hangs(FileEngine::Default);
+}
+
+fn put_while_one_directory_hangs(engine: FileEngine) {
     let _watchdog = Watchdog::new(LIMIT);
-    let Some(four) = Four::new("put") else { return };
+    let name = format!("put-{engine:?}");
+    let Some(four) = Four::with_engine(&name, engine, |it| it) else { return };
     // The next segment is the third directory's.
     let filled = four.filled_up_to(1);
     let (store, kv) = (&filled.store, &filled.kv);

@@ -3,7 +3,7 @@
 use crate::faults::warned;
 use crate::{Engine, Folder, MIB, POOL, content, options, prompt};
 use kvferry::Access;
-use kvferry_store::{BlockMemory, Error, Namespace, Retain};
+use kvferry_store::{BlockMemory, Error, Namespace, Retain, StoreOptions};
 use kvferry_testkit::{PATIENCE, eventually};
 use std::time::Duration;
 
@@ -109,6 +109,25 @@ fn a_smaller_capacity_deletes_segments_with_a_warning_and_a_larger_one_brings_no
     // The keeper goes on to free space until the store is closed.
     let again = found(&engine);
     assert!((1..=left).contains(&again), "{again} of {left}");
+}
+
+#[test]
+fn a_capacity_beyond_the_largest_is_used_as_far_as_it_goes_with_a_warning() {
+    let folder = Folder::new("largest-capacity");
+    let asked = 1_u64 << 50;
+    let with = StoreOptions::new(folder.path(), asked).blocks_max(1024);
+    // 16 TiB but for a segment of 4 GiB, and 64 KiB for other files.
+    let most = (1 << 44) - (4 << 30) + (64 << 10);
+    for _ in ["new", "opened again"] {
+        let (engine, warnings) = warned(|| Engine::open(&with, LEN));
+        let said = format!("the store uses {most} of its capacity of {asked} bytes");
+        assert!(warnings.len() == 1 && warnings[0].contains(&said), "{warnings:?}");
+        // One that joins has nothing to say.
+        let (joined, warnings) = warned(|| Engine::open(&with, LEN));
+        assert_eq!(warnings, Vec::<String>::new());
+        let used = [&engine, &joined].map(|it| it.store.stats().capacity_bytes);
+        assert_eq!(used, [most; 2]);
+    }
 }
 
 #[test]

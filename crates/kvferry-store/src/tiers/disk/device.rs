@@ -27,7 +27,7 @@ use kvferry::{Agent, DirectIo, FileOptions};
 use kvferry_sys::fd::Tracked;
 use kvferry_sys::private;
 use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
-use open_files::OpenFiles;
+use open_files::{OpenFiles, open_max};
 use rustc_hash::FxHashSet;
 use std::fs::File;
 use std::io;
@@ -38,10 +38,6 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// The part of the process's descriptors that the open segments of a store take, at most.
-const DESCRIPTORS_SHARE: usize = 4;
-/// Segments of a directory whose files are kept open, however few descriptors the process may have.
-const OPEN_MIN: usize = 4;
 /// Time for which it stays known whether a directory can be written to.
 const KNOWN_FOR: Duration = Duration::from_secs(1);
 
@@ -294,7 +290,7 @@ impl Device {
             Err(e) if is_read_only(&e) && !to_write => self.open_segment(segment, false)?,
             new => new?,
         };
-        let most = self.open_max();
+        let most = open_max(kvferry_sys::fd::limit(), self.direct, self.directories);
         let mut open = self.state.open.lock();
         if let Some(known) = open.find(segment, to_write) {
             // Another thread was faster.
@@ -308,14 +304,6 @@ impl Device {
         // Not under the lock: to close a file may wait for the device.
         drop(oldest);
         Ok(new)
-    }
-
-    /// Segments whose files are kept open at most.
-    fn open_max(&self) -> usize {
-        // A file for the agent, one past the page cache, and one for what is not moved by the agent.
-        let descriptors = if self.direct == DirectIo::Off { 2 } else { 3 };
-        let all = kvferry_sys::fd::limit() / DESCRIPTORS_SHARE / descriptors;
-        (all / self.directories).max(OPEN_MIN)
     }
 
     fn open_segment(&self, segment: u32, is_writable: bool) -> io::Result<Arc<Segment>> {

@@ -21,6 +21,7 @@ use crc_fast::CrcAlgorithm;
 use kvferry::{Access, Agent, Region};
 use kvferry_sys::sync::Mutex;
 use kvferry_testkit::PATIENCE;
+use std::ops::RangeInclusive;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
@@ -72,6 +73,34 @@ fn put_long(core: &Core, writer: &Writer, pool: &Region, key: u64, len: u32) -> 
         to = segment;
     });
     assert!(written.is_ok(), "{written:?} of {key}");
+    to
+}
+
+/// Puts blocks of `LEN` bytes, all with the same ones, into one extent of a new segment. Returns the segment.
+fn put_together(core: &Core, pool: &Region, keys: RangeInclusive<u64>) -> u32 {
+    let memory = BlockMemory::new(pool, 0, LEN.into());
+    let sum = memory.sum().expect("registered");
+    let candidate = |key: u64| {
+        let (parent, check, namespace, retention, time) = (None, 0, 7, 0, 0);
+        let (len, key) = (LEN, [key, key]);
+        let block = Block { key, parent, sum, check, namespace, len, retention, time };
+        Candidate { block, memory: memory.clone() }
+    };
+    let blocks: Vec<_> = keys.map(candidate).collect();
+    let writer = Writer::default();
+    let writing = writer.begin(core, &blocks).expect("room");
+    assert_eq!(writing.count(), blocks.len());
+    let mut to = 0;
+    let written = writing.end(core, |segment, records| {
+        for record in records {
+            let page = core.superblock.geometry.place(segment, record.page);
+            let new = New { sum, parent: None, page, len: LEN, retention: 0, now: 0 };
+            core.member.insert(Key(record.block.key), new);
+        }
+        to = segment;
+    });
+    assert!(written.is_ok(), "{written:?}");
+    writer.seal(core, SealScope::All);
     to
 }
 
@@ -279,7 +308,7 @@ fn a_sync_between_the_unlocking_of_a_segment_that_was_not_sealed_and_the_note_of
 }
 
 /// A keeper whose store has no threads, and blocks of a prompt each in its segments.
-fn filled(core: &Core, writer: &Writer, pool: &Region, blocks: std::ops::RangeInclusive<u64>) {
+fn filled(core: &Core, writer: &Writer, pool: &Region, blocks: RangeInclusive<u64>) {
     for key in blocks {
         put(core, writer, pool, key);
         let entry = core.member.find(&Key([key, key])).expect("put above");
@@ -371,6 +400,46 @@ fn the_segment_with_the_most_space_to_gain_for_what_is_copied_times_its_age_is_c
     assert_eq!(victim(), 1, "less than half is copied, for less than twice the age");
     let other = |number, _: &Segment| number != segments[1];
     assert_eq!(keeper.victim(other).map(|it| it.0), Some(segments[0]));
+    agent.shutdown();
+}
+
+#[test]
+fn each_run_of_neighbours_is_copied_with_one_read_and_each_extent_with_one_write() {
+    let (core, agent, folder) = core("runs");
+    let pool = agent.allocate(LEN as usize, Access::NONE).expect("memory");
+    let keys = [1..=16, 17..=32];
+    let segments = keys.clone().map(|keys| put_together(&core, &pool, keys));
+    let is_kept = |key: &u64| !key.is_multiple_of(4);
+    for key in (1..=32).filter(|key| !is_kept(key)) {
+        let entry = core.member.find(&Key([key, key])).expect("put above");
+        assert!(core.member.remove(&entry));
+    }
+    let mut keeper = Keeper::new(Arc::clone(&core));
+    let recording = Recording::start(&folder.0);
+    // The first 12 blocks leave room for 4 in the keeper's own segment.
+    for (segment, extents) in segments.into_iter().zip([&[12][..], &[4, 8]]) {
+        let path = core.disk.path_of(segment);
+        let scanned = crate::log::recover::scan(&core.disk, &core.superblock, segment);
+        let records = scanned.expect("it is read").expect("it is in use").records;
+        assert_eq!(records.len(), 16);
+        let to_scan = recording.reads(&path);
+        recording.take();
+        assert!(keeper.collect_one(segment, None));
+        // The collection has scanned it as well.
+        assert_eq!(recording.reads(&path) - 2 * to_scan, 4, "four runs of three blocks");
+        let data = |event: Event| match event {
+            Event::Begin(_, Op::Write { pieces, .. }) => {
+                let [(_, bytes)] = &pieces[..] else { panic!("{} pieces", pieces.len()) };
+                // Not a header or a footer.
+                (bytes.len() >= page_bytes(LEN)).then(|| bytes.len() / page_bytes(LEN))
+            }
+            _ => None,
+        };
+        let written: Vec<_> = recording.take().into_iter().filter_map(data).collect();
+        assert_eq!(written, extents);
+    }
+    assert!((1..=32).all(|key| is_right(&core, key) == is_kept(&key)));
+    keeper.stop();
     agent.shutdown();
 }
 

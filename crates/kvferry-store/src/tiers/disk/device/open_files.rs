@@ -1,13 +1,18 @@
 //! The files of a directory's segments that are open.
 
 use crate::tiers::disk::errors::WrittenLate;
-use kvferry::{Agent, ErrorKind, FileRegion};
+use kvferry::{Agent, DirectIo, ErrorKind, FileRegion};
 use kvferry_sys::fd::Tracked;
 use rustc_hash::FxHashMap;
 use std::fs::{File, TryLockError};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+/// The part of the process's descriptors that the open segments of a store take, at most.
+const DESCRIPTORS_SHARE: usize = 4;
+/// Segments of a directory whose files are kept open, however few descriptors the process may have.
+const OPEN_MIN: usize = 4;
 
 #[derive(Debug, Default)]
 pub(super) struct OpenFiles {
@@ -31,6 +36,13 @@ pub(crate) struct Segment {
     pub(super) is_locked: AtomicBool,
     /// The agent was shut down while a transfer was under way: nothing says when it ends.
     pub(super) is_left: AtomicBool,
+}
+
+/// Segments of a directory whose files are kept open at most, in a process that may have `limit` descriptors.
+pub(super) fn open_max(limit: usize, direct: DirectIo, directories: usize) -> usize {
+    // A file for the agent, one past the page cache, and one for what is not moved by the agent.
+    let descriptors = if direct == DirectIo::Off { 2 } else { 3 };
+    (limit / DESCRIPTORS_SHARE / descriptors / directories).max(OPEN_MIN)
 }
 
 impl Segment {
@@ -133,6 +145,13 @@ mod tests {
     use super::*;
     use crate::bench::Bench;
     use kvferry::FileOptions;
+
+    #[test]
+    fn the_segments_that_stay_open_take_a_quarter_of_the_descriptors_but_are_four_at_least() {
+        assert_eq!(open_max(1024, DirectIo::Off, 1), 128);
+        assert_eq!(open_max(1 << 20, DirectIo::Auto, 4), 21_845);
+        assert_eq!(open_max(64, DirectIo::Auto, 4), 4);
+    }
 
     #[test]
     fn a_file_that_is_written_to_is_closed_only_if_all_others_are_written_to_as_well() {
