@@ -8,6 +8,8 @@ use serde_json::Value;
 fn bench(library: &str, line: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
     command.args(["bench", "gpu"]).args(line).env_remove("KVFERRY_SECRET");
+    // A loaded machine stops a process for seconds.
+    command.env("KVFERRY_SILENCE_MS", "300000");
     command.env("KVFERRY_LIBCUDA", library).output().expect("the command starts")
 }
 

@@ -17,6 +17,8 @@ fn doctor(line: &[&str]) -> Command {
             command.env_remove(name);
         }
     }
+    // A loaded machine stops a process for seconds.
+    command.env("KVFERRY_SILENCE_MS", "300000");
     command
 }
 

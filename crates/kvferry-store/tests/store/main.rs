@@ -14,6 +14,7 @@ mod sentences;
 use kvferry::{Access, Agent, Region};
 use kvferry_store::{BlockMemory, Namespace, Put, Retain, Space, Store, StoreOptions};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// A folder of its own, removed at the end.
 pub(crate) struct Folder(PathBuf);
@@ -52,7 +53,9 @@ pub(crate) struct Engine {
 }
 
 pub(crate) fn options(folder: &Path, capacity: u64) -> StoreOptions {
-    StoreOptions::new(folder, capacity).segment_bytes(MIB)
+    // The disk of a loaded machine takes seconds for a write.
+    let unlimited = Duration::from_secs(3600);
+    StoreOptions::new(folder, capacity).segment_bytes(MIB).hang_after(unlimited)
 }
 
 impl Engine {

@@ -426,7 +426,8 @@ mod tests {
         for names in ["tcp", "local", "all"] {
             let start = |names: &str| {
                 let transports = Transports::parse(names).expect("names");
-                Agent::builder().transports(transports).start().expect("an agent")
+                let builder = Agent::builder().transports(transports);
+                builder.silence(Duration::from_secs(600)).start().expect("an agent")
             };
             let (near, far) = (start(names), start("all"));
             let alive: Vec<_> = [&near, &far]

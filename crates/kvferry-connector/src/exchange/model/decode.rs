@@ -47,7 +47,7 @@ pub(super) struct Side {
 }
 
 pub(super) struct Rank {
-    machine: Consumer,
+    pub(super) machine: Consumer,
     memory: Vec<u64>,
     pub(super) fetches: BTreeMap<HandoffId, Fetching>,
     pub(super) reads: BTreeMap<ReadId, Reading>,

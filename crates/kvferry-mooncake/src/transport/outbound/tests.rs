@@ -121,7 +121,8 @@ fn i1_a_write_that_is_cancelled_between_its_last_byte_and_its_notification_is_ca
     let _bound = Watchdog::new(PATIENCE);
     let (halted, has_halted) = mpsc::channel();
     let kind = transport::link(Box::leak(Box::new(Halts(halted))));
-    let agent = Agent::builder().transports(Transports::only(kind)).start().expect("an agent");
+    let builder = Agent::builder().transports(Transports::only(kind)).silence(PATIENCE);
+    let agent = builder.start().expect("an agent");
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let at = listener.local_addr().expect("bound").to_string();
     let region = agent.allocate_private(LEN, Access::READ).expect("memory");

@@ -4,7 +4,7 @@
 //! fails, each test prints why it is skipped, and passes.
 
 use crate::wire::{
-    LONG, PAGE, agent, builder, bytes_of, filled, handshake, pattern, scattered, turned,
+    LONG, PAGE, agent, builder, bytes_of, filled, handshake, pattern, scattered, settles, turned,
 };
 use kvferry::{
     Access, Agent, Batch, ErrorKind, Incarnation, Notification, Options, Peer, RegionId,
@@ -469,6 +469,7 @@ fn a_stock_target_that_restarts_at_its_address_is_reconnected() {
     let mut second = stock!();
     let remote = second.allocate(PAGE, 0);
     relay.leads_to(&second.session);
+    settles("the death goes unnoticed", || peer.transport().is_none());
     peer.write(&scattered(&source, remote, PAGE, 1), &options()).expect("the first call");
     assert!(second.holds(remote, 3, PAGE));
     assert_eq!(agent.stats().transfers_failed, 0);

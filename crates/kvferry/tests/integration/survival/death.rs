@@ -66,6 +66,7 @@ fn a_restarted_peer_is_reconnected_and_old_handles_are_refused() {
     let (mut second, again) = Child::with_agent(config);
     assert_eq!(address, again);
     let new = second.allocate(MIB, "rw", 3);
+    eventually("the death is noticed", || peer.transport().is_none());
     peer.write(&batch(&from, &new.remote, 4096), &Options::default())
         .expect("the first call to the restarted peer");
     assert!(second.matches(&new, 1));

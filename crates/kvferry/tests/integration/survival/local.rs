@@ -228,6 +228,7 @@ fn a_killed_peer_fails_writes_at_once_and_a_restarted_peer_is_reconnected() {
         let (second, again) = Child::with_agent(config.clone());
         assert_eq!(again, address);
         child = second;
+        eventually("the death is noticed", || peer.transport().is_none());
         let stale =
             peer.write(&moves, &Options::default()).expect_err("a handle from before the restart");
         assert_eq!(stale.kind(), ErrorKind::StaleIncarnation, "{stale:?}");
