@@ -117,7 +117,7 @@ enum Event {
         read: ReadId,
     },
     Reconnect(usize),
-    Refused(u64),
+    Refused(EngineId),
     Silent(usize, u64),
     Wake(bool),
     LookUpEnds {
@@ -281,8 +281,8 @@ impl<'a> World<'a> {
         side.now = self.now;
         self.numbers += 1;
         let transfer = HandoffId::new(&format!("x{}", self.numbers)).expect("short");
-        if let Ok((offer, first)) = machine.offer(side, &prompt(number), transfer) {
-            computing.push(Computing { offer, prompt: number, first, blocks: 0, copy: 0 });
+        if let Ok((offer, _)) = machine.offer(side, &prompt(number), transfer) {
+            computing.push(Computing { offer, prompt: number, blocks: 0, copy: 0 });
         }
     }
 
@@ -363,12 +363,12 @@ impl<'a> World<'a> {
         assert!(self.now <= until || side.was_stopped, "a look-up ends by its deadline");
         if machine.abandon(side, &request) {
             *self.met.ends.entry("abandoned").or_default() += 1;
-            drop(side.subscriber.failed(THERE, took, LOOK_UP, self.now));
+            side.subscriber.failed(THERE, took, LOOK_UP, self.now);
             return;
         }
         let Some(slots) = machine.take(side, &request) else {
             *self.met.ends.entry("failed").or_default() += 1;
-            drop(side.subscriber.failed(THERE, took, LOOK_UP, self.now));
+            side.subscriber.failed(THERE, took, LOOK_UP, self.now);
             if self.now < until {
                 self.ask(number, first, until);
             }
@@ -427,7 +427,7 @@ impl<'a> World<'a> {
         let was_up = std::mem::replace(&mut wire.up, false);
         wire.dead = false;
         wire.connection += 1;
-        let ([producer, consumer], connection) = (wire.peers, wire.connection);
+        let [producer, consumer] = wire.peers;
         if !was_up {
             return;
         }
@@ -449,7 +449,6 @@ impl<'a> World<'a> {
             machine.lost(producer, code, gone, self.now);
         }
         let after = ms(self.script.below(100) as u64 * 10);
-        let _ = connection;
         self.at(self.now + after, Event::Reconnect(at));
     }
 
@@ -578,8 +577,8 @@ impl<'a> World<'a> {
                 }
             }
             Event::Reconnect(at) => self.reconnect(at),
-            Event::Refused(connection) => {
-                if self.wires[self.ranks].connection == connection && !self.wires[self.ranks].up {
+            Event::Refused(engine) => {
+                if self.decode.engine == engine {
                     self.decode.side.subscriber.lost(THERE, self.now);
                 }
             }
@@ -691,8 +690,8 @@ impl<'a> World<'a> {
         let peers = [self.prefill.peer(at), self.decode.peer(at)];
         let wire = &mut self.wires[at];
         if stopped || wire.dead {
-            let connection = wire.connection;
-            return self.at(self.now + SILENCE, Event::Refused(connection));
+            let engine = self.decode.engine;
+            return self.at(self.now + SILENCE, Event::Refused(engine));
         }
         (wire.up, wire.peers, wire.busy) = (true, peers, [self.now; 2]);
         self.decode.side.subscriber.opened(THERE, here(), self.now);

@@ -31,8 +31,6 @@ pub(super) struct Prefill {
 pub(super) struct Computing {
     pub(super) offer: u64,
     pub(super) prompt: usize,
-    /// Its first slot.
-    pub(super) first: u32,
     /// Blocks that were scheduled.
     pub(super) blocks: u32,
     /// The last copy that has blocks of it.
