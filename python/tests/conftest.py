@@ -31,6 +31,7 @@ def _settings_come_from_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
         if (name.startswith(("KVFERRY_", "MC_")) and not kept) or name in ("HOST_IP", "POD_IP"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("KVFERRY_TRANSPORTS", OVER_TCP)
+    monkeypatch.setenv("KVFERRY_SILENCE_MS", str(int(NEVER * 1000)))
 
 
 @pytest.fixture(autouse=True)

@@ -58,11 +58,13 @@ class ChildError(Exception):
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """The environment without settings of kvferry, Mooncake or the host's address, and with the transports of the tests."""
+    """The environment without settings of kvferry, Mooncake or the host's address, and with the transports of the tests and
+    a silence limit that no test reaches.
+    """
     mine = {
         k: v for k, v in os.environ.items() if not k.startswith(("KVFERRY_", "MC_")) and k not in ("HOST_IP", "POD_IP")
     }
-    return mine | {"KVFERRY_TRANSPORTS": OVER_TCP} | extra
+    return mine | {"KVFERRY_TRANSPORTS": OVER_TCP, "KVFERRY_SILENCE_MS": str(int(NEVER * 1000))} | extra
 
 
 class Child:

@@ -436,7 +436,6 @@ def test_a_peer_that_restarts_gets_a_new_session(
     servers: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Only the end of the connection ends the call to the killed peer.
-    monkeypatch.setenv("KVFERRY_SILENCE_MS", "600000")
     monkeypatch.setenv("KVFERRY_TIMEOUT_MS", "600000")
     with kept_port() as address:
         here, first = engine(), servers(env={"KVFERRY_LISTEN": address})

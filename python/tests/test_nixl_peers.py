@@ -64,9 +64,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
-    """An agent that waits for a silent peer and for a transfer longer than a test may take."""
+    """An agent that waits for a transfer longer than a test may take."""
     monkeypatch.setenv("KVFERRY_LISTEN", LISTEN["KVFERRY_LISTEN"])
-    monkeypatch.setenv("KVFERRY_SILENCE_MS", "600000")
     monkeypatch.setenv("KVFERRY_TIMEOUT_MS", "600000")
     here = Here()
     yield here
@@ -493,6 +492,7 @@ def test_a_stopped_peer_ends_the_transfer_by_its_silence(
     start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVFERRY_LISTEN", LISTEN["KVFERRY_LISTEN"])
+    monkeypatch.setenv("KVFERRY_SILENCE_MS", "3000")
     monkeypatch.setenv("KVFERRY_TIMEOUT_MS", "600000")
     here = Here()
     child = start()

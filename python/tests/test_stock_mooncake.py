@@ -284,7 +284,6 @@ def test_killing_stock_during_a_batch_is_an_error_at_once(
     stocks: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Only the reset of the connection ends the call.
-    monkeypatch.setenv("KVFERRY_SILENCE_MS", "600000")
     monkeypatch.setenv("KVFERRY_TIMEOUT_MS", "600000")
     size = 64 << 20
     here, there = Here(size), stocks(size)
