@@ -371,7 +371,7 @@ def steps_of(load: str) -> list[Step]:
     found: list[Step] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        Pair(Path(folder), load, load_wait=int(ANSWER_S)) as pair,
+        Pair(Path(folder), load, load_wait=int(ANSWER_S), handoff_timeout=NEVER_S) as pair,
     ):
         relay = pair.relay
         eventually(lambda: pair.run("prefill", "engine.followers") == 1)
