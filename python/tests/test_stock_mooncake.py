@@ -16,6 +16,7 @@ import pytest
 import stock
 from conftest import LOOPBACK
 from kit import Child, ChildError, Memory, eventually
+from test_interrupt import HANDLER
 from test_mooncake import PREPARE, SCRIPT, SERVER, Server, engine
 
 BLOCK = 4096
@@ -349,11 +350,15 @@ def test_ctrl_c_ends_a_call_to_a_stopped_stock_peer(
     there = stocks(64 << 20)
     caller = children(SERVER.format(module="kvferry.mooncake", nbytes=64 << 20))
     assert caller.run(f"engine.transfer_sync_write({there.session!r}, memory.addr, {there.base}, 64)") == 0
+    caller.run(HANDLER)
     there.child.send(signal.SIGSTOP)
     caller.start(f"begun(); engine.transfer_sync_write({there.session!r}, memory.addr, {there.base}, 64 << 20)")
     caller.has_begun()
     time.sleep(0.3)
     caller.send(signal.SIGINT)
+    caller.has_begun()
+    # The call ends with the peer's confirmation.
+    there.child.send(signal.SIGCONT)
     with pytest.raises(ChildError) as caught:
         caller.result()
     assert caught.value.kind == "KeyboardInterrupt"
