@@ -402,7 +402,7 @@ def calls(pair: Pair, name: Name, number: int) -> Iterator[Step]:
         if not is_over:
             yield Step(name, at, call)
         has_finished |= call == "request_finished"
-        is_over = has_finished and call == "get_finished"
+        is_over |= has_finished and call == "get_finished"
         call = pair.run(name, "engine.step()")
 
 
