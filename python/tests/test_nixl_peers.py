@@ -621,7 +621,8 @@ def test_a_process_exits_cleanly_with_everything_still_open() -> None:
 
 
 def test_idle_agents_use_no_processor(here: Here, start: Callable[..., Child]) -> None:
-    child = start("True, True, 0")
+    # The default, by which the agent sends heartbeats.
+    child = start("True, True, 0", KVFERRY_SILENCE_MS="3000")
     here.agent.add_remote_agent(child.run("agent.get_agent_metadata()"))
     handle = here.handle(child, "READ", MIB)
     here.agent.transfer(handle)
