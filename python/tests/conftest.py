@@ -31,6 +31,7 @@ def _settings_come_from_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
         if (name.startswith(("KVFERRY_", "MC_")) and not kept) or name in ("HOST_IP", "POD_IP"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("KVFERRY_TRANSPORTS", OVER_TCP)
+    monkeypatch.setenv("KVFERRY_SILENCE_MS", str(int(NEVER * 1000)))
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def children() -> Iterator[Callable[..., Child]]:
 
 TARGET = """
 import kvferry
-agent = kvferry.Agent("there", listen="127.0.0.1:0", **{options})
+agent = kvferry.Agent("there", **{options})
 memory = Memory({nbytes})
 region = agent.register((memory.addr, memory.nbytes))
 """
@@ -80,7 +81,7 @@ def targets(children: Callable[..., Child]) -> Callable[..., Target]:
     """Starts agents in other processes."""
 
     def start(nbytes: int = 1 << 20, *, env: dict[str, str] | None = None, **options: object) -> Target:
-        options = {"silence": NEVER} | options
+        options = {"listen": LOOPBACK, "silence": NEVER} | options
         return Target(children(TARGET.format(options=options, nbytes=nbytes), env=env), nbytes)
 
     return start

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
+from kit import kept_port
+
 __all__ = ["Fault", "FaultyProxy"]
 
 # "503": says so. "cut": ends in the middle of the body. "flip": changes a bit of it. "reset": resets the connection.
@@ -30,8 +32,10 @@ class FaultyProxy:
         self.requests: list[tuple[str, str]] = []
         self._lock = threading.Lock()
         self._released = threading.Event()
-        self._server = self._listen(0)
-        self.port = self._server.server_address[1]
+        # The kernel gives the port to no other socket in an outage.
+        self._kept = contextlib.ExitStack()
+        self.port = int(self._kept.enter_context(kept_port()).rpartition(":")[2])
+        self._server = self._listen(self.port)
 
     @property
     def url(self) -> str:
@@ -67,6 +71,7 @@ class FaultyProxy:
         self.always = "reset"
         self._released.set()
         self._close()
+        self._kept.close()
 
     def _listen(self, port: int) -> Server:
         server = Server(("127.0.0.1", port), Handler)

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,6 +31,7 @@ __all__ = [
     "Memory",
     "eventually",
     "kept_port",
+    "remove",
     "run_python",
     "ticks_during",
 ]
@@ -58,11 +60,13 @@ class ChildError(Exception):
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """The environment without settings of kvferry, Mooncake or the host's address, and with the transports of the tests."""
+    """The environment without settings of kvferry, Mooncake or the host's address, and with the transports of the tests and
+    a silence limit that no test reaches.
+    """
     mine = {
         k: v for k, v in os.environ.items() if not k.startswith(("KVFERRY_", "MC_")) and k not in ("HOST_IP", "POD_IP")
     }
-    return mine | {"KVFERRY_TRANSPORTS": OVER_TCP} | extra
+    return mine | {"KVFERRY_TRANSPORTS": OVER_TCP, "KVFERRY_SILENCE_MS": str(int(NEVER * 1000))} | extra
 
 
 class Child:
@@ -195,6 +199,17 @@ def eventually(condition: Callable[[], Any], patience: float = PATIENCE, what: s
             return value
         assert time.monotonic() < until, f"{what} did not happen within {patience} s"
         time.sleep(0.005)
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder with all that is in it. A thread that still writes there may make a file meanwhile."""
+
+    def is_gone() -> bool:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder)
+        return not folder.exists()
+
+    eventually(is_gone, what=f"the removal of {folder}")
 
 
 def ticks_during(call: Callable[[], object]) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from kit import Memory, eventually
 from kvferry.nixl import nixl_agent, nixl_agent_config
+from kvferry.nixl._errors import nixlBackendError, nixlRepostActiveError
 
 BLOCK = 4096
 BLOCKS = 64
@@ -36,3 +37,31 @@ def run(agent: nixl_agent, handle: Any) -> str:
         eventually(lambda: agent.check_xfer_state(handle) != "PROC")
         state = agent.check_xfer_state(handle)
     return state
+
+
+def release(agent: nixl_agent, handle: Any) -> None:
+    """Releases a handle. A transfer that runs may take longer to end than a call waits for it."""
+
+    def is_released() -> bool:
+        try:
+            agent.release_xfer_handle(handle)
+        except nixlRepostActiveError:
+            return False
+        return True
+
+    eventually(is_released, what="the release")
+
+
+def deregister(agent: nixl_agent, descs: Any) -> None:
+    """Deregisters memory. Transfers that use it may take longer to end than a call waits for them."""
+
+    def is_deregistered() -> bool:
+        try:
+            agent.deregister_memory(descs)
+        except nixlBackendError as error:
+            if "try again" not in str(error):
+                raise
+            return False
+        return True
+
+    eventually(is_deregistered, what="the deregistration")

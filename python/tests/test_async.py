@@ -12,7 +12,7 @@ from collections.abc import Callable
 import kvferry
 import pytest
 from conftest import LOOPBACK, Target
-from kit import NEVER, Memory, eventually
+from kit import NEVER, PATIENCE, Memory, eventually
 
 BIG = 64 << 20
 Targets = Callable[..., Target]
@@ -113,7 +113,7 @@ def test_a_cancelled_transfer_no_longer_accesses_its_memory(targets: Targets) ->
 def test_dropping_a_transfer_does_not_cancel_it(agent: kvferry.Agent, target: Target) -> None:
     mine = Memory(1 << 20)
     agent.peer(target.address).write_async(mine.addr, target.base, 1 << 20, notify=("there", b""))
-    assert target.child.run("agent.wait_notification(10).name") == "there"
+    assert target.child.run(f"agent.wait_notification({PATIENCE}).name") == "there"
 
 
 def test_transfers_can_be_awaited(agent: kvferry.Agent, target: Target) -> None:

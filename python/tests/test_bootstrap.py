@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit import PATIENCE
 from kvferry.vllm import _bootstrap
 from kvferry.vllm._bootstrap import CHALLENGE, MAX_BODY_BYTES, MAX_CONNECTIONS, PROOF, BootstrapServer, register_at
 
@@ -40,7 +41,7 @@ def url(server: BootstrapServer) -> str:
 def ask(
     server: BootstrapServer, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
 ) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=10)  # type: ignore[attr-defined]
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=PATIENCE)  # type: ignore[attr-defined]
     text = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     try:
         connection.request(method, path, text, headers or {})

@@ -20,7 +20,7 @@ from typing import Any
 
 import kvferry.mooncake as mooncake
 import pytest
-from kit import Child, Memory, kept_port
+from kit import Child, Memory, eventually, kept_port
 
 P2P = "P2PHANDSHAKE"
 
@@ -145,7 +145,8 @@ def test_a_batch_of_70000_elements_is_one_call(here: mooncake.TransferEngine, se
 
 
 # Label, expression, outcome. `a` calls, `b` is the other engine (in the same process), `T` its session; `ad` and `bd` are
-# the addresses of 1 MiB each; the first 64 KiB of b's are registered when the third block begins.
+# the addresses of 1 MiB each; the first 64 KiB of b's are registered when the third block begins. `ended` waits for a
+# transfer of `a`, `notifies` for notifications of `b`.
 SCRIPT: list[tuple[str, Any]] = [
     # initialize
     ("E().initialize('127.0.0.1', P2P, 'bogus', '')", 0),
@@ -213,7 +214,7 @@ SCRIPT: list[tuple[str, Any]] = [
     ("a.transfer_sync(T, ad, bd, 100, Op.Write, Notify('n', 'm'))", 0),
     ("a.transfer_sync(T, ad, bd, 100, opcode=Op.Write, notify=Notify(name='n2', msg='m2'), transport_hint='')", 0),
     ("a.transfer_sync(T, ad, bd, 100, Op.Write, None, 'hint')", 0),
-    ("sleep(0.3), [(n.name, n.msg) for n in b.get_notifies()]", (None, [("n", "m"), ("n2", "m2")])),
+    ("notifies(2)", [("n", "m"), ("n2", "m2")]),
     ("b.get_notifies()", []),
     # batches
     ("a.batch_transfer_sync_write(T, [ad, ad + 100], [bd, bd + 100], [100, 100])", 0),
@@ -231,7 +232,7 @@ SCRIPT: list[tuple[str, Any]] = [
     ("a.batch_transfer_sync_read(T, [ad, ad + 100], [bd, bd + 100], [100, 100])", 0),
     ("a.batch_transfer_sync(T, [ad], [bd], [10], Op.Read)", 0),
     ("a.batch_transfer_sync(T, [ad], [bd], [10], Op.Write, Notify('batch', 'done'))", 0),
-    ("sleep(0.3), [(n.name, n.msg) for n in b.get_notifies()]", (None, [("batch", "done")])),
+    ("notifies(1)", [("batch", "done")]),
     # asynchronous
     ("a.get_batch_transfer_status([a.batch_transfer_async_write(T, [ad, ad + 100], [bd, bd + 100], [100, 100])])", 0),
     ("a.get_batch_transfer_status([a.batch_transfer_async_read(T, [ad, ad + 100], [bd, bd + 100], [100, 100])])", 0),
@@ -242,7 +243,7 @@ SCRIPT: list[tuple[str, Any]] = [
     ("a.batch_transfer_async_write('127.0.0.1:1', [ad], [bd], [100])", 0),
     ("a.batch_transfer_async_write(T, [ad], [bd, 1], [100])", 0),
     ("i = a.transfer_submit_write(T, ad, bd, 10)", None),
-    ("i > 0, sleep(0.3), a.transfer_check_status(i)", (True, None, 1)),
+    ("i > 0, ended(i)", (True, 1)),
     ("a.transfer_submit_write('127.0.0.1:1', ad, bd, 10)", 0),
     ("a.transfer_check_status(batch_id=1)", TypeError),
     # managed buffers
@@ -277,7 +278,7 @@ SCRIPT: list[tuple[str, Any]] = [
 
 PREPARE = """
 import ctypes, json, mmap
-from time import sleep
+from time import monotonic, sleep
 import {module} as me
 E, Op, Notify, P2P = me.TransferEngine, me.TransferOpcode, me.TransferNotify, "P2PHANDSHAKE"
 a, b = E(), E()
@@ -285,6 +286,19 @@ assert a.initialize("127.0.0.1", P2P, "tcp", "") == b.initialize("127.0.0.1", P2
 one, two = Memory(1 << 20), Memory(1 << 20)
 ad, bd = one.addr, two.addr
 T = f"127.0.0.1:{{b.get_rpc_port()}}"
+
+def ended(identity):
+    until = monotonic() + 60
+    while (status := a.transfer_check_status(identity)) == 0 and monotonic() < until:
+        sleep(0.005)
+    return status
+
+def notifies(count):
+    until, got = monotonic() + 60, []
+    while len(got) < count and monotonic() < until:
+        got += [(it.name, it.msg) for it in b.get_notifies()]
+        sleep(0.005)
+    return got
 """
 
 
@@ -436,7 +450,6 @@ def test_a_peer_that_restarts_gets_a_new_session(
     servers: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Only the end of the connection ends the call to the killed peer.
-    monkeypatch.setenv("KVFERRY_SILENCE_MS", "600000")
     monkeypatch.setenv("KVFERRY_TIMEOUT_MS", "600000")
     with kept_port() as address:
         here, first = engine(), servers(env={"KVFERRY_LISTEN": address})
@@ -464,18 +477,28 @@ def test_a_stopped_peer_delays_calls_at_most_by_the_silence_limit_and_no_other_p
     monkeypatch.setenv("KVFERRY_TIMEOUT_MS", "600000")
     here, silent, well = engine(), servers(), servers()
     mine = Memory(1 << 20)
-    for server in (silent, well):
-        assert here.transfer_sync_write(server.session, mine.addr, server.base, 100) == 0
-    silent.child.send(signal.SIGSTOP)
-    code: list[int] = []
-    stuck = threading.Thread(
-        target=lambda: code.append(here.transfer_sync_write(silent.session, mine.addr, silent.base, 1 << 20))
-    )
-    stuck.start()
-    while stuck.is_alive():
-        assert here.transfer_sync_write(well.session, mine.addr, well.base, 4096) == 0
-        time.sleep(0.01)
-    assert code == [-1]
+
+    def is_delayed() -> bool:
+        """False if this process was suspended for the limit, which ends all sessions."""
+        for server in (silent, well):
+            assert here.transfer_sync_write(server.session, mine.addr, server.base, 100) == 0, here.last_error()
+        silent.child.send(signal.SIGSTOP)
+        code: list[int] = []
+        stuck = threading.Thread(
+            target=lambda: code.append(here.transfer_sync_write(silent.session, mine.addr, silent.base, 1 << 20))
+        )
+        stuck.start()
+        errors = []
+        while stuck.is_alive():
+            if here.transfer_sync_write(well.session, mine.addr, well.base, 4096) != 0:
+                errors.append(here.last_error())
+            time.sleep(0.01)
+        silent.child.send(signal.SIGCONT)
+        assert code == [-1]
+        assert all("was suspended" in error for error in errors), errors
+        return not errors
+
+    eventually(is_delayed)
 
 
 def test_the_listening_address_follows_the_local_hostname(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from kit import Memory, eventually
 from kvferry.nixl import _bindings as bind
 from kvferry.nixl import _core
-from nixl_kit import BLOCK, BLOCKS, Side, run
+from nixl_kit import BLOCK, BLOCKS, Side, deregister, run
 
 
 @pytest.fixture(autouse=True)
@@ -311,7 +311,7 @@ def test_a_handle_that_is_dropped_while_its_transfer_runs_holds_nothing(pair: tu
     for _ in range(50):
         here.agent.transfer(here.agent.make_prepped_xfer("READ", mine, range(BLOCKS), theirs, range(BLOCKS)))
     assert not list(here.agent._running)
-    here.agent.deregister_memory(here.registered)
+    deregister(here.agent, here.registered)
 
 
 def test_transfers_and_agents_that_come_and_go_leave_no_descriptor_and_no_handle(pair: tuple[Side, Side]) -> None:

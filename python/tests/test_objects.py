@@ -141,7 +141,10 @@ def test_a_fault_that_stays_is_a_miss_that_is_counted(
 ) -> None:
     put(bucket, agent, tmp_path, 4)
     bucket.proxy.always = fault
-    with bucket.store(agent, tmp_path / "here", request_timeout=0.3, away_min=3600, away_max=3600) as store:
+    # Each prefetch makes one request, which its fault ends. Only one that hangs is ended by its time.
+    request_timeout = 0.3 if fault == "hang" else 20
+    options = {"request_timeout": request_timeout, "retries": 0, "away_min": 3600, "away_max": 3600}
+    with bucket.store(agent, tmp_path / "here", **options) as store:
         space = store.space("model@1")
         for _ in range(3):
             assert space.prefetch(hashes(4)) == 0
@@ -150,7 +153,9 @@ def test_a_fault_that_stays_is_a_miss_that_is_counted(
         # No more requests are made.
         made = len(bucket.proxy.requests)
         assert space.prefetch(hashes(4)) == 0
-        assert (store.stats()["fetch_missed"], len(bucket.proxy.requests)) == (1, made)
+        assert store.stats()["fetch_missed"] == 1
+        # The proxy may take a request that hangs after its time.
+        assert fault == "hang" or len(bucket.proxy.requests) == made
 
 
 def test_a_damaged_object_is_missed_counted_and_replaced(agent: kvferry.Agent, bucket: Bucket, tmp_path: Path) -> None:

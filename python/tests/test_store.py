@@ -7,7 +7,6 @@ import hashlib
 import os
 import pickle
 import select
-import shutil
 import signal
 import threading
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import kvferry
 import pytest
 from conftest import LOOPBACK
-from kit import Child, eventually, run_python, ticks_during
+from kit import Child, eventually, remove, run_python, ticks_during
 
 KIB = 1024
 MIB = 1 << 20
@@ -705,7 +704,7 @@ def test_an_empty_directory_takes_the_place_of_a_lost_one_where_that_is_asked_fo
     directories = [tmp_path / "a", tmp_path / "b"]
     with kvferry.Store(agent, directories, CAPACITY):
         pass
-    shutil.rmtree(directories[1])
+    remove(directories[1])
     directories[1].mkdir()
     with kvferry.Store(agent, directories, CAPACITY) as store:
         assert store.stats()["lost_directories"] == 1

@@ -84,7 +84,8 @@ def serve(prompts: int, load: str) -> dict[str, Any]:
 
 def _serve_elsewhere(directory: Path, prompts: int, load: str) -> dict[str, Any]:
     """In a process of its own, which ends."""
-    environment = os.environ | {"TLLM_KVFERRY_DISK": str(directory), "TLLM_KVFERRY_DISK_GIB": "0.25"}
+    own = {"DISK": str(directory), "DISK_GIB": "0.25", "LOAD_WAIT": "60"}
+    environment = os.environ | {"TLLM_KVFERRY_" + name: value for name, value in own.items()}
     command = [sys.executable, __file__, "--serve", "--prompts", str(prompts), "--load", load]
     ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True, timeout=300)
     found: dict[str, Any] = json.loads(ended.stdout)

@@ -25,7 +25,7 @@ def serve(made: Callable[[], Any], requests: Callable[[int, int], list[Request]]
     print(json.dumps(handoff.address), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
-        answer: Any = handoff.followers
+        answer: Any = {"followers": handoff.followers, "heard": handoff.gauges()["heard"]}
         if command["do"] == "run":
             served = requests(command["prompts"], command["seed"])
             for it in served:
@@ -72,6 +72,13 @@ class Process:
             raise SystemExit(f"an engine of the demo has ended with status {self._process.wait()}")
         return json.loads(line)
 
+    def wait_until(self, name: str, count: int, complaint: str) -> None:
+        until = time.monotonic() + _PATIENCE_S
+        while self.do(do="count")[name] != count:
+            if time.monotonic() > until:
+                raise SystemExit(complaint)
+            time.sleep(0.05)
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -113,11 +120,7 @@ def compare(
     decode = None
     try:
         decode = Process(directory / "decode", load, HANDOFF="decode", PREFILL=prefill.address)
-        until = time.monotonic() + _PATIENCE_S
-        while not prefill.do(do="followers"):
-            if time.monotonic() > until:
-                raise SystemExit("the engine that decodes does not reach the one that prefills")
-            time.sleep(0.05)
+        prefill.wait_until("followers", 1, "the engine that decodes does not reach the one that prefills")
         for seed, is_killed in ((1, False), (2, True)):
             expected = alone(seed)
             tokens = sum(it.prompt_len for it in expected)
@@ -125,6 +128,9 @@ def compare(
             found = prefill.do(do="run", prompts=prompts, seed=seed, tokens=1)
             first = [it.generated[:1] for it in expected]
             report.add("prefill", found, "offered_blocks", blocks, tokens, first)
+            # Only prompts with a full block are offered.
+            offers = sum(it.prompt_len > tokens_per_block for it in expected)
+            decode.wait_until("heard", offers, "the engine that decodes does not hear of all prompts")
             if is_killed:
                 prefill.kill()
                 blocks = 0

@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from kit import PATIENCE
 from kvferry.trtllm._meta import Step
 from trtllm_reference import Cache, Engine, HostTensor, Ranks, Request, Shape, State, here
 from trtllm_reference.cache import torch_tensor
@@ -140,7 +141,7 @@ class Bench:
         self.manager = manager
         self.make_tensor: Callable[..., Any] = HostTensor if tensor == "buffer" else torch_tensor
         # The default of 1 GiB of staging memory is allocated for each engine of several ranks.
-        self.settings(disk=str(directory), disk_gib=0.0625, staging_gib=1 / 64)
+        self.settings(disk=str(directory), disk_gib=0.0625, staging_gib=1 / 64, load_wait=PATIENCE)
         self._open: list[Any] = []
 
     def settings(self, **settings: Any) -> None:

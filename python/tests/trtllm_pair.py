@@ -8,7 +8,7 @@ from typing import Any
 
 from kit import PATIENCE
 from trtllm_kit import BLOCK, Bench, Served
-from trtllm_reference import Request, Shape
+from trtllm_reference import Request, Shape, here
 
 
 def until(is_so: Callable[[], bool], why: Callable[[], Any] = lambda: None) -> None:
@@ -44,8 +44,13 @@ class Pair:
     def _make(self, name: str, shape: Shape | None, rank: int, tp: int, **changes: Any) -> Served:
         settings = {key: changes.pop(key) for key in ("handoff", "listen", "prefill", "handoff_gib") if key in changes}
         folder = self.bench.directory.with_name("kv-" + name)
+        if tp > 1:
+            # Each rank has read the settings of the engine before.
+            here.gather(None)
         if rank == 0:
             self.bench.settings(disk=folder, **settings)
+        if tp > 1:
+            here.gather(None)
         return self.bench.rank(shape or Shape(), rank, tp, **changes)
 
 

@@ -18,6 +18,9 @@ from kvferry.nixl._metadata import Metadata, RemoteMemory
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
+# How long an agent may take to say that it still lives.
+_ANSWER_S: Final = 1.0
+
 # A file by its path, in a registration's `meta`: the access, further words, the path.
 _BY_PATH: Final = re.compile(r"(ro|rw)((?:,\w+)*):(.+)", re.DOTALL)
 
@@ -261,12 +264,12 @@ class Remote:
             self.lost = False
 
     def answers(self) -> bool:
-        """Whether this incarnation of the agent still lives. Asks it, for a second at most."""
+        """True if this incarnation of the agent still lives. Asks it, for twice `_ANSWER_S` at most."""
         if self.lost or self.peer is None:
             return False
         try:
-            self.peer.probe(timeout=1.0)
-            return self.peer.connect(timeout=1.0).incarnation == self.incarnation
+            self.peer.probe(timeout=_ANSWER_S)
+            return self.peer.connect(timeout=_ANSWER_S).incarnation == self.incarnation
         except kvferry.Error:
             return False
 

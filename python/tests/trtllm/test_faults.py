@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -371,7 +371,7 @@ def steps_of(load: str) -> list[Step]:
     found: list[Step] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        Pair(Path(folder), load, load_wait=int(ANSWER_S)) as pair,
+        Pair(Path(folder), load, load_wait=int(ANSWER_S), handoff_timeout=NEVER_S) as pair,
     ):
         relay = pair.relay
         eventually(lambda: pair.run("prefill", "engine.followers") == 1)
@@ -402,7 +402,7 @@ def calls(pair: Pair, name: Name, number: int) -> Iterator[Step]:
         if not is_over:
             yield Step(name, at, call)
         has_finished |= call == "request_finished"
-        is_over = has_finished and call == "get_finished"
+        is_over |= has_finished and call == "get_finished"
         call = pair.run(name, "engine.step()")
 
 
@@ -425,24 +425,24 @@ def selected() -> Iterator[Case]:
         yield chance.choice([it for it in cases if it.step.where in ("first fetch", "fetch") and not it.is_long])
 
 
+def failure_of(case: Case, folder: Path) -> str:
+    """Runs a case. Returns "" if it is survived, or what went wrong."""
+    folder.mkdir()
+    timeout = NEVER_S if case.is_brief else HANDOFF_TIMEOUT_S
+    with Pair(folder, case.load, silence=case.silence_s, handoff_timeout=timeout) as pair:
+        try:
+            Run(case, pair).survives()
+        except Exception as error:
+            said = {name: engine._errors.decode()[-2000:] for name, engine in pair.engines.items()}
+            return f"{case}:\n{''.join(traceback.format_exception(error))}{said}\n"
+    return ""
+
+
 def survive(folder: Path, cases: Sequence[Case]) -> None:
     """Runs cases, some at a time. Raises AssertionError with all that fail."""
-
-    def run(numbered: tuple[int, Case]) -> tuple[Case, Exception, dict[Name, str]] | None:
-        number, case = numbered
-        of_case = folder / str(number)
-        of_case.mkdir()
-        timeout = NEVER_S if case.is_brief else HANDOFF_TIMEOUT_S
-        with Pair(of_case, case.load, silence=case.silence_s, handoff_timeout=timeout) as pair:
-            try:
-                Run(case, pair).survives()
-            except Exception as error:
-                return case, error, {name: engine._errors.decode()[-2000:] for name, engine in pair.engines.items()}
-        return None
-
     with ThreadPoolExecutor(LANES) as lanes:
-        failures = list(filter(None, lanes.map(run, enumerate(cases))))
-    told = [f"{case}:\n{''.join(traceback.format_exception(error))}{said}\n" for case, error, said in failures]
+        folders = [folder / str(number) for number in range(len(cases))]
+        told = list(filter(None, lanes.map(failure_of, cases, folders)))
     assert not told, f"{len(told)} of {len(cases)}\n" + "\n".join(told)
 
 
@@ -458,8 +458,19 @@ def test_a_handoff_has_the_steps_of_the_seam() -> None:
     assert messages == {"offer", "first fetch", "fetch"}
 
 
-def test_a_handoff_survives_each_fault_at_a_call_and_at_a_message(tmp_path: Path) -> None:
-    survive(tmp_path, list(selected()))
+@pytest.fixture(scope="module")
+def ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Future[str]]]:
+    """What went wrong in each of the selected cases, which run some at a time before their tests wait for them."""
+    cases, folder = list(selected()), tmp_path_factory.mktemp("selected")
+    with ThreadPoolExecutor(LANES) as lanes:
+        yield [lanes.submit(failure_of, case, folder / str(number)) for number, case in enumerate(cases)]
+        lanes.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("number", range(2 * len(STRUCK)))
+def test_a_handoff_survives_each_fault_at_a_call_and_at_a_message(number: int, ahead: list[Future[str]]) -> None:
+    told = ahead[number].result()
+    assert not told, told
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit import remove
 from kvferry.trtllm._keys import chain
 from trtllm_kit import BLOCK, Bench, prompt, reference
 from trtllm_reference import Engine, HostTensor, Manager, Ranks, Request, Shape, here
@@ -220,7 +220,7 @@ def test_an_engine_whose_directory_is_removed_goes_on(bench: Bench, load: str) -
     bench.settings(load=load)
     served = bench.rank(Shape())
     served.engine.run([Request(1, prompt(40))])
-    shutil.rmtree(bench.directory)
+    remove(bench.directory)
     ended = served.engine.run([Request(2, prompt(40)), Request(3, prompt(50, 4))])
     assert generated(ended) == reference([Request(2, prompt(40)), Request(3, prompt(50, 4))])
 

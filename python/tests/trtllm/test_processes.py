@@ -50,7 +50,8 @@ def serve(folder: Path, ranks: int, **settings: str) -> list[Any]:
     # Only such variables reach ranks that TensorRT-LLM spawns.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
     inherited["PYTHONPATH"] = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
-    environment = inherited | {"TLLM_KVFERRY_DISK": str(folder / "kv"), "TLLM_KVFERRY_DISK_GIB": "0.0625"} | settings
+    own = {"DISK": str(folder / "kv"), "DISK_GIB": "0.0625", "LOAD_WAIT": "60"}
+    environment = inherited | {"TLLM_KVFERRY_" + name: value for name, value in own.items()} | settings
     with Listener(str(folder / f"hub-{os.urandom(4).hex()}"), "AF_UNIX") as listener:
         started = [
             subprocess.Popen(

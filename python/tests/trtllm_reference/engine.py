@@ -7,6 +7,7 @@ attention sees. A wrong byte in the cache changes what is generated.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ from trtllm_reference.manager import Batch
 from trtllm_reference.ranks import here
 from trtllm_reference.request import Request, State
 
-_STEPS_MAX = 100_000
+# How long requests may wait for loads and saves.
+_PATIENCE_S = 60.0
 
 
 class Engine:
@@ -36,13 +38,19 @@ class Engine:
     def run(self, requests: Sequence[Request]) -> list[Request]:
         """Until all have ended, and their pages are free."""
         self._waiting += requests
+        until = time.monotonic() + _PATIENCE_S
         while self._waiting or self._running or self._saving:
-            self.step()
-            if self.steps > _STEPS_MAX:
+            if self.step():
+                until = time.monotonic() + _PATIENCE_S
+            elif time.monotonic() > until:
                 raise AssertionError("requests do not end")
+            else:
+                # Leaves the processor to the threads that load and save.
+                time.sleep(0.001)
         return list(requests)
 
-    def step(self) -> None:
+    def step(self) -> bool:
+        """True if it computes tokens."""
         self.steps += 1
         batch = self._schedule()
         if self.manager is not None:
@@ -62,6 +70,7 @@ class Engine:
             for request in self.manager.get_finished():
                 self._saving.remove(request)
                 self._end(request)
+        return bool(batch.context_requests or batch.generation_requests)
 
     def _schedule(self) -> Batch:
         while self._waiting and self.cache.is_free(self._waiting[0]):
