@@ -54,7 +54,7 @@ impl Shared {
             };
             let State { peers, consumer, .. } = &mut *state;
             let retry = peers.retry(consumer.unheard(), now);
-            let unmet = state.peers.take_unmet();
+            let unmet = state.peers.take_unmet(now);
             state.peers.forget_idle();
             let unneeded = state.peers.take_unneeded();
             state.due = state.next_timeout().into_iter().chain(retry).min();

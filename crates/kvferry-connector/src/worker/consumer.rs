@@ -11,11 +11,12 @@ use crate::codes::code_of;
 use crate::metadata::{Cancel, Claim, FetchRequest, Free, RequestOutcome};
 use crate::producers::ForbiddenProducer;
 use crate::quorum::bounded;
-use crate::rank::{RankError, ReadFrom, SideData};
+use crate::rank::{RankError, ReadFrom, SideData, host_of};
 use kvferry::Peer;
-use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{Failure, Pairing};
 use kvferry_proto::handoff::{HandoffId, Outcome, Refusal};
+use kvferry_proto::{Origin, WireCode};
+use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 
@@ -74,7 +75,8 @@ impl Inner {
             return self.fail(state, pending.action, &failure(WireCode::Deadline, detail));
         }
         let peer = self.peer(state, address);
-        match peer.and_then(|peer| self.rank().learn_engine(ticket, &peer, left)) {
+        let to_free = matches!(pending.action, Action::Free(_));
+        match peer.and_then(|peer| self.rank().learn_engine(ticket, &peer, to_free, left)) {
             Ok(()) => drop(state.learning.insert(ticket, pending)),
             Err(error) => self.fail(state, pending.action, &failure_of(&error)),
         }
@@ -89,6 +91,12 @@ impl Inner {
                 Ok((self.look_up)(address)?)
             }
         }
+    }
+
+    /// The host of the address by which a request names an engine.
+    fn host_of_engine(state: &State, address: &str) -> Option<Origin> {
+        let literal = || Some(Origin::from(address.parse::<SocketAddr>().ok()?.ip()));
+        state.names.peer(address).and_then(host_of).or_else(literal)
     }
 
     /// Looks names up on a thread of its own, then runs what waits for them.
@@ -296,10 +304,11 @@ impl Inner {
         let peers: Vec<_> =
             sources.iter().map(|from| (from.peer.clone(), from.incarnation)).collect();
         let (again, at) = (pending.again(), pending.action.address().clone());
+        let host = Self::host_of_engine(state, at.as_str());
         let fetch = match pending.action {
             Action::Fetch(fetch) => fetch,
             Action::Claim(Claim { request, transfer, .. }) => {
-                match self.rank().claim_from(&transfer, &sources) {
+                match self.rank().claim_from(&transfer, host, &sources) {
                     Ok(()) => state.wait_for_answer(request, transfer),
                     Err(error) => {
                         if is_restarted(&error)
@@ -314,7 +323,7 @@ impl Inner {
             }
             Action::Free(Free { transfer, code, .. }) => {
                 state.forget_answer(&transfer);
-                if let Err(error) = self.rank().free_at(&transfer, &peers, code, "") {
+                if let Err(error) = self.rank().free_at(&transfer, host, &peers, code, "") {
                     tracing::debug!(%transfer, %error, "a handoff can't be freed");
                 }
                 return;
@@ -329,7 +338,7 @@ impl Inner {
             blocks,
             after: pending.after,
         };
-        match self.rank().fetch_from(&transfer, &sources, budget, Box::new(mapper)) {
+        match self.rank().fetch_from(&transfer, host, &sources, budget, Box::new(mapper)) {
             Ok(()) => {
                 state.fetches.insert(request.clone(), Stage::Fetching(transfer.clone()));
                 state.wait_for_answer(request.clone(), transfer.clone());
@@ -347,7 +356,7 @@ impl Inner {
                 if failure.code != Refusal::InUse.code() {
                     // The producer need not wait for a consumer that has failed.
                     let detail = failure.detail.as_str();
-                    drop(self.rank().free_at(&transfer, &peers, failure.code, detail));
+                    drop(self.rank().free_at(&transfer, host, &peers, failure.code, detail));
                 }
                 self.fetched(state, request, failure, Vec::new());
             }
@@ -402,6 +411,7 @@ impl Inner {
             }
         };
         let FetchRequest { request, transfer, address, .. } = fetch;
+        let host = Self::host_of_engine(state, address.as_str());
         state.log_failure(&request, address.as_str(), *code, detail);
         // The ranks of this engine share the ranks of the other. Those with a host name are not told:
         // the name would have to be looked up. Their offers end by their timers.
@@ -413,7 +423,7 @@ impl Inner {
         let told = match peers.is_empty() {
             // There may be a claim.
             true => self.rank().cancel(&transfer, *code, detail),
-            false => self.rank().free_at(&transfer, &peers, *code, detail),
+            false => self.rank().free_at(&transfer, host, &peers, *code, detail),
         };
         if let Err(error) = told {
             tracing::debug!(%transfer, %error, "the producer can't be told of a failed fetch");
