@@ -113,7 +113,7 @@ impl Shared {
                 // The observer gets them after all earlier notices.
                 state.notices.extend(lost.into_iter().map(Notice::LostPeer));
             }
-            // Copies are planned when an engine was learned, which takes milliseconds.
+            // When an engine was learned, a thread is started that plans the copies.
             let is_long = |notice: &Notice| matches!(notice, Notice::LearnedEngine(..));
             let until = state.notices.iter().position(|it| !is_thread && is_long(it));
             let until = until.unwrap_or(state.notices.len());
