@@ -67,3 +67,4 @@ pub use session::{
 };
 pub use shares::Shares;
 pub use time::Timestamp;
+pub use turns::Turns;

@@ -10,7 +10,7 @@ use std::hash::Hash;
 
 /// Keys of items that wait for their turn.
 #[derive(Debug)]
-pub(crate) struct Turns<K> {
+pub struct Turns<K> {
     places: HashMap<K, ([Group; 4], u64)>,
     /// The items of each peer, in the order of their arrival.
     of_peers: BTreeMap<(Group, u64), K>,
@@ -35,12 +35,17 @@ impl<K> Default for Turns<K> {
 
 impl<K: Clone + Eq + Hash> Turns<K> {
     /// The number of items.
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.places.len()
     }
 
+    /// True without items.
+    pub fn is_empty(&self) -> bool {
+        self.places.is_empty()
+    }
+
     /// Adds an item after the others of its peer. One that waits already keeps its place.
-    pub(crate) fn add(&mut self, key: &K, origin: Origin, peer: Number) {
+    pub fn add(&mut self, key: &K, origin: Origin, peer: Number) {
         if self.places.contains_key(key) {
             return;
         }
@@ -54,7 +59,7 @@ impl<K: Clone + Eq + Hash> Turns<K> {
     }
 
     /// Removes the item whose turn it is.
-    pub(crate) fn pop(&mut self) -> Option<K> {
+    pub fn pop(&mut self) -> Option<K> {
         let mut peer = Group::All;
         while let Some((_, first)) = self.parts.get(&peer).and_then(BTreeSet::first) {
             peer = *first;
@@ -70,7 +75,7 @@ impl<K: Clone + Eq + Hash> Turns<K> {
     }
 
     /// Removes an item. Nothing happens if there is no such item.
-    pub(crate) fn remove(&mut self, key: &K) {
+    pub fn remove(&mut self, key: &K) {
         let Some((groups, arrival)) = self.places.remove(key) else { return };
         let peer = groups[3];
         self.of_peers.remove(&(peer, arrival));

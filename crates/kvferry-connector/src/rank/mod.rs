@@ -10,13 +10,14 @@
 //! | for | open |
 //! |---|---|
 //! | calls | `mod.rs`, `types.rs` |
-//! | what is behind the lock | `state.rs`, `peers.rs` |
+//! | what is behind the lock | `state.rs`, `peers.rs`, `room.rs` |
 //! | what the machines ask for, the rank's thread | `thread.rs`, `reads.rs` |
 //! | what the agent's control thread reports | `messages.rs` |
 
 mod messages;
 mod peers;
 mod reads;
+mod room;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -26,10 +27,11 @@ mod types;
 use kvferry::{Agent, Error, Incarnation, Peer, Region};
 use kvferry_proto::engine_handshake::OwnEngine;
 use kvferry_proto::handoff::{BlockTable, HandoffId, Limits, Need, Progress, Refusal};
-use kvferry_proto::{Timestamp, WireCode};
+use kvferry_proto::{Origin, Timestamp, WireCode};
 use kvferry_sys::fd;
 use kvferry_sys::sync::Mutex;
 use messages::Handler;
+pub(crate) use peers::host_of;
 use state::{Held, Notice, Shared, State};
 use std::sync::{Arc, Weak};
 use std::thread::{JoinHandle, ThreadId};
@@ -172,10 +174,11 @@ impl Rank {
             need: Need::ALL,
         });
         let from: Vec<_> = found.collect();
-        self.fetch_from(id, &from, budget, mapper)
+        self.fetch_from(id, None, &from, budget, mapper)
     }
 
-    /// As [`Rank::fetch`], from producer ranks that were found. Never blocks. Only the incarnation of a rank that is meant
+    /// As [`Rank::fetch`], from producer ranks that were found. `host` is that of the address by which their engine was
+    /// named: their addresses count for it, or each for its own. Never blocks. Only the incarnation of a rank that is meant
     /// is asked. If another one is found before any rank has answered, the handoff ends as
     /// [`WireCode::StaleIncarnation`], and may be fetched again.
     ///
@@ -184,12 +187,13 @@ impl Rank {
     pub(crate) fn fetch_from(
         &self,
         id: &HandoffId,
+        host: Option<Origin>,
         from: &[ReadFrom],
         budget: Duration,
         mapper: Box<dyn ReadMapper>,
     ) -> Result<(), RankError> {
         self.change(|state, now| {
-            let ranks = state.producer_ranks(from)?;
+            let ranks = state.producer_ranks(host, from)?;
             state.consumer.want(id, &ranks, budget, now)?;
             state.mappers.insert(id.clone(), mapper);
             Ok(())
@@ -201,9 +205,14 @@ impl Rank {
     ///
     /// # Errors
     /// Those of [`Rank::fetch_from`].
-    pub(crate) fn claim_from(&self, id: &HandoffId, from: &[ReadFrom]) -> Result<(), RankError> {
+    pub(crate) fn claim_from(
+        &self,
+        id: &HandoffId,
+        host: Option<Origin>,
+        from: &[ReadFrom],
+    ) -> Result<(), RankError> {
         self.change(|state, now| {
-            let ranks = state.producer_ranks(from)?;
+            let ranks = state.producer_ranks(host, from)?;
             state.consumer.claim(id, &ranks, now)
         })
     }
@@ -221,19 +230,21 @@ impl Rank {
         detail: &str,
     ) -> Result<(), RankError> {
         let from: Vec<_> = self.resolve(from)?.into_iter().map(|peer| (peer, None)).collect();
-        self.free_at(id, &from, code, detail)
+        self.free_at(id, None, &from, code, detail)
     }
 
-    /// As [`Rank::free`], at the incarnations that are meant; `None` for the one that is there. Never blocks.
+    /// As [`Rank::free`], at the incarnations that are meant; `None` for the one that is there. `host` is as for
+    /// [`Rank::fetch_from`]. Never blocks, and needs no room for sessions.
     pub(crate) fn free_at(
         &self,
         id: &HandoffId,
+        host: Option<Origin>,
         from: &[(Peer, Option<Incarnation>)],
         code: WireCode,
         detail: &str,
     ) -> Result<(), RankError> {
         self.change(|state, now| {
-            let ranks = state.ranks_to_tell(from)?;
+            let ranks = state.ranks_to_tell(host, from);
             state.consumer.free(id, &ranks, code, detail, now)?;
             ranks.into_iter().for_each(|(peer, _)| state.peers.connect_once(peer));
             Ok(())
@@ -256,16 +267,17 @@ impl Rank {
         })
     }
 
-    /// Learns the engine of a peer: [`RankObserver::learned_engine`] gets it with the `ticket`.
+    /// Learns the engine of a peer: [`RankObserver::learned_engine`] gets it with the `ticket`. `to_free` if its ranks will
+    /// only be told that they may free blocks.
     pub(crate) fn learn_engine(
         &self,
         ticket: u64,
         peer: &Peer,
+        to_free: bool,
         budget: Duration,
     ) -> Result<(), RankError> {
         self.change(|state, now| {
-            let place = state.peers.places([(peer, None)]).next();
-            let (id, connected) = place.expect("one for each peer")?;
+            let (id, connected) = state.peers.place_to_learn(peer, to_free)?;
             state.handshakes.meet(ticket, id, connected.is_some(), budget, now);
             Ok(())
         })

@@ -12,13 +12,22 @@
 //!
 //! Clients name addresses, and any number of addresses may lead to one incarnation. So addresses are bounded, in all and
 //! for each incarnation on each host: an incarnation that another host claims takes no place of its own host.
+//!
+//! The place of an address is *needed* while a handoff or an engine handshake waits for it; hosts share the room for such
+//! places ([`super::room`]). A place is *telling* if nothing needs it and a producer there does not know yet that a handoff
+//! has ended. Telling takes no room from places that are needed, nor waits for it: few sessions at a time are opened for it,
+//! also beyond the limit. Other places are *idle*, and are kept as long as their sessions live and their room is not needed.
 
+use super::room::{Counts, sessions_max};
 use kvferry::{Channel, Incarnation, Peer, Watch};
 use kvferry_proto::handoff::{PeerId, Refusal};
 use kvferry_proto::rank_message::ReaderKey;
 use kvferry_proto::{Origin, Timestamp};
+use kvferry_sys::fd;
 use rustc_hash::{FxHashMap, FxHashSet};
+use std::cmp::Reverse;
 use std::hash::{BuildHasher, RandomState};
+use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 /// How long to wait before connecting again to a peer that must get a message, at first and at most.
@@ -29,13 +38,31 @@ const RETRY_LAST: Duration = Duration::from_secs(15);
 const BRIEF: Duration = Duration::from_secs(1);
 const BRIEF_MAX: u32 = 3;
 
-/// Addresses that are kept at most. If there are more, the sessions of those that nothing needs end, the least
-/// recently used first; if all are needed, more are refused.
-pub(super) const PLACES_MAX: usize = 1024;
+/// Addresses without a session that are kept at most to tell producers of ends. If there are more, the oldest of the host
+/// with most goes: its producers free their blocks by timer.
+const TELLING_MAX: usize = 1024;
+
+/// Sessions that are opened at a time at most only to tell producers of ends.
+const OPENING_TO_TELL_MAX: usize = 16;
+
+/// Engines that are learned at a time at most, only to tell their ranks of ends, where there is no room for others.
+const SPARE_MAX: usize = 16;
 
 /// Addresses of one incarnation on one host that are kept at most, each with a session. An engine has a name and an
 /// address, or a few of them.
 pub(super) const PLACES_OF_INCARNATION: usize = 8;
+
+/// The host that a peer's address leads to.
+pub(crate) fn host_of(peer: &Peer) -> Option<Origin> {
+    peer.socket_addrs().first().map(|address| Origin::from(address.ip()))
+}
+
+/// The host that a place counts for.
+fn count_for(host: Option<Origin>, peer: &Peer) -> Origin {
+    // The addresses of each peer that was looked up are known.
+    let unknown = || Origin::from(IpAddr::from(Ipv4Addr::UNSPECIFIED));
+    host.or_else(|| host_of(peer)).unwrap_or_else(unknown)
+}
 
 /// An address that is consumed from.
 #[derive(Debug)]
@@ -48,11 +75,21 @@ pub(super) struct Place {
     incarnation: Option<Incarnation>,
     /// Where the last session led.
     origin: Option<Origin>,
+    /// The host that the place counts for: that of the engine by which it was needed last.
+    host: Origin,
     /// The key by which the supplier knows this rank as a reader, and the supplier's incarnation for which it was drawn.
     key: Option<(Incarnation, ReaderKey)>,
     opening: bool,
+    /// The session that is being opened is needed for a message only.
+    opens_to_tell: bool,
     /// Connect once, although no handoff needs it: a message is waiting.
     connect_once: bool,
+    /// A producer there does not know yet that a handoff has ended.
+    unheard: bool,
+    /// A call has got its number. What the machines need of it is known when the rank's thread looks after peers next.
+    reserved: bool,
+    /// It is needed only to tell producers of an end, and counts among [`SPARE_MAX`].
+    spare: bool,
     /// Handoffs need it.
     watched: bool,
     /// An engine handshake needs it, with any incarnation.
@@ -70,6 +107,31 @@ pub(super) struct Place {
 }
 
 impl Place {
+    fn new(peer: &Peer, id: PeerId, host: Origin) -> Self {
+        Self {
+            peer: peer.clone(),
+            id,
+            incarnation: None,
+            origin: None,
+            host,
+            key: None,
+            opening: false,
+            opens_to_tell: false,
+            connect_once: false,
+            unheard: false,
+            reserved: false,
+            spare: false,
+            watched: false,
+            watched_handshake: false,
+            retry: None,
+            session: None,
+            watch: None,
+            began: Timestamp::default(),
+            brief: 0,
+            used: 0,
+        }
+    }
+
     const fn is_watched(&self) -> bool {
         self.watched || self.watched_handshake
     }
@@ -78,10 +140,24 @@ impl Place {
         self.session.is_some()
     }
 
-    /// Whether a handoff, a handshake or the opening of a channel needs it. A message that waits for a
-    /// connection may be given up: peers end by timer what they are not told of.
+    /// True if a handoff or a handshake needs it, or may do so soon, or has begun to open its session.
     const fn is_needed(&self) -> bool {
-        self.is_watched() || self.opening
+        self.is_watched() || self.reserved || (self.opening && !self.opens_to_tell)
+    }
+
+    /// True if it is needed, and takes room from others.
+    const fn takes_room(&self) -> bool {
+        self.is_needed() && !self.spare
+    }
+
+    /// True if it has a session, or will have one soon.
+    const fn takes_session(&self) -> bool {
+        self.is_needed() || self.opening || self.is_up()
+    }
+
+    /// True if it waits without a session for a message to leave.
+    const fn waits_to_tell(&self) -> bool {
+        !self.takes_session() && (self.unheard || self.connect_once)
     }
 
     fn update_watch(&mut self) {
@@ -159,8 +235,10 @@ pub(super) struct Peers {
     hasher: RandomState,
     /// [`Peers::take_unmet`], [`Peers::retry`] and [`Peers::forget_idle`] may find something.
     changed: bool,
-    /// Whether any place has a `retry`.
+    /// A place may be `unheard` or have a `retry`.
     retrying: bool,
+    /// A place waits until a session may be opened to tell its producer.
+    waits_to_tell: bool,
     /// Calls that used places.
     uses: u64,
     /// Peers with sessions that nothing needs.
@@ -175,49 +253,112 @@ impl Peers {
         PeerId(self.numbers)
     }
 
-    /// The numbers of the incarnations at the addresses of `peers`, each with the one that there is a channel to. Until
-    /// one is met there, all that mean different ones have one number.
+    /// The numbers of the incarnations at the addresses of `peers`, each with the one that there is a channel to, for a
+    /// caller that needs them. Until one is met there, all that mean different ones have one number. The places count for
+    /// `host`, or each for its own.
     ///
     /// # Errors
     /// [`Refusal::Addresses`]; [`Refusal::Restarted`] if there is a channel to another incarnation there, or handoffs wait
     /// for another one that was met.
     pub(super) fn places<'a>(
-        &'a mut self,
-        peers: impl IntoIterator<Item = (&'a Peer, Option<Incarnation>)> + 'a,
-    ) -> impl Iterator<Item = Numbered> + 'a {
+        &mut self,
+        host: Option<Origin>,
+        peers: impl IntoIterator<Item = (&'a Peer, Option<Incarnation>)>,
+    ) -> Vec<Numbered> {
         self.uses += 1;
-        peers.into_iter().map(|(peer, incarnation)| self.place(peer, incarnation))
+        let mut counts = None;
+        let number = |(peer, meant)| {
+            self.reserve(&mut counts, host, peer, false)?;
+            self.number_at(peer, meant)
+        };
+        peers.into_iter().map(number).collect()
     }
 
-    fn place(&mut self, peer: &Peer, incarnation: Option<Incarnation>) -> Numbered {
-        let address = peer.address();
-        if !self.places.contains_key(address) {
-            if self.places.len() >= PLACES_MAX && !self.make_room(|_| true) {
-                return Err(Refusal::Addresses { limit: PLACES_MAX });
+    /// The number of a peer whose engine is learned, as [`Peers::places`] returns it: `to_tell` if only for the message of
+    /// an end, which a few get where there is no room.
+    ///
+    /// # Errors
+    /// Those of [`Peers::places`].
+    pub(super) fn place_to_learn(&mut self, peer: &Peer, to_tell: bool) -> Numbered {
+        self.uses += 1;
+        self.reserve(&mut None, None, peer, to_tell)?;
+        self.number_at(peer, None)
+    }
+
+    /// The numbers of peers that get a message of an end, as [`Peers::places`] returns them. They need no room.
+    ///
+    /// # Errors
+    /// Those of [`Peers::places`]; [`Refusal::Addresses`] only if the call itself has too many.
+    pub(super) fn places_to_tell<'a>(
+        &mut self,
+        host: Option<Origin>,
+        peers: impl IntoIterator<Item = (&'a Peer, Option<Incarnation>)>,
+    ) -> Vec<Numbered> {
+        self.uses += 1;
+        let number = |(peer, meant): (&'a Peer, _)| {
+            if !self.places.contains_key(peer.address()) {
+                self.make_room_to_tell()?;
+                self.enter(peer, count_for(host, peer));
             }
-            let id = self.number();
-            let place = Place {
-                peer: peer.clone(),
-                id,
-                incarnation: None,
-                origin: None,
-                key: None,
-                opening: false,
-                connect_once: false,
-                watched: false,
-                watched_handshake: false,
-                retry: None,
-                session: None,
-                watch: None,
-                began: Timestamp::default(),
-                brief: 0,
-                used: self.uses,
-            };
-            self.places.insert(address.to_owned(), place);
-            self.place_of.insert(id, address.to_owned());
+            let place = self.places.get_mut(peer.address()).expect("there now");
+            (place.used, place.unheard) = (self.uses, true);
+            self.retrying = true;
+            self.number_at(peer, meant)
+        };
+        peers.into_iter().map(number).collect()
+    }
+
+    /// Has a place for a peer that the caller needs, unless its host has too many; `may_be_spare` if it may be one of the few
+    /// beyond. `counts` are of places that take room, and of those that have a session or will have one.
+    fn reserve(
+        &mut self,
+        counts: &mut Option<(Counts, Counts)>,
+        host: Option<Origin>,
+        peer: &Peer,
+        may_be_spare: bool,
+    ) -> Result<(), Refusal> {
+        let before = self.places.get_mut(peer.address());
+        if let Some(place) = before.filter(|it| it.takes_room() || may_be_spare && it.is_needed()) {
+            (place.used, place.reserved) = (self.uses, true);
+            return Ok(());
         }
-        let place = self.places.get_mut(address).expect("there now");
-        place.used = self.uses;
+        let (host, limit) = (count_for(host, peer), sessions_max(fd::limit()));
+        let (needed, up) = counts.get_or_insert_with(|| {
+            (self.count(Place::takes_room), self.count(Place::takes_session))
+        });
+        let has_room = needed.has_room_for(host, limit);
+        let is_spare = || {
+            let spare = self.count(|place| place.is_needed() && place.spare);
+            may_be_spare && spare.has_room_for(host, SPARE_MAX)
+        };
+        if !has_room && !is_spare() {
+            return Err(Refusal::Addresses { limit });
+        }
+        match self.places.get(peer.address()) {
+            Some(place) if place.takes_session() => up.remove(place.host),
+            Some(_) => {}
+            None => self.enter(peer, host),
+        }
+        let place = self.places.get_mut(peer.address()).expect("there now");
+        (place.used, place.reserved, place.spare) = (self.uses, true, !has_room);
+        place.host = host;
+        // What remains beyond the limit are few sessions, needed only to tell producers of ends.
+        while up.all() >= limit && self.end_unneeded(up, |_| true) {}
+        up.add(host);
+        if has_room {
+            needed.add(host);
+        }
+        Ok(())
+    }
+
+    fn enter(&mut self, peer: &Peer, host: Origin) {
+        let id = self.number();
+        self.places.insert(peer.address().to_owned(), Place::new(peer, id, host));
+        self.place_of.insert(id, peer.address().to_owned());
+    }
+
+    fn number_at(&mut self, peer: &Peer, incarnation: Option<Incarnation>) -> Numbered {
+        let place = self.places.get_mut(peer.address()).expect("the caller has entered it");
         let is_up = place.is_up();
         if !is_up {
             // The name may have been looked up again since.
@@ -236,21 +377,67 @@ impl Peers {
         Ok((place.id, place.incarnation.filter(|_| is_up)))
     }
 
-    /// Forgets the least recently used address that nothing needs, of those that `may_go`. False if there
-    /// is none. Those of the current call stay.
-    fn make_room(&mut self, may_go: impl Fn(&Place) -> bool) -> bool {
-        let now = self.uses;
-        let is_idle = |place: &Place| !place.is_needed() && place.used < now && may_go(place);
-        let idle = self.places.iter().filter(|(_, place)| is_idle(place));
-        let oldest = idle.min_by_key(|(_, place)| place.used).map(|(address, _)| address.clone());
-        let Some(address) = oldest else { return false };
-        let place = self.places.remove(&address).expect("found above");
+    fn count(&self, which: impl Fn(&Place) -> bool) -> Counts {
+        self.places.values().filter(|place| which(place)).map(|place| place.host).collect()
+    }
+
+    /// Ends a session that nothing needs, of those that `may_go`: one that has told its producer all, of the host with most
+    /// sessions in the network with most, the least recently used first. Those that have not are opened again. False if
+    /// there is none. `up` are the counts of sessions.
+    fn end_unneeded(&mut self, up: &mut Counts, may_go: impl Fn(&Place) -> bool) -> bool {
+        let Some(address) = self.unneeded_session(up, may_go) else { return false };
+        let place = self.places.get_mut(&address).expect("found above");
+        up.remove(place.host);
+        if !place.unheard {
+            self.forget(&address);
+            return true;
+        }
+        place.watch = None;
+        if let Some(session) = place.session.take() {
+            self.supplier_of.remove(&session);
+        }
+        let peer = place.peer.clone();
+        self.retrying = true;
+        self.end_session(peer);
+        true
+    }
+
+    fn unneeded_session(&self, up: &Counts, may_go: impl Fn(&Place) -> bool) -> Option<String> {
+        let is_unneeded = |place: &Place| place.is_up() && !place.is_needed() && !place.opening;
+        let unneeded = self.places.iter().filter(|(_, it)| is_unneeded(it) && may_go(it));
+        let first = unneeded
+            .min_by_key(|(_, place)| (place.unheard, Reverse(up.of(place.host)), place.used));
+        first.map(|(address, _)| address.clone())
+    }
+
+    /// Forgets a place that nothing needs, and ends its session.
+    fn forget(&mut self, address: &str) {
+        let Some(place) = self.places.remove(address) else { return };
         self.place_of.remove(&place.id);
         if let Some(session) = &place.session {
             self.supplier_of.remove(session);
             self.end_session(place.peer);
         }
-        true
+    }
+
+    /// Forgets a place that waits to tell its producer, if there are as many as may be: the oldest one of the host with most.
+    fn make_room_to_tell(&mut self) -> Result<(), Refusal> {
+        if self.places.len() < TELLING_MAX {
+            return Ok(());
+        }
+        let counts = self.count(Place::waits_to_tell);
+        if counts.all() < TELLING_MAX {
+            return Ok(());
+        }
+        let now = self.uses;
+        let waiting = self.places.iter();
+        let waiting = waiting.filter(|(_, place)| place.waits_to_tell() && place.used < now);
+        let oldest = waiting.min_by_key(|(_, it)| (Reverse(counts.of(it.host)), it.used));
+        let Some(oldest) = oldest.map(|(address, _)| address.clone()) else {
+            return Err(Refusal::Addresses { limit: TELLING_MAX });
+        };
+        self.forget(&oldest);
+        Ok(())
     }
 
     fn end_session(&mut self, peer: Peer) {
@@ -269,7 +456,7 @@ impl Peers {
         std::mem::take(&mut self.lost)
     }
 
-    /// Has the peer connected to once, to get a message.
+    /// Has the peer connected to once, to get a message of an end.
     pub(super) fn connect_once(&mut self, id: PeerId) {
         if let Some((_, place)) = self.place_of(id) {
             place.connect_once = true;
@@ -277,19 +464,50 @@ impl Peers {
         self.changed = true;
     }
 
-    /// Peers to open a channel to; each counts as being opened from now on.
-    pub(super) fn take_unmet(&mut self) -> Vec<(String, Peer)> {
+    /// Peers to open a channel to; each counts as being opened from now on. The machines have said what they need.
+    pub(super) fn take_unmet(&mut self, now: Timestamp) -> Vec<(String, Peer)> {
         self.changed = false;
         let mut unmet = Vec::new();
         for (address, place) in &mut self.places {
-            let is_needed = place.is_watched() || place.connect_once;
-            if is_needed && !place.opening && !place.is_up() {
+            place.reserved = false;
+            if place.is_watched() && !place.opening && !place.is_up() {
                 place.opening = true;
                 unmet.push((address.clone(), place.peer.clone()));
             }
-            place.connect_once = false;
+            place.connect_once &= !place.opening && !place.is_up();
         }
+        self.open_to_tell(&mut unmet, now);
         unmet
+    }
+
+    /// Begins to open sessions to peers that only get messages: to those of the hosts with fewest first.
+    fn open_to_tell(&mut self, unmet: &mut Vec<(String, Peer)>, now: Timestamp) {
+        self.waits_to_tell = self.places.values().any(|place| place.connect_once);
+        if !self.waits_to_tell {
+            return;
+        }
+        let limit = sessions_max(fd::limit());
+        let mut up = self.count(Place::takes_session);
+        let mut opening = self.count(|place| place.opening && place.opens_to_tell);
+        // A session has this long to get its messages through.
+        let may_go = |place: &Place| !place.unheard || place.began + BRIEF <= now;
+        while opening.all() < OPENING_TO_TELL_MAX {
+            let waiting = self.places.iter().filter(|(_, place)| place.connect_once);
+            let next = waiting.min_by_key(|(_, place)| (opening.of(place.host), place.used));
+            let Some(address) = next.map(|(address, _)| address.clone()) else {
+                self.waits_to_tell = false;
+                return;
+            };
+            let is_full = up.all() >= limit && !self.end_unneeded(&mut up, may_go);
+            if is_full && up.all() >= limit + OPENING_TO_TELL_MAX {
+                return;
+            }
+            let place = self.places.get_mut(&address).expect("found above");
+            (place.opening, place.opens_to_tell, place.connect_once) = (true, true, false);
+            opening.add(place.host);
+            up.add(place.host);
+            unmet.push((address, place.peer.clone()));
+        }
     }
 
     /// Schedules connections to the peers in `unheard`, which must get a message; all others have got
@@ -306,7 +524,9 @@ impl Peers {
         self.retrying = false;
         let mut next = None;
         for place in self.places.values_mut() {
-            if !unheard.contains(&place.id) || place.is_up() || place.opening {
+            place.unheard = unheard.contains(&place.id);
+            self.retrying |= place.unheard;
+            if !place.unheard || place.is_up() || place.opening {
                 place.retry = place.retry.filter(|_| place.opening);
                 self.retrying |= place.retry.is_some();
                 continue;
@@ -314,14 +534,14 @@ impl Peers {
             let (at, wait) = match place.retry {
                 None => (now + RETRY_FIRST, RETRY_FIRST),
                 Some((at, wait)) if at <= now => {
+                    // One that still waits for its turn was not tried since.
+                    let wait = if place.connect_once { wait } else { (2 * wait).min(RETRY_LAST) };
                     place.connect_once = true;
-                    let wait = (2 * wait).min(RETRY_LAST);
                     (now + wait, wait)
                 }
                 Some(later) => later,
             };
             place.retry = Some((at, wait));
-            self.retrying = true;
             next = Some(next.map_or(at, |next: Timestamp| next.min(at)));
         }
         next
@@ -331,7 +551,7 @@ impl Peers {
     pub(super) fn not_met_at(&mut self, address: &str) -> Option<PeerId> {
         self.changed = true;
         let place = self.places.get_mut(address)?;
-        place.opening = false;
+        (place.opening, place.opens_to_tell) = (false, false);
         Some(place.id)
     }
 
@@ -361,8 +581,9 @@ impl Peers {
         let fresh = self.number();
         let incarnation = channel.incarnation();
         let origin = Origin::from(channel.peer_ip());
+        self.changed |= self.waits_to_tell;
         let place = self.places.get_mut(address)?;
-        place.opening = false;
+        (place.opening, place.opens_to_tell) = (false, false);
         let id = place.id;
         if !self.has_room_for(incarnation, origin, id) {
             let place = self.places.get(address)?;
@@ -407,7 +628,14 @@ impl Peers {
             place.incarnation == Some(incarnation) && place.origin == Some(origin) && place.id != id
         };
         let others = self.places.values().filter(|place| is_other(place)).count();
-        others < PLACES_OF_INCARNATION || self.make_room(is_other)
+        if others < PLACES_OF_INCARNATION {
+            return true;
+        }
+        let other = self.unneeded_session(&Counts::default(), is_other);
+        other.is_some_and(|other| {
+            self.forget(&other);
+            true
+        })
     }
 
     /// The number of the address that a channel was opened to.
@@ -493,13 +721,13 @@ impl Peers {
         place.update_watch();
     }
 
-    /// Forgets addresses and readers that nothing needs and that have no channel.
+    /// Forgets addresses and readers that nothing needs and that have no channel. The machines have said what they need.
     pub(super) fn forget_idle(&mut self) {
         let Self { readers, places, place_of, .. } = self;
         readers.retain(|_, reader| reader.watched || !reader.channels.is_empty());
         places.retain(|_, place| {
-            let is_needed = place.is_watched() || place.connect_once || place.retry.is_some();
-            let keep = is_needed || place.opening || place.is_up();
+            let tells = place.unheard || place.connect_once || place.retry.is_some();
+            let keep = tells || place.takes_session();
             if !keep {
                 place_of.remove(&place.id);
             }
@@ -518,32 +746,4 @@ impl Peers {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use kvferry::Agent;
-    use std::net::IpAddr;
-
-    #[test]
-    fn addresses_that_claim_an_incarnation_from_another_host_leave_its_own_host_its_addresses() {
-        let agent = Agent::builder().listen(([127, 0, 0, 1], 0)).start().expect("an agent");
-        let mut peers = Peers::default();
-        let incarnation = Incarnation(7);
-        let origin = |host: u8| Origin::from(IpAddr::from([10, 0, 0, host]));
-        let number = |peers: &mut Peers, peer: &Peer| {
-            let place = peers.places([(peer, None)]).next().expect("one for each");
-            place.expect("there is room").0
-        };
-        for n in 0..PLACES_OF_INCARNATION {
-            let peer = agent.peer(&format!("10.0.0.9:{}", 1 + n)).expect("an address");
-            let id = number(&mut peers, &peer);
-            assert!(peers.has_room_for(incarnation, origin(9), id));
-            let (_, place) = peers.place_of(id).expect("it is there");
-            (place.incarnation, place.origin, place.watched) =
-                (Some(incarnation), Some(origin(9)), true);
-        }
-        let peer = agent.peer("10.0.0.1:1").expect("an address");
-        let id = number(&mut peers, &peer);
-        assert!(peers.has_room_for(incarnation, origin(1), id), "its own host");
-        assert!(!peers.has_room_for(incarnation, origin(9), id), "all of its addresses are needed");
-    }
-}
+mod tests;

@@ -6,11 +6,11 @@ use super::types::{Event, RankObserver, ReadFrom, ReadMapper, ReadPart};
 use crate::clock::now;
 use crate::wakeup::Wakeup;
 use kvferry::{Agent, Channel, Incarnation, Peer, Transfer};
-use kvferry_proto::Timestamp;
 use kvferry_proto::engine_handshake::{EngineHandshakes as Handshakes, Failure, Pairing};
 use kvferry_proto::handoff::{
     Consumer, HandoffId, Limits, Outcome, PeerId, Producer, ProducerRank, ReadId, Refusal,
 };
+use kvferry_proto::{Origin, Timestamp};
 use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
@@ -213,9 +213,11 @@ impl State {
     /// The errors of [`Peers::places`].
     pub(super) fn producer_ranks(
         &mut self,
+        host: Option<Origin>,
         from: &[ReadFrom],
     ) -> Result<Vec<ProducerRank>, Refusal> {
-        let places = self.peers.places(from.iter().map(|from| (&from.peer, from.incarnation)));
+        let peers = from.iter().map(|from| (&from.peer, from.incarnation));
+        let places = self.peers.places(host, peers);
         let rank = |(from, place): (&ReadFrom, Numbered)| {
             let (peer, connected) = place?;
             Ok(ProducerRank {
@@ -231,19 +233,17 @@ impl State {
 
     /// Producer ranks that get the message of an end, each with the incarnation that is meant. An address with another
     /// incarnation gets none: the one that is meant has ended and keeps nothing, or no session has met it yet, and it
-    /// keeps its blocks for the lifetime of an offer.
-    ///
-    /// # Errors
-    /// [`Refusal::Addresses`].
+    /// keeps its blocks for the lifetime of an offer. So do those beyond the number that can be told at a time.
     pub(super) fn ranks_to_tell(
         &mut self,
+        host: Option<Origin>,
         to: &[(Peer, Option<Incarnation>)],
-    ) -> Result<Vec<(PeerId, Option<Incarnation>)>, Refusal> {
-        let places = self.peers.places(to.iter().map(|(peer, meant)| (peer, *meant)));
-        let told = |((_, meant), place): (&(Peer, Option<Incarnation>), Numbered)| match place {
-            Ok((id, connected)) => Some(Ok((id, meant.or(connected)))),
-            Err(Refusal::Restarted) => None,
-            Err(refusal) => Some(Err(refusal)),
+    ) -> Vec<(PeerId, Option<Incarnation>)> {
+        let peers = to.iter().map(|(peer, meant)| (peer, *meant));
+        let places = self.peers.places_to_tell(host, peers);
+        let told = |((_, meant), place): (&(Peer, Option<Incarnation>), Numbered)| {
+            let (id, connected) = place.ok()?;
+            Some((id, meant.or(connected)))
         };
         to.iter().zip(places).filter_map(told).collect()
     }

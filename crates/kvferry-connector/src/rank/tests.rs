@@ -173,8 +173,8 @@ fn i12_an_incarnation_that_no_session_has_shown_fails_no_fetch_that_means_anothe
     {
         // As the driver does at once, while the session opens. It may be up already.
         let peers = &mut consumer.shared.lock().peers;
-        let places: Vec<_> = peers.places([(&peer, made_up)]).flatten().collect();
-        places.into_iter().for_each(|(id, _)| peers.watch(id, true));
+        let places = peers.places(None, [(&peer, made_up)]);
+        places.into_iter().flatten().for_each(|(id, _)| peers.watch(id, true));
     }
     fetch("there", Some(far.incarnation()));
     fetch("any", None);
@@ -217,7 +217,7 @@ fn fetch(
     incarnation: Option<Incarnation>,
 ) -> Result<(), RankError> {
     let from = [ReadFrom { peer: peer.clone(), incarnation, readers: 1, need: Need::ALL }];
-    consumer.fetch_from(&name(id), &from, 10 * PATIENCE, Box::new(NoReads))
+    consumer.fetch_from(&name(id), None, &from, 10 * PATIENCE, Box::new(NoReads))
 }
 
 /// Fetches what the producer has withdrawn. When it has ended, the producer has got all earlier messages.
@@ -246,7 +246,7 @@ fn i12_a_restarted_producer_is_not_told_of_the_end_of_what_the_one_before_had() 
     let producer = rank(&before);
     producer.offer(&name("x")).expect("a new name");
     fetch(&consumer, "x", &peer, None).expect("a new name");
-    let place = consumer.shared.lock().peers.places([(&peer, None)]).next();
+    let place = consumer.shared.lock().peers.places(None, [(&peer, None)]).pop();
     let (number, _) = place.expect("one for each").expect("there is room");
     eventually("the producer has answered", || {
         consumer.shared.lock().consumer.state(&name("x"), number) == Some("reading")
@@ -299,7 +299,7 @@ fn i12_what_means_another_incarnation_than_the_one_at_its_address_ends_nothing_t
         }
         let unmet = consumer.hold();
         consumer
-            .free_at(&name(&id("freed")), &[(peer.clone(), made_up)], WireCode::NotNeeded, "")
+            .free_at(&name(&id("freed")), None, &[(peer.clone(), made_up)], WireCode::NotNeeded, "")
             .expect("a new name");
         let fetched = fetch(&consumer, &id("fetched"), &peer, made_up);
         assert!(fetched.is_err() || !is_met, "{fetched:?}");
@@ -317,6 +317,25 @@ fn i12_what_means_another_incarnation_than_the_one_at_its_address_ends_nothing_t
             producer.expect(&name(&id(what))).expect("nothing was said of it here");
         }
         assert_eq!(consumer.shared.lock().consumer.unheard().next(), None);
+    }
+}
+
+#[test]
+fn i8_a_producer_gets_the_end_of_a_handoff_that_finds_no_room_for_its_address() {
+    let _bound = kvferry_testkit::Watchdog::new(2 * PATIENCE);
+    let (near, far) = (patient("127.0.0.1:0"), patient("127.0.0.1:0"));
+    let (consumer, producer) = (rank(&near), rank(&far));
+    consumer.shared.lock().peers.take_all_places(&near);
+    let peer = near.peer(far.advertised()).expect("an address");
+    producer.offer(&name("x")).expect("a new name");
+    let refused = fetch(&consumer, "x", &peer, None);
+    assert!(matches!(refused, Err(RankError::Refused(Refusal::Addresses { .. }))), "{refused:?}");
+    consumer.free_at(&name("x"), None, &[(peer, None)], WireCode::Busy, "").expect("a new name");
+    match producer.wait(PATIENCE) {
+        Some(Event::Produced { id, outcome }) => {
+            assert_eq!((id, outcome.code), (name("x"), WireCode::Busy));
+        }
+        other => panic!("{other:?}"),
     }
 }
 

@@ -54,7 +54,7 @@ impl Shared {
             };
             let State { peers, consumer, .. } = &mut *state;
             let retry = peers.retry(consumer.unheard(), now);
-            let unmet = state.peers.take_unmet();
+            let unmet = state.peers.take_unmet(now);
             state.peers.forget_idle();
             let unneeded = state.peers.take_unneeded();
             state.due = state.next_timeout().into_iter().chain(retry).min();
@@ -113,7 +113,7 @@ impl Shared {
                 // The observer gets them after all earlier notices.
                 state.notices.extend(lost.into_iter().map(Notice::LostPeer));
             }
-            // Copies are planned when an engine was learned, which takes milliseconds.
+            // When an engine was learned, a thread is started that plans the copies.
             let is_long = |notice: &Notice| matches!(notice, Notice::LearnedEngine(..));
             let until = state.notices.iter().position(|it| !is_thread && is_long(it));
             let until = until.unwrap_or(state.notices.len());

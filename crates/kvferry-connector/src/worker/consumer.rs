@@ -3,19 +3,21 @@
 use super::bootstrap;
 use super::engines::Lookup;
 use super::names::{Found, LOOKUP_LIMIT};
-use super::producer_engine::{FetchMapper, ProducerEngine};
+use super::producer_engine::{CardsHash, FetchMapper, Memory, ProducerEngine};
 use super::state::{Action, FetchedFor, Inner, PendingAction, Stage, State};
+use super::unplanned::Unplanned;
 use crate::address::{AgentAddress, ProducerAddress, is_literal};
 use crate::clock::now;
 use crate::codes::code_of;
 use crate::metadata::{Cancel, Claim, FetchRequest, Free, RequestOutcome};
 use crate::producers::ForbiddenProducer;
 use crate::quorum::bounded;
-use crate::rank::{RankError, ReadFrom, SideData};
-use kvferry::Peer;
-use kvferry_proto::WireCode;
+use crate::rank::{RankError, ReadFrom, SideData, host_of};
+use kvferry::{Incarnation, Peer};
 use kvferry_proto::engine_handshake::{Failure, Pairing};
 use kvferry_proto::handoff::{HandoffId, Outcome, Refusal};
+use kvferry_proto::{Origin, Timestamp, WireCode};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 
@@ -74,7 +76,8 @@ impl Inner {
             return self.fail(state, pending.action, &failure(WireCode::Deadline, detail));
         }
         let peer = self.peer(state, address);
-        match peer.and_then(|peer| self.rank().learn_engine(ticket, &peer, left)) {
+        let to_free = matches!(pending.action, Action::Free(_));
+        match peer.and_then(|peer| self.rank().learn_engine(ticket, &peer, to_free, left)) {
             Ok(()) => drop(state.learning.insert(ticket, pending)),
             Err(error) => self.fail(state, pending.action, &failure_of(&error)),
         }
@@ -89,6 +92,12 @@ impl Inner {
                 Ok((self.look_up)(address)?)
             }
         }
+    }
+
+    /// The host of the address by which a request names an engine.
+    fn host_of_engine(state: &State, address: &str) -> Option<Origin> {
+        let literal = || Some(Origin::from(address.parse::<SocketAddr>().ok()?.ip()));
+        state.names.peer(address).and_then(host_of).or_else(literal)
     }
 
     /// Looks names up on a thread of its own, then runs what waits for them.
@@ -238,44 +247,171 @@ impl Inner {
         state.names.learn_engines(url, engines, asked.into_iter(), now());
     }
 
+    /// An engine handshake has ended. Another thread plans the copies, which takes milliseconds, or longer where the engine
+    /// is hostile: the rank's handoffs do not wait for that.
     pub(super) fn engine_learned(&self, ticket: u64, result: Result<Arc<Pairing>, Failure>) {
-        let known = {
-            let state = self.lock();
-            if !state.learning.contains_key(&ticket) {
-                return;
-            }
-            // Another action has learned the same engine, perhaps at another address of it.
-            result.as_ref().ok().and_then(|it| state.engines.of(self.config.rank, it))
-        };
-        let engine = result.and_then(|pairing| known.map_or_else(|| self.plan(&pairing), Ok));
         let mut state = self.lock();
-        let Some(pending) = state.learning.remove(&ticket) else { return };
-        let engine = match engine {
-            Ok(engine) => engine,
-            Err(failure) => return self.fail(&mut state, pending.action, &failure),
-        };
-        let address = pending.action.address().clone();
-        let before = state.engines.id(address.as_str());
-        state.engines.insert(address, &engine, now());
-        if pending.action.engine().is_none_or(|id| id == engine.id) {
-            self.run(&mut state, pending);
-        } else if before.is_some_and(|before| before != engine.id) {
-            self.fail(&mut state, pending.action, &restarted());
-        } else {
-            // The engine there has not changed: the id in the request is wrong.
-            self.refuse(&mut state, pending.action, &restarted());
+        match result {
+            Ok(pairing) => self.wait_for_plan(&mut state, ticket, pairing),
+            Err(failure) => {
+                if let Some(pending) = state.learning.remove(&ticket) {
+                    self.fail(&mut state, pending.action, &failure);
+                }
+            }
         }
     }
 
-    /// Computes the maps between a producing engine and this rank. Takes milliseconds.
-    fn plan(&self, pairing: &Pairing) -> Result<Arc<ProducerEngine>, Failure> {
-        let plan = || ProducerEngine::new(&self.memory, self.config.rank, pairing);
-        let engine = catch_unwind(AssertUnwindSafe(plan))
-            .unwrap_or_else(|_| Err((WireCode::Internal, "planning the copies panicked".into())));
-        engine.map(Arc::new).map_err(|(code, detail)| {
-            let addresses = pairing.addresses.clone();
-            Failure { code, detail, addresses }
-        })
+    /// Has an action with this ticket wait until the copies from its engine are planned, or until its deadline.
+    fn wait_for_plan(&self, state: &mut State, ticket: u64, pairing: Arc<Pairing>) {
+        let Some(pending) = state.learning.get(&ticket) else { return };
+        let deadline = pending.deadline;
+        let host = Self::host_of_engine(state, pending.action.address().as_str());
+        let host = host.unwrap_or_else(|| Origin::from(IpAddr::from(Ipv4Addr::UNSPECIFIED)));
+        for dropped in state.unplanned.add(ticket, pairing, host, self.config.rank, now()) {
+            let detail = "too many engines are being learned".to_owned();
+            let failure = failure(WireCode::Busy, detail);
+            self.fail_learned(state, dropped.tickets, &dropped.pairing, &failure);
+        }
+        if state.unplanned.is_empty() {
+            return;
+        }
+        self.rank().call_observer_at(deadline);
+        if !std::mem::replace(&mut state.is_planning, true) {
+            self.start_planning(state);
+        }
+    }
+
+    fn start_planning(&self, state: &mut State) {
+        let (me, memory, rank) =
+            (Weak::clone(&self.me), Arc::clone(&self.memory), self.config.rank);
+        let thread = kvferry_sys::thread::spawn("kvferry-plan".into(), move || {
+            let next = || plan_next(&me, &memory, rank);
+            // The next call fails what waits for an engine after a panic.
+            while catch_unwind(AssertUnwindSafe(next)).unwrap_or(true) {}
+        });
+        if let Err(error) = thread {
+            state.is_planning = false;
+            let failure = failure_of(&RankError::Thread(error));
+            while state.unplanned.begin().is_some() {
+                self.fail_planning(state, &failure);
+            }
+        }
+    }
+
+    /// The engine whose copies are to be planned next. If there is none, the thread ends.
+    fn next_unplanned(&self) -> Option<Arc<Pairing>> {
+        let mut state = self.lock();
+        let detail = "planning the copies panicked".to_owned();
+        self.fail_planning(&mut state, &failure(WireCode::Internal, detail));
+        let next = state.unplanned.begin();
+        state.is_planning = next.is_some();
+        next
+    }
+
+    /// The copies from an engine have been planned, unless that failed.
+    fn planned(&self, pairing: &Arc<Pairing>, engine: Result<Arc<ProducerEngine>, Failure>) {
+        let mut state = self.lock();
+        // Unless this half was closed meanwhile.
+        if !state.unplanned.is_planning(pairing) {
+            return;
+        }
+        let engine = match engine {
+            Ok(engine) => engine,
+            Err(failure) => return self.fail_planning(&mut state, &failure),
+        };
+        while let Some((ticket, learned)) = state.unplanned.next_ticket() {
+            let Some(pending) = state.learning.remove(&ticket) else { continue };
+            match learned {
+                Some(learned) => self.run_learned(&mut state, pending, &engine, learned),
+                None => self.learn_again(&mut state, pending),
+            }
+        }
+        state.unplanned.end();
+    }
+
+    /// Runs an action whose engine is known now. Its handshake ended at the time `learned`.
+    fn run_learned(
+        &self,
+        state: &mut State,
+        pending: PendingAction,
+        engine: &Arc<ProducerEngine>,
+        learned: Timestamp,
+    ) {
+        let address = pending.action.address().clone();
+        let before = state.engines.id(address.as_str());
+        state.engines.insert(address, engine, learned);
+        if pending.action.engine().is_none_or(|id| id == engine.id) {
+            self.run(state, pending);
+        } else if before.is_some_and(|before| before != engine.id) {
+            self.fail(state, pending.action, &restarted());
+        } else {
+            // The engine there has not changed: the id in the request is wrong.
+            self.refuse(state, pending.action, &restarted());
+        }
+    }
+
+    /// Runs an action whose engine was lost before it was known: another incarnation may be there.
+    fn learn_again(&self, state: &mut State, mut pending: PendingAction) {
+        if pending.may_learn_again() {
+            pending.restarts += 1;
+            return self.run(state, pending);
+        }
+        let detail = "the sessions with the producing engine end".to_owned();
+        self.fail(state, pending.action, &failure(WireCode::Closed, detail));
+    }
+
+    /// Fails what waits for the engine that is being planned, if there is one.
+    fn fail_planning(&self, state: &mut State, failure: &Failure) {
+        if let Some(planning) = state.unplanned.end() {
+            self.fail_learned(state, planning.tickets, &planning.pairing, failure);
+        }
+    }
+
+    /// Fails what waits with these tickets for an engine that was learned.
+    fn fail_learned(
+        &self,
+        state: &mut State,
+        tickets: impl IntoIterator<Item = u64>,
+        pairing: &Pairing,
+        failure: &Failure,
+    ) {
+        for ticket in tickets {
+            let Some(pending) = state.learning.remove(&ticket) else { continue };
+            // Another engine than the action means is told nothing.
+            let is_meant = pending.action.engine().is_none_or(|id| id == pairing.engine);
+            let addresses = if is_meant { pairing.addresses.clone() } else { Vec::new() };
+            let failure = Failure { addresses, ..failure.clone() };
+            self.fail(state, pending.action, &failure);
+        }
+    }
+
+    /// Fails what has waited until its deadline for the copies from an engine to be planned.
+    pub(super) fn expire_unplanned(&self, state: &mut State) {
+        let now = now();
+        let State { unplanned, learning, .. } = &mut *state;
+        let deadline = |ticket: u64| learning.get(&ticket).map(|pending| pending.deadline);
+        let overdue = unplanned.expire(|ticket| deadline(ticket).is_some_and(|at| at <= now));
+        let next = unplanned.tickets().filter_map(deadline).min();
+        for (ticket, pairing) in overdue {
+            let detail = "the producing engine is not known in time".to_owned();
+            let failure = failure(WireCode::Deadline, detail);
+            self.fail_learned(state, [ticket], &pairing, &failure);
+        }
+        if let Some(next) = next {
+            self.rank().call_observer_at(next);
+        }
+    }
+
+    /// The session with a peer has ended: engines that are reached there and not known yet may have been restarted.
+    pub(super) fn lost_unplanned(&self, state: &mut State, address: &str) {
+        let State { unplanned, learning, .. } = &mut *state;
+        let named = |ticket: u64| learning.get(&ticket).map(|pending| pending.action.address());
+        let is_named = |ticket: u64| named(ticket).is_some_and(|named| named.as_str() == address);
+        let lost = unplanned.lose(address, is_named);
+        let named: Vec<_> = lost.into_iter().filter_map(named).cloned().collect();
+        for named in named {
+            state.doubt_names(named.as_str());
+        }
     }
 
     /// Runs an action at a known engine, all of whose names are known.
@@ -296,10 +432,11 @@ impl Inner {
         let peers: Vec<_> =
             sources.iter().map(|from| (from.peer.clone(), from.incarnation)).collect();
         let (again, at) = (pending.again(), pending.action.address().clone());
+        let host = Self::host_of_engine(state, at.as_str());
         let fetch = match pending.action {
             Action::Fetch(fetch) => fetch,
             Action::Claim(Claim { request, transfer, .. }) => {
-                match self.rank().claim_from(&transfer, &sources) {
+                match self.rank().claim_from(&transfer, host, &sources) {
                     Ok(()) => state.wait_for_answer(request, transfer),
                     Err(error) => {
                         if is_restarted(&error)
@@ -314,7 +451,7 @@ impl Inner {
             }
             Action::Free(Free { transfer, code, .. }) => {
                 state.forget_answer(&transfer);
-                if let Err(error) = self.rank().free_at(&transfer, &peers, code, "") {
+                if let Err(error) = self.rank().free_at(&transfer, host, &peers, code, "") {
                     tracing::debug!(%transfer, %error, "a handoff can't be freed");
                 }
                 return;
@@ -329,7 +466,7 @@ impl Inner {
             blocks,
             after: pending.after,
         };
-        match self.rank().fetch_from(&transfer, &sources, budget, Box::new(mapper)) {
+        match self.rank().fetch_from(&transfer, host, &sources, budget, Box::new(mapper)) {
             Ok(()) => {
                 state.fetches.insert(request.clone(), Stage::Fetching(transfer.clone()));
                 state.wait_for_answer(request.clone(), transfer.clone());
@@ -347,7 +484,7 @@ impl Inner {
                 if failure.code != Refusal::InUse.code() {
                     // The producer need not wait for a consumer that has failed.
                     let detail = failure.detail.as_str();
-                    drop(self.rank().free_at(&transfer, &peers, failure.code, detail));
+                    drop(self.rank().free_at(&transfer, host, &peers, failure.code, detail));
                 }
                 self.fetched(state, request, failure, Vec::new());
             }
@@ -394,32 +531,47 @@ impl Inner {
                 tracing::debug!(%transfer, %code, detail, "a handoff can't be claimed");
                 return;
             }
-            Action::Free(Free { transfer, .. }) => {
+            Action::Free(Free { transfer, address, code: why, .. }) => {
                 state.forget_answer(&transfer);
-                // The producer's offer ends by its timer.
-                tracing::debug!(%transfer, %code, "a handoff can't be freed");
+                // Where no rank can be told, the producer's offer ends by its timer.
+                tracing::debug!(%transfer, %code, detail, "a handoff can't be freed on all ranks");
+                let (host, peers) = self.share_to_tell(state, address.as_str(), addresses);
+                if !peers.is_empty() {
+                    drop(self.rank().free_at(&transfer, host, &peers, why, ""));
+                }
                 return;
             }
         };
         let FetchRequest { request, transfer, address, .. } = fetch;
         state.log_failure(&request, address.as_str(), *code, detail);
-        // The ranks of this engine share the ranks of the other. Those with a host name are not told:
-        // the name would have to be looked up. Their offers end by their timers.
-        let share = addresses.iter().skip(self.config.rank).step_by(state.ranks.unwrap_or(1));
-        let share = share.filter_map(|it| it.parse::<AgentAddress>().ok());
-        let share = share.filter(|it| it.is_literal() && self.producers.check(it.as_str()).is_ok());
-        let peers = share.filter_map(|it| self.peer(state, it.as_str()).ok());
-        let peers: Vec<_> = peers.map(|peer| (peer, None)).collect();
+        let (host, peers) = self.share_to_tell(state, address.as_str(), addresses);
         let told = match peers.is_empty() {
             // There may be a claim.
             true => self.rank().cancel(&transfer, *code, detail),
-            false => self.rank().free_at(&transfer, &peers, *code, detail),
+            false => self.rank().free_at(&transfer, host, &peers, *code, detail),
         };
         if let Err(error) = told {
             tracing::debug!(%transfer, %error, "the producer can't be told of a failed fetch");
         }
         let detail = format!("{detail} (producer {address})");
         self.fetched(state, request, self::failure(*code, detail), Vec::new());
+    }
+
+    /// The ranks of an engine, which listen at `addresses`, that this rank tells of an end, and the host that they count for.
+    fn share_to_tell(
+        &self,
+        state: &State,
+        engine: &str,
+        addresses: &[String],
+    ) -> (Option<Origin>, Vec<(Peer, Option<Incarnation>)>) {
+        // The ranks of this engine share the ranks of the other. Those with a host name are not told:
+        // the name would have to be looked up. Their offers end by their timers.
+        let share = addresses.iter().skip(self.config.rank).step_by(state.ranks.unwrap_or(1));
+        let share = share.filter_map(|it| it.parse::<AgentAddress>().ok());
+        let share = share.filter(|it| it.is_literal() && self.producers.check(it.as_str()).is_ok());
+        let peers = share.filter_map(|it| self.peer(state, it.as_str()).ok());
+        let peers = peers.map(|peer| (peer, None)).collect();
+        (Self::host_of_engine(state, engine), peers)
     }
 
     fn fetched(&self, state: &mut State, request: String, how: Failure, side_data: SideData) {
@@ -439,6 +591,7 @@ impl Inner {
     pub(super) fn end_fetches(&self, state: &mut State) {
         state.pending.clear();
         state.learning.clear();
+        state.unplanned = Unplanned::default();
         state.names.forget_waiting();
         state.fetched_for.clear();
         state.unanswered.clear();
@@ -509,6 +662,33 @@ impl Inner {
         };
         self.fetched(&mut state, request, how, side_data);
     }
+}
+
+/// Plans the copies from the next engine that waits for that. False if there is none.
+fn plan_next(me: &Weak<Inner>, memory: &Memory, rank: usize) -> bool {
+    let Some(inner) = me.upgrade() else { return false };
+    let Some(pairing) = inner.next_unplanned() else { return false };
+    let cards = CardsHash::of(&pairing);
+    // Another action has learned the same engine, perhaps at another address of it.
+    let known = inner.lock().engines.of(rank, &pairing, cards);
+    // Planning does not keep this half.
+    drop(inner);
+    let engine = known.map_or_else(|| plan(memory, rank, &pairing, cards), Ok);
+    if let Some(inner) = me.upgrade() {
+        inner.planned(&pairing, engine);
+    }
+    true
+}
+
+/// Computes the maps between a producing engine and a rank. Takes milliseconds.
+fn plan(
+    memory: &Memory,
+    rank: usize,
+    pairing: &Pairing,
+    cards: CardsHash,
+) -> Result<Arc<ProducerEngine>, Failure> {
+    let engine = ProducerEngine::new(memory, rank, pairing, cards);
+    engine.map(Arc::new).map_err(|(code, detail)| failure(code, detail))
 }
 
 fn is_restarted(error: &RankError) -> bool {

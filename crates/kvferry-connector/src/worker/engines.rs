@@ -1,15 +1,19 @@
 //! Producing engines that this rank knows.
 
-use super::producer_engine::ProducerEngine;
+use super::producer_engine::{CardsHash, ProducerEngine};
 use crate::address::ProducerAddress;
 use kvferry_proto::Timestamp;
 use kvferry_proto::engine_handshake::{EngineId, Pairing};
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Engines that are kept at most. The least recently used one is dropped first.
-const ENGINES_MAX: usize = 1024;
+pub(super) const ENGINES_MAX: usize = 1024;
+
+/// Bytes of engines that are kept at most, each counted once. The largest one is dropped first: an engine chooses its size,
+/// and a large one costs no other one its place.
+const BYTES_MAX: usize = 256 * 1024 * 1024;
 
 /// Time after an engine was learned for which a request for another one at its address fails
 /// without a handshake: a client can make ids up, and an engine does not restart sooner.
@@ -26,7 +30,7 @@ pub(super) struct Engines {
 pub(super) struct KnownEngine {
     engine: Arc<ProducerEngine>,
     /// Time at which its handshake ended.
-    learned: Timestamp,
+    pub(super) learned: Timestamp,
     used: u64,
 }
 
@@ -58,9 +62,14 @@ impl Engines {
     }
 
     /// The engine that a handshake found, if it is known under any address.
-    pub(super) fn of(&self, rank: usize, pairing: &Pairing) -> Option<Arc<ProducerEngine>> {
+    pub(super) fn of(
+        &self,
+        rank: usize,
+        pairing: &Pairing,
+        cards: CardsHash,
+    ) -> Option<Arc<ProducerEngine>> {
         let mut engines = self.known.values().map(|known| &known.engine);
-        engines.find(|engine| engine.is_of(rank, pairing)).map(Arc::clone)
+        engines.find(|engine| engine.is_of(rank, pairing, cards)).map(Arc::clone)
     }
 
     pub(super) fn insert(
@@ -72,6 +81,13 @@ impl Engines {
         self.uses += 1;
         let known = KnownEngine { engine: Arc::clone(engine), learned, used: self.uses };
         self.known.insert(address, known);
+        while self.size() > BYTES_MAX {
+            // The new one stays: an action waits for it.
+            let all = self.known.values().map(|known| &known.engine);
+            let others = all.filter(|other| !Arc::ptr_eq(other, engine));
+            let Some(largest) = others.max_by_key(|it| it.size()).map(Arc::clone) else { break };
+            self.forget_engine(&largest);
+        }
         if self.known.len() > ENGINES_MAX {
             let oldest = self.known.iter().min_by_key(|(_, known)| known.used);
             let oldest = oldest.map(|(address, _)| address.clone()).expect("one was inserted");
@@ -79,11 +95,23 @@ impl Engines {
         }
     }
 
+    /// Bytes of all engines. One that is known under several addresses counts once.
+    fn size(&self) -> usize {
+        let mut counted = FxHashSet::default();
+        let engines = self.known.values().map(|known| &known.engine);
+        let engines = engines.filter(|engine| counted.insert(Arc::as_ptr(engine)));
+        engines.map(|engine| engine.size()).sum()
+    }
+
     /// Forgets the engine at an address, under all its addresses: it is gone.
     pub(super) fn forget(&mut self, address: &ProducerAddress) {
         if let Some(gone) = self.known.remove(address) {
-            self.known.retain(|_, known| !Arc::ptr_eq(&known.engine, &gone.engine));
+            self.forget_engine(&gone.engine);
         }
+    }
+
+    fn forget_engine(&mut self, engine: &Arc<ProducerEngine>) {
+        self.known.retain(|_, known| !Arc::ptr_eq(&known.engine, engine));
     }
 
     /// The addresses under which requests name engines that were found at this address or have a rank there.

@@ -9,6 +9,7 @@
 //! | threads of the agent | answer messages, begin reads, handle the ends of fetches |
 //! | `kvferry-handoff`, of the [`Rank`] | keeps the time, learns producing engines, sends for steps that change many requests |
 //! | `kvferry-events` | waits for events of the device |
+//! | `kvferry-plan`, one at most, short-lived | plans the copies from engines that were learned |
 //! | `kvferry-lookup`, one per address, short-lived | looks host names up, asks bootstrap servers |
 //!
 //! Locks are taken in this order: the worker's state, a produced request, the rank.
@@ -27,6 +28,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 mod types;
+mod unplanned;
 
 use crate::clock::now;
 use crate::metadata::{ConnectorMetadata, EngineMetadata, Notes};
@@ -418,6 +420,7 @@ impl RankObserver for Inner {
             state.doubt_names(address.as_str());
             state.engines.known.remove(&address);
         }
+        self.lost_unplanned(&mut state, address);
     }
 
     fn answered(&self, id: &HandoffId) {
@@ -427,6 +430,7 @@ impl RankObserver for Inner {
     fn called(&self) {
         let mut state = self.lock();
         self.expire_lookups(&mut state);
+        self.expire_unplanned(&mut state);
         for pending in std::mem::take(&mut state.pending) {
             self.run(&mut state, pending);
         }

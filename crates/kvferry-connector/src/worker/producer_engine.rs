@@ -14,6 +14,10 @@ use rustc_hash::FxHashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+/// Units that the blocks of all of an engine's ranks may fall into together: a few times the limit of one map, which
+/// takes a tenth of a second.
+const PIECES_MAX: u64 = 1 << 24;
+
 /// Blocks that an engine may have of a request beyond those of its tokens, for draft tokens and states.
 const LOOKAHEAD: u32 = 64;
 
@@ -30,7 +34,14 @@ pub(super) struct Memory {
 pub(super) struct ProducerEngine {
     pub(super) id: EngineId,
     ranks: Vec<ProducerRank>,
+    cards: CardsHash,
+    /// Bytes that the engine takes, about.
+    size: usize,
 }
+
+/// A hash of the encoded metadata of ranks, from which their maps are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct CardsHash(blake3::Hash);
 
 /// A rank that this rank reads from, or only frees.
 #[derive(Debug)]
@@ -40,8 +51,6 @@ struct ProducerRank {
     source: Source,
     /// The incarnation whose memory the maps are of; `None` without memory.
     incarnation: Option<Incarnation>,
-    /// The rank's encoded metadata, from which the maps were made.
-    card: Box<[u8]>,
     share: Share,
     /// Map of everything but states.
     map: Arc<Map>,
@@ -83,7 +92,7 @@ impl Memory {
 }
 
 impl ProducerEngine {
-    /// Maps the ranks of a producing engine onto the rank numbered `rank` here.
+    /// Maps the ranks of a producing engine onto the rank numbered `rank` here. `cards` is the hash of its cards.
     ///
     /// # Errors
     /// The layouts do not match, or a rank's metadata are malformed.
@@ -91,10 +100,36 @@ impl ProducerEngine {
         memory: &Memory,
         rank: usize,
         pairing: &Pairing,
+        cards: CardsHash,
     ) -> Result<Self, (WireCode, String)> {
-        let sources = pairing.routing.sources_of(rank).iter();
-        let ranks = sources.map(|&theirs| ProducerRank::new(memory, rank, theirs, pairing));
-        Ok(Self { id: pairing.engine, ranks: ranks.collect::<Result<_, _>>()? })
+        let (mut ranks, mut pieces, mut bytes) = (Vec::new(), 0, 0);
+        for &theirs in pairing.routing.sources_of(rank) {
+            let source = ProducerRank::new(memory, rank, theirs, pairing)?;
+            for map in [&source.map, &source.states] {
+                pieces += map.pieces();
+                bytes += map.size();
+            }
+            if pieces > PIECES_MAX {
+                let words =
+                    format!("{pieces} pieces of blocks are beyond the limit of {PIECES_MAX}");
+                return Err((WireCode::LayoutMismatch, words));
+            }
+            ranks.push(source);
+        }
+        let size = bytes + pairing.cards.values().map(Vec::len).sum::<usize>();
+        Ok(Self { id: pairing.engine, ranks, cards, size })
+    }
+
+    /// An engine without ranks that takes so many bytes.
+    #[cfg(test)]
+    pub(super) const fn of_size(size: usize) -> Self {
+        let cards = CardsHash(blake3::Hash::from_bytes([0; 32]));
+        Self { id: EngineId(1), ranks: Vec::new(), cards, size }
+    }
+
+    /// Bytes that the engine takes, about.
+    pub(super) const fn size(&self) -> usize {
+        self.size
     }
 
     pub(super) fn sources(&self) -> impl Iterator<Item = &Source> {
@@ -119,24 +154,37 @@ impl ProducerEngine {
     }
 
     /// Whether [`ProducerEngine::new`] would return the same for `pairing`: the engine was learned at
-    /// another of its addresses. Its id alone proves nothing, since an engine chooses it.
-    pub(super) fn is_of(&self, rank: usize, pairing: &Pairing) -> bool {
+    /// another of its addresses. Its id alone proves nothing, since an engine chooses it. `cards` is the hash of those of
+    /// `pairing`.
+    pub(super) fn is_of(&self, rank: usize, pairing: &Pairing, cards: CardsHash) -> bool {
         let is_rank = |(of, &theirs): (&ProducerRank, &usize)| {
             let address = pairing.addresses[theirs].parse::<AgentAddress>();
             of.theirs == theirs
                 && address.as_ref() == Ok(&of.source.address)
-                && pairing.cards.get(&theirs).is_some_and(|card| **card == *of.card)
                 && pairing.routing.readers_of(theirs).len() as u32 == of.source.readers
                 && pairing.routing.share(theirs, rank) == of.share
         };
         let sources = pairing.routing.sources_of(rank);
         self.id == pairing.engine
+            && self.cards == cards
             && self.ranks.len() == sources.len()
             && self.ranks.iter().zip(sources).all(is_rank)
     }
 
     pub(super) fn has_rank_at(&self, address: &str) -> bool {
         self.sources().any(|source| source.address.as_str() == address)
+    }
+}
+
+impl CardsHash {
+    /// Takes milliseconds for long cards.
+    pub(super) fn of(pairing: &Pairing) -> Self {
+        let mut hasher = blake3::Hasher::new();
+        for (rank, card) in &pairing.cards {
+            hasher.update(&[*rank as u64, card.len() as u64].map(u64::to_le_bytes).concat());
+            hasher.update(card);
+        }
+        Self(hasher.finalize())
     }
 }
 
@@ -176,7 +224,6 @@ impl ProducerRank {
             theirs,
             source: Source { address, readers },
             incarnation: regions.first().map(|region| region.incarnation),
-            card: pairing.cards[&theirs].as_slice().into(),
             share,
             map,
             states,

@@ -7,6 +7,7 @@ use super::pieces::Pieces;
 use super::producer_engine::Memory;
 use super::request::{Part, ProducedRequest};
 use super::types::{ComputeEvent, WorkerConfig, WorkerObserver};
+use super::unplanned::Unplanned;
 use crate::address::{AgentAddress, ProducerAddress};
 use crate::metadata::{Cancel, Claim, FetchRequest, Free, RequestOutcome};
 use crate::producers::Producers;
@@ -47,8 +48,11 @@ pub(super) struct State {
     pub(super) ranks: Option<usize>,
     pub(super) engines: Engines,
     pub(super) names: Names,
-    /// Actions that wait for an engine handshake, by its ticket.
+    /// Actions that wait for an engine handshake, then for the plan of the copies, by the ticket of the handshake.
     pub(super) learning: FxHashMap<u64, PendingAction>,
+    pub(super) unplanned: Unplanned,
+    /// A thread plans the copies from engines, one after the other, until none waits.
+    pub(super) is_planning: bool,
     pub(super) tickets: u64,
     pub(super) fetches: FxHashMap<String, Stage>,
     pub(super) fetched_for: FxHashMap<HandoffId, FetchedFor>,
@@ -110,7 +114,7 @@ pub(super) struct PendingAction {
     pub(super) action: Action,
     /// The bootstrap server that named the engine, and the id that it was asked for.
     pub(super) bootstrap: Option<(ProducerAddress, Option<EngineId>)>,
-    /// How often the engine that was known at the address turned out to be restarted since.
+    /// How often the engine that was known at the address turned out to be restarted since, or was lost before it was known.
     pub(super) restarts: u32,
     /// The work that the reads of a fetch come after.
     pub(super) after: After,
@@ -245,7 +249,7 @@ impl PendingAction {
     pub(super) fn again(&self) -> Option<Self> {
         let asked = self.bootstrap.as_ref().map_or(self.action.engine(), |(_, asked)| *asked);
         let means_it = asked.is_some() && asked == self.action.engine();
-        if means_it || self.restarts >= RESTARTS_MAX {
+        if means_it || !self.may_learn_again() {
             return None;
         }
         let mut again = Self { restarts: self.restarts + 1, ..self.clone() };
@@ -253,6 +257,11 @@ impl PendingAction {
             again.action.set_place(asked, url);
         }
         Some(again)
+    }
+
+    /// True if its engine may be learned anew.
+    pub(super) const fn may_learn_again(&self) -> bool {
+        self.restarts < RESTARTS_MAX
     }
 
     /// Replaces the address of a bootstrap server by an engine behind it and an agent of that engine.

@@ -4,13 +4,14 @@ use super::engines::{Engines, FRESH};
 use super::names::Names;
 use super::*;
 use crate::address::{ProducerAddress, is_literal};
-use crate::metadata::{Cancel, Compute, FetchRequest, Offer};
+use crate::metadata::{Cancel, Compute, FetchRequest, Free, Offer};
 use kvferry::{Access, Peer};
-use kvferry_models::engines::layout;
+use kvferry_models::engines::{layout, topology};
 use kvferry_proto::Timestamp;
 use kvferry_proto::engine_handshake::{EngineId, Failure, Model};
-use kvferry_proto::handoff::{BlockTable, Limits};
+use kvferry_proto::handoff::{BlockTable, Limits, Refusal};
 use kvferry_proto::layout::{Heads, Packing, Shape};
+use kvferry_proto::plan::Routing;
 use kvferry_testkit::PATIENCE;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -502,6 +503,208 @@ fn a_request_that_names_no_engine_is_served_by_the_one_that_was_restarted_unnoti
     consumer.inner.lock().engines.insert(name, &stale, crate::clock::now());
     hand_over(&producer, &consumer, "third", address);
     assert_eq!(known_engine(&consumer, address).id, EngineId(3));
+}
+
+/// An engine of one layer as a consumer learns it, with a card of its only rank.
+pub(super) fn pairing(engine: u128, card: Vec<u8>) -> Arc<Pairing> {
+    pairing_at(engine, card, vec!["127.0.0.1:1".to_owned()])
+}
+
+fn pairing_at(engine: u128, card: Vec<u8>, addresses: Vec<String>) -> Arc<Pairing> {
+    let topology = topology(1, 1);
+    let routing = Routing::new(&topology, &topology).expect("the same model");
+    let (engine, cards) = (EngineId(engine), [(0, card)].into());
+    Arc::new(Pairing { engine, routing, addresses, cards })
+}
+
+/// A fetch that waits, as if an engine handshake was under way for it.
+fn learn_at(consumer: &Worker, ticket: u64, address: &str, patience: Duration) {
+    let fetch = fetch_request(&format!("{ticket}"), address);
+    let mut state = consumer.inner.lock();
+    state.fetches.insert(fetch.request.clone(), Stage::Pending);
+    let pending = PendingAction::new(Action::Fetch(fetch), crate::clock::now() + patience);
+    state.learning.insert(ticket, pending);
+}
+
+fn learn(consumer: &Worker, ticket: u64) {
+    learn_at(consumer, ticket, "127.0.0.1:1", PATIENCE);
+}
+
+/// Has the engines planned that wait: the thread that plans them seemed to run.
+fn plan_all(consumer: &Worker) {
+    const LAST: u64 = 1 << 32;
+    consumer.inner.lock().is_planning = false;
+    learn(consumer, LAST);
+    consumer.inner.engine_learned(LAST, Ok(pairing(LAST.into(), Vec::new())));
+}
+
+/// The requests and codes of so many fetches that end, in the order of the requests.
+fn outcomes(worker: &Worker, count: usize) -> Vec<(String, WireCode)> {
+    let mut ended = Vec::new();
+    kvferry_testkit::eventually("the fetches end", || {
+        let fetched = std::mem::take(&mut worker.inner.lock().fetched);
+        ended.extend(fetched.into_iter().map(|it| (it.request, it.code)));
+        ended.len() >= count
+    });
+    ended.sort_by(|a, b| a.0.cmp(&b.0));
+    ended
+}
+
+fn with_code(requests: &[&str], code: WireCode) -> Vec<(String, WireCode)> {
+    requests.iter().map(|request| ((*request).to_owned(), code)).collect()
+}
+
+#[test]
+fn i8_engines_wait_to_be_planned_on_a_thread_of_their_own_and_too_many_are_refused() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let (producer, p) = start(1, agents_peer);
+    let (consumer, _d) = start(2, agents_peer);
+    let consumer = Arc::new(consumer);
+    hand_over(&producer, &consumer, "before", p.advertised());
+    let inner = &consumer.inner;
+    (1..=5).for_each(|ticket| learn(&consumer, ticket));
+    // As while the thread plans another engine.
+    inner.lock().is_planning = true;
+    let long = |engine| pairing(engine, vec![0; 30 << 20]);
+    let first = long(1);
+    inner.engine_learned(1, Ok(Arc::clone(&first)));
+    inner.engine_learned(2, Ok(first));
+    inner.engine_learned(3, Ok(long(3)));
+    assert!(!inner.lock().has_reports());
+    inner.engine_learned(4, Ok(long(4)));
+    assert_eq!(outcomes(&consumer, 1), with_code(&["4"], WireCode::Busy));
+    // Handoffs go on meanwhile.
+    hand_over(&producer, &consumer, "meanwhile", p.advertised());
+    inner.lock().is_planning = false;
+    // The thread plans all that wait.
+    inner.engine_learned(5, Ok(pairing(5, Vec::new())));
+    assert_eq!(outcomes(&consumer, 4), with_code(&["1", "2", "3", "5"], WireCode::Malformed));
+    kvferry_testkit::eventually("the thread has ended", || !inner.lock().is_planning);
+    assert!(inner.lock().learning.is_empty());
+}
+
+#[test]
+fn a_fetch_whose_engine_is_not_planned_in_time_fails() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let (consumer, _d) = start(2, agents_peer);
+    let inner = &consumer.inner;
+    inner.lock().is_planning = true;
+    learn(&consumer, 1);
+    let soon = Duration::from_millis(20);
+    for (ticket, patience) in [(2, soon), (3, 3 * soon)] {
+        learn_at(&consumer, ticket, "127.0.0.1:1", patience);
+    }
+    (1..=3).for_each(|n| inner.engine_learned(n, Ok(pairing(n.into(), Vec::new()))));
+    assert_eq!(outcomes(&consumer, 2), with_code(&["2", "3"], WireCode::Deadline));
+    let state = inner.lock();
+    assert!(state.learning.keys().eq(&[1]) && state.unplanned.tickets().eq([1]));
+}
+
+#[test]
+fn i8_an_engine_whose_plan_panics_fails_its_fetches_and_no_others() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let (consumer, _d) = start(2, agents_peer);
+    let consumer = Arc::new(consumer);
+    let inner = &consumer.inner;
+    (1..=3).for_each(|ticket| learn(&consumer, ticket));
+    inner.lock().is_planning = true;
+    // No handshake ends with an engine that has too few addresses.
+    let broken = pairing_at(1, consumer.rank_metadata().to_vec(), Vec::new());
+    inner.engine_learned(1, Ok(Arc::clone(&broken)));
+    inner.engine_learned(2, Ok(broken));
+    inner.lock().is_planning = false;
+    inner.engine_learned(3, Ok(pairing(3, Vec::new())));
+    let mut expected = with_code(&["1", "2"], WireCode::Internal);
+    expected.extend(with_code(&["3"], WireCode::Malformed));
+    assert_eq!(outcomes(&consumer, 3), expected);
+    kvferry_testkit::eventually("the thread has ended", || !inner.lock().is_planning);
+    let state = inner.lock();
+    assert!(state.learning.is_empty() && state.unplanned.is_empty());
+}
+
+#[test]
+fn an_engine_is_as_old_as_its_handshake_and_one_that_was_lost_since_is_learned_anew() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    for is_lost in [false, true] {
+        let (producer, p) = start(1, agents_peer);
+        let (consumer, _d) = start(2, agents_peer);
+        let (consumer, address) = (Arc::new(consumer), p.advertised());
+        let inner = &consumer.inner;
+        inner.lock().is_planning = true;
+        offer(&producer, "1");
+        learn_at(&consumer, 1, address, PATIENCE);
+        // As of an incarnation before.
+        let card = producer.rank_metadata().to_vec();
+        inner.engine_learned(1, Ok(pairing_at(9, card, vec![address.to_owned()])));
+        let learned = crate::clock::now();
+        if is_lost {
+            inner.lost_peer(address);
+        }
+        std::thread::sleep(Duration::from_millis(2));
+        let lost = crate::clock::now();
+        plan_all(&consumer);
+        assert_eq!(outcomes(&consumer, 2)[0], ("1".to_owned(), WireCode::Ok));
+        let state = inner.lock();
+        let known = state.engines.known[address].learned;
+        let id = state.engines.id(address).expect("it is known");
+        assert!(if is_lost { known > lost } else { known <= learned });
+        assert_eq!(id, EngineId(if is_lost { 1 } else { 9 }));
+    }
+}
+
+#[test]
+fn a_producer_is_told_that_it_may_free_blocks_though_its_engine_can_not_be_planned() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let (producer, p) = start(1, agents_peer);
+    let (consumer, _d) = start(2, agents_peer);
+    let rank = producer.inner.rank();
+    for (ticket, engine) in [(1, None), (2, Some(EngineId(9))), (3, Some(EngineId(1)))] {
+        let transfer = id(&format!("{ticket}"));
+        offer(&producer, transfer.as_str());
+        let address = p.advertised().parse().expect("an address");
+        let (code, budget_ms) = (WireCode::NotNeeded, BUDGET_MS);
+        let free = Free { transfer: transfer.clone(), address, engine, code, budget_ms };
+        let pending = PendingAction::new(Action::Free(free), crate::clock::now() + PATIENCE);
+        consumer.inner.lock().learning.insert(ticket, pending);
+        let pairing = pairing_at(1, Vec::new(), vec![p.advertised().to_owned()]);
+        consumer.inner.engine_learned(ticket, Ok(pairing));
+        if engine != Some(EngineId(9)) {
+            kvferry_testkit::eventually("the producer is told", || {
+                let expected = rank.expect(&transfer);
+                matches!(expected, Err(RankError::Refused(Refusal::Ended(WireCode::NotNeeded))))
+            });
+        }
+    }
+    // Another engine than the one that is meant is told nothing.
+    let expected = rank.expect(&id("2"));
+    assert!(!matches!(expected, Err(RankError::Refused(Refusal::Ended(_)))), "{expected:?}");
+}
+
+#[test]
+fn i8_a_large_engine_takes_the_place_of_the_largest_one_and_of_no_small_one() {
+    let mut engines = Engines::default();
+    let name = |n: usize| format!("127.0.0.1:{}", 1 + n).parse::<ProducerAddress>().expect("one");
+    for (n, size) in [1, 100, 60, 90, 1, 200].into_iter().enumerate() {
+        let engine = producer_engine::ProducerEngine::of_size(size << 20);
+        engines.insert(name(n), &Arc::new(engine), crate::clock::now());
+    }
+    let kept: Vec<_> = (0..6).filter(|n| engines.known.contains_key(&name(*n))).collect();
+    assert_eq!(kept, [0, 4, 5]);
+}
+
+#[test]
+fn an_engine_that_is_known_under_several_addresses_counts_once_and_goes_under_all() {
+    let mut engines = Engines::default();
+    let name = |n: usize| format!("127.0.0.1:{}", 1 + n).parse::<ProducerAddress>().expect("one");
+    let of_size = |size: usize| Arc::new(producer_engine::ProducerEngine::of_size(size << 20));
+    let [large, small, last] = [200, 50, 10].map(of_size);
+    let mut insert = |n, engine| {
+        engines.insert(name(n), engine, crate::clock::now());
+        (0..10).filter(|n| engines.known.contains_key(&name(*n))).collect::<Vec<_>>()
+    };
+    (0..4).for_each(|n| drop(insert(n, &large)));
+    assert_eq!(insert(4, &small), [0, 1, 2, 3, 4]);
+    assert_eq!(insert(5, &last), [4, 5]);
 }
 
 #[test]

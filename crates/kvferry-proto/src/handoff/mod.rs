@@ -269,8 +269,10 @@ pub enum Refusal {
     /// Another incarnation than the caller means is at the peer's address.
     #[error("the peer was restarted")]
     Restarted,
-    /// The limit on addresses of peers is reached.
-    #[error("{limit} addresses of peers are in use, which is the limit")]
+    /// The limit on addresses of peers is reached, or the part of it that one host may have.
+    #[error(
+        "too many addresses of peers are in use: {limit} may be, and of one host no more than are left"
+    )]
     Addresses { limit: usize },
     /// The call contradicts earlier calls.
     #[error("{0}")]

@@ -27,6 +27,7 @@ pub struct Map {
     pub(super) consumer: Vec<Group>,
     pub(super) pairs: Vec<Pair>,
     layers: u32,
+    pieces: u64,
 }
 
 /// The copies from one group of the producer to one of the consumer.
@@ -97,7 +98,19 @@ impl Map {
             consumer: consumer.groups().to_vec(),
             pairs: pairs.collect(),
             layers,
+            pieces,
         })
+    }
+
+    /// Units that blocks of all planes fall into. Making the map takes time in proportion to them.
+    pub const fn pieces(&self) -> u64 {
+        self.pieces
+    }
+
+    /// Bytes that the positions of units take. Planes that are alike share them.
+    pub fn size(&self) -> usize {
+        let steps = self.pairs.iter().flat_map(|it| &it.sections).flat_map(|it| &*it.steps);
+        steps.map(|it| size_of_val(&*it.from_units) + size_of_val(&*it.to_units)).sum()
     }
 
     /// Layers of the producer rank: plans select them by their place in [`Layout::layers`].
