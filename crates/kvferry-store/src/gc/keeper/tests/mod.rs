@@ -407,8 +407,7 @@ fn the_segment_with_the_most_space_to_gain_for_what_is_copied_times_its_age_is_c
 fn each_run_of_neighbours_is_copied_with_one_read_and_each_extent_with_one_write() {
     let (core, agent, folder) = core("runs");
     let pool = agent.allocate(LEN as usize, Access::NONE).expect("memory");
-    let keys = [1..=16, 17..=32];
-    let segments = keys.clone().map(|keys| put_together(&core, &pool, keys));
+    let segments = [1..=16, 17..=32].map(|keys| put_together(&core, &pool, keys));
     let is_kept = |key: &u64| !key.is_multiple_of(4);
     for key in (1..=32).filter(|key| !is_kept(key)) {
         let entry = core.member.find(&Key([key, key])).expect("put above");
