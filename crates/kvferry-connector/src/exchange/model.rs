@@ -41,7 +41,7 @@ const LOOK_UP: Duration = Duration::from_secs(2);
 const SILENCE: Duration = Duration::from_secs(3);
 const THERE: Place = Place(0);
 
-const FAULTS: [&str; 9] = [
+const FAULTS: [&str; 10] = [
     "kill prefill",
     "kill decode",
     "stop prefill",
@@ -51,6 +51,7 @@ const FAULTS: [&str; 9] = [
     "reset",
     "partition",
     "a copy is lost",
+    "reads are slow",
 ];
 const STATES: [&str; 5] = ["nothing", "computing", "told", "fetching", "kept"];
 
@@ -164,6 +165,8 @@ struct World<'a> {
     /// One for each rank, and the directory's.
     wires: Vec<Wire>,
     lose_next_copy: bool,
+    /// Reads take a look-up's time until then.
+    slow_until: Timestamp,
     met: &'a mut Met,
 }
 
@@ -185,7 +188,7 @@ impl<'a> World<'a> {
         };
         let wires = (0..=ranks).map(wire).collect();
         let events = BTreeMap::new();
-        let lose_next_copy = false;
+        let (lose_next_copy, slow_until) = (false, now);
         let mut world = Self {
             script,
             now,
@@ -196,6 +199,7 @@ impl<'a> World<'a> {
             decode,
             wires,
             lose_next_copy,
+            slow_until,
             met,
         };
         world.decode.side.subscriber.expire(now);
@@ -217,12 +221,12 @@ impl<'a> World<'a> {
         };
         self.pass(ms(pause));
         let number = self.script.below(PROMPTS);
-        match self.script.below(24) {
+        match self.script.below(26) {
             0..4 => self.offer(number),
             4..9 => self.compute(),
             9..11 => self.end_one(),
             11..16 => self.look_up(number),
-            16 => {
+            16..19 => {
                 // To the end, and looked for at once.
                 self.offer(number);
                 (0..4).for_each(|_| self.compute());
@@ -267,6 +271,7 @@ impl<'a> World<'a> {
                 let connection = self.wires[wire].connection;
                 self.at(self.now + SILENCE, Event::Silent(wire, connection));
             }
+            "reads are slow" => self.slow_until = self.now + LOOK_UP * 2,
             _ => self.lose_next_copy = true,
         }
     }
@@ -377,7 +382,7 @@ impl<'a> World<'a> {
         *self.met.ends.entry("fetched").or_default() += 1;
         side.subscriber.worked(THERE);
         *kept += 1;
-        let (engine, after) = (*engine, ms(self.script.below(100) as u64));
+        let (engine, after) = (*engine, ms(self.script.below(100) as u64 * 20));
         self.decode.check(number, first, &slots);
         self.at(self.now + after, Event::Give { engine, slots, prompt: number, first });
     }
@@ -565,7 +570,8 @@ impl<'a> World<'a> {
                 if self.decode.side.stopped {
                     return self.at(later, event);
                 }
-                let delay = self.script.below(20) as u64;
+                let slower = if self.now < self.slow_until { 50 } else { 1 };
+                let delay = 1 + self.script.below(20) as u64 * slower;
                 let is_cancelled_now = self.script.below(4) == 0;
                 let wire = self.wires[rank].clone();
                 let theirs = (self.prefill.peer(rank) == wire.peers[0])
@@ -723,7 +729,7 @@ impl<'a> World<'a> {
 
     /// No more faults: everything ends, and prompts are handed over again.
     fn settle(&mut self) {
-        self.lose_next_copy = false;
+        (self.lose_next_copy, self.slow_until) = (false, self.now);
         self.pass(SILENCE * 3);
         while !self.prefill.computing.is_empty() {
             self.end_one();
@@ -766,7 +772,7 @@ impl<'a> World<'a> {
 fn a_prompt_is_handed_over_whole_or_not_at_all_whatever_fault_strikes_at_whatever_moment() {
     let mut rng = fastrand::Rng::with_seed(7);
     let mut met = Met::default();
-    for case in 0..800 {
+    for case in 0..1000 {
         let mut bytes = vec![0; rng.usize(50..400)];
         rng.fill(&mut bytes);
         let run = std::panic::AssertUnwindSafe(|| {
