@@ -61,7 +61,7 @@ const fn ms(ms: u64) -> Duration {
 
 /// The KV of a prompt's block on a rank.
 const fn truth(prompt: usize, block: u32, rank: usize) -> u64 {
-    1 + (prompt as u64) << 32 | (block as u64) << 8 | rank as u64
+    ((1 + prompt as u64) << 32) | ((block as u64) << 8) | rank as u64
 }
 
 fn prompt(number: usize) -> Prompt {
