@@ -361,6 +361,12 @@ impl Machine {
         self.offers.values().map(|offer| offer.slots.clone())
     }
 
+    /// The slots of all fetches.
+    #[cfg(test)]
+    pub(super) fn all_fetched(&self) -> impl Iterator<Item = Range<u32>> {
+        self.fetches.values().map(|fetch| fetch.slots.clone())
+    }
+
     /// The slots of a fetch.
     #[cfg(test)]
     pub(super) fn fetched(&self, request: &str) -> Option<Range<u32>> {

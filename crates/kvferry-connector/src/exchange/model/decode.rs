@@ -1,7 +1,9 @@
 //! The engine that fetches prompts.
 
-use super::prefill::outcome;
-use super::{SLOTS, THERE, Wire, directory_limits, limits, machine, prompt, truth};
+use super::prefill::{POISON, outcome};
+use super::{
+    Content, LOOK_UP, SLOTS, THERE, Waiting, Wire, directory_limits, limits, machine, prompt,
+};
 use crate::exchange::machine::{Machine, Seam};
 use crate::metadata::{Cancel, ConnectorMetadata, FetchRequest, Notes, RequestOutcome};
 use kvferry_proto::directory::{ContentKey, Subscriber};
@@ -20,26 +22,27 @@ pub(super) struct Decode {
     pub(super) machine: Machine,
     pub(super) side: Side,
     pub(super) look_ups: Vec<LookUp>,
-    /// Fetched prompts whose slots are not given back yet.
-    pub(super) kept: usize,
+    /// The slots of fetched prompts that are not given back yet.
+    pub(super) kept: Vec<Range<u32>>,
     peers: Vec<PeerId>,
 }
 
 /// A look-up that waits for its fetch.
 pub(super) struct LookUp {
     pub(super) request: String,
-    pub(super) prompt: usize,
+    pub(super) content: Content,
     /// The first block that is needed.
     pub(super) first: u32,
     pub(super) began: Timestamp,
     pub(super) until: Timestamp,
+    /// The time that each fetch before this one has taken in vain.
+    pub(super) missed: Vec<Duration>,
 }
 
 pub(super) struct Side {
     pub(super) now: Timestamp,
     pub(super) stopped: bool,
-    /// It may be late.
-    pub(super) was_stopped: bool,
+    pub(super) waiting: Waiting,
     pub(super) ranks: Vec<Rank>,
     pub(super) subscriber: Subscriber,
     /// The sessions of the ranks.
@@ -79,7 +82,7 @@ impl Decode {
         let engine = EngineId(number().into());
         let rank = || Rank {
             machine: Consumer::new(limits()),
-            memory: vec![0; SLOTS as usize],
+            memory: vec![POISON; SLOTS as usize],
             fetches: BTreeMap::new(),
             reads: BTreeMap::new(),
             fetched: Vec::new(),
@@ -88,14 +91,14 @@ impl Decode {
         let side = Side {
             now,
             stopped: false,
-            was_stopped: false,
+            waiting: Waiting::new(),
             ranks: (0..ranks).map(|_| rank()).collect(),
             subscriber: Subscriber::new(engine, THERE.0 + 1, directory_limits(), now),
             wires: Vec::new(),
         };
         let peers = (0..=ranks).map(|_| PeerId(number())).collect();
         let machine = machine(engine, ranks);
-        Self { engine, machine, side, look_ups: Vec::new(), kept: 0, peers }
+        Self { engine, machine, side, look_ups: Vec::new(), kept: Vec::new(), peers }
     }
 
     /// A rank's, or at the end the directory's.
@@ -114,12 +117,12 @@ impl Decode {
     }
 
     /// Compares what was fetched.
-    pub(super) fn check(&self, number: usize, first: u32, slots: &Range<u32>) {
-        assert_eq!(slots.len() as u32, prompt(number).blocks - first);
+    pub(super) fn check(&self, content: Content, first: u32, slots: &Range<u32>) {
+        assert_eq!(slots.len() as u32, prompt(content.prompt).blocks - first);
         for (rank, it) in self.side.ranks.iter().enumerate() {
             for (slot, block) in slots.clone().zip(first..) {
                 let value = it.memory[slot as usize];
-                assert_eq!(value, truth(number, block, rank), "I7: block {block} on rank {rank}");
+                assert_eq!(value, content.kv(block, rank), "I7: block {block} on rank {rank}");
             }
         }
     }
@@ -223,6 +226,22 @@ impl Decode {
             self.machine.carry(&mut self.side, None);
         }
         has_changed
+    }
+}
+
+impl Side {
+    /// Overwrites slots on all ranks.
+    pub(super) fn poison(&mut self, slots: Range<u32>) {
+        for rank in &mut self.ranks {
+            rank.memory[slots.start as usize..slots.end as usize].fill(POISON);
+        }
+    }
+
+    /// Has the publisher paused for fetches of a look-up.
+    pub(super) fn misses(&mut self, missed: &[Duration]) {
+        for took in missed {
+            self.subscriber.failed(THERE, *took, LOOK_UP, self.now);
+        }
     }
 }
 

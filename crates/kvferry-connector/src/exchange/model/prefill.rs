@@ -1,6 +1,6 @@
 //! The engine that offers prompts.
 
-use super::{directory_limits, limits, machine, truth};
+use super::{Content, Waiting, directory_limits, limits, machine};
 use crate::exchange::machine::{Machine, Seam};
 use crate::metadata::{Compute, ConnectorMetadata, Ending, EndingKind, Notes, RequestOutcome};
 use kvferry_proto::directory::{ContentKey, Publisher};
@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// What a slot has that no offer has.
-const POISON: u64 = 0;
+pub(super) const POISON: u64 = 0;
 
 pub(super) struct Prefill {
     pub(super) engine: EngineId,
@@ -30,7 +30,7 @@ pub(super) struct Prefill {
 /// A request whose prompt is computed.
 pub(super) struct Computing {
     pub(super) offer: u64,
-    pub(super) prompt: usize,
+    pub(super) content: Content,
     /// Blocks that were scheduled.
     pub(super) blocks: u32,
     /// The last copy that has blocks of it.
@@ -40,6 +40,7 @@ pub(super) struct Computing {
 pub(super) struct Side {
     pub(super) now: Timestamp,
     pub(super) stopped: bool,
+    pub(super) waiting: Waiting,
     pub(super) ranks: Vec<Rank>,
     pub(super) publisher: Publisher,
     /// When the last copy ends.
@@ -84,6 +85,7 @@ impl Prefill {
         let side = Side {
             now,
             stopped: false,
+            waiting: Waiting::new(),
             ranks: (0..ranks).map(|_| rank()).collect(),
             publisher,
             busy: now,
@@ -112,7 +114,7 @@ impl Prefill {
     pub(super) fn copied(
         &mut self,
         offer: u64,
-        prompt: usize,
+        content: Content,
         blocks: Range<u32>,
         copy: u64,
         lost: bool,
@@ -120,7 +122,7 @@ impl Prefill {
         let slots = self.machine.offered(offer).expect("I2: slots are kept until they were copied");
         for (number, rank) in self.side.ranks.iter_mut().enumerate() {
             for block in blocks.clone().filter(|_| !lost || number > 0) {
-                rank.memory[(slots.start + block) as usize] = truth(prompt, block, number);
+                rank.memory[(slots.start + block) as usize] = content.kv(block, number);
             }
         }
         self.made = (copy, if lost { copy } else { self.made.1 });
