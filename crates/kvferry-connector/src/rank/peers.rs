@@ -18,12 +18,15 @@
 //! has ended. Telling takes no room from places that are needed, nor waits for it: few sessions at a time are opened for it,
 //! also beyond the limit. Other places are *idle*, and are kept as long as their sessions live and their room is not needed.
 
+mod place;
+
 use super::room::{Counts, sessions_max};
 use kvferry::{Channel, Incarnation, Peer, Watch};
 use kvferry_proto::handoff::{PeerId, Refusal};
 use kvferry_proto::rank_message::ReaderKey;
 use kvferry_proto::{Origin, Timestamp};
 use kvferry_sys::fd;
+pub(super) use place::Place;
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::cmp::Reverse;
 use std::hash::{BuildHasher, RandomState};
@@ -62,108 +65,6 @@ fn count_for(host: Option<Origin>, peer: &Peer) -> Origin {
     // The addresses of each peer that was looked up are known.
     let unknown = || Origin::from(IpAddr::from(Ipv4Addr::UNSPECIFIED));
     host.or_else(|| host_of(peer)).unwrap_or_else(unknown)
-}
-
-/// An address that is consumed from.
-#[derive(Debug)]
-pub(super) struct Place {
-    pub(super) peer: Peer,
-    /// The number of the last incarnation that was met there, or of the next one.
-    id: PeerId,
-    /// The incarnation with this number, once a session has shown it. What another engine says of the address shows
-    /// nothing.
-    incarnation: Option<Incarnation>,
-    /// Where the last session led.
-    origin: Option<Origin>,
-    /// The host that the place counts for: that of the engine by which it was needed last.
-    host: Origin,
-    /// The key by which the supplier knows this rank as a reader, and the supplier's incarnation for which it was drawn.
-    key: Option<(Incarnation, ReaderKey)>,
-    opening: bool,
-    /// The session that is being opened is needed for a message only.
-    opens_to_tell: bool,
-    /// Connect once, although no handoff needs it: a message is waiting.
-    connect_once: bool,
-    /// A producer there does not know yet that a handoff has ended.
-    unheard: bool,
-    /// A call has got its number. What the machines need of it is known when the rank's thread looks after peers next.
-    reserved: bool,
-    /// It is needed only to tell producers of an end, and counts among [`SPARE_MAX`].
-    spare: bool,
-    /// Handoffs need it.
-    watched: bool,
-    /// An engine handshake needs it, with any incarnation.
-    watched_handshake: bool,
-    /// When to connect again to deliver a message, and the delay that led there.
-    retry: Option<(Timestamp, Duration)>,
-    /// The session that was opened for this address, until its end was reported.
-    session: Option<Channel>,
-    watch: Option<Watch>,
-    /// When its last session began, and how many in a row have ended soon as [`ErrorKind::Busy`].
-    began: Timestamp,
-    brief: u32,
-    /// The call that used it last.
-    used: u64,
-}
-
-impl Place {
-    fn new(peer: &Peer, id: PeerId, host: Origin) -> Self {
-        Self {
-            peer: peer.clone(),
-            id,
-            incarnation: None,
-            origin: None,
-            host,
-            key: None,
-            opening: false,
-            opens_to_tell: false,
-            connect_once: false,
-            unheard: false,
-            reserved: false,
-            spare: false,
-            watched: false,
-            watched_handshake: false,
-            retry: None,
-            session: None,
-            watch: None,
-            began: Timestamp::default(),
-            brief: 0,
-            used: 0,
-        }
-    }
-
-    const fn is_watched(&self) -> bool {
-        self.watched || self.watched_handshake
-    }
-
-    const fn is_up(&self) -> bool {
-        self.session.is_some()
-    }
-
-    /// True if a handoff or a handshake needs it, or may do so soon, or has begun to open its session.
-    const fn is_needed(&self) -> bool {
-        self.is_watched() || self.reserved || (self.opening && !self.opens_to_tell)
-    }
-
-    /// True if it is needed, and takes room from others.
-    const fn takes_room(&self) -> bool {
-        self.is_needed() && !self.spare
-    }
-
-    /// True if it has a session, or will have one soon.
-    const fn takes_session(&self) -> bool {
-        self.is_needed() || self.opening || self.is_up()
-    }
-
-    /// True if it waits without a session for a message to leave.
-    const fn waits_to_tell(&self) -> bool {
-        !self.takes_session() && (self.unheard || self.connect_once)
-    }
-
-    fn update_watch(&mut self) {
-        let session = self.session.as_ref().filter(|_| self.is_watched());
-        self.watch = session.map(Channel::watch);
-    }
 }
 
 /// A peer's number, and the incarnation that there is a channel to.
@@ -241,6 +142,8 @@ pub(super) struct Peers {
     waits_to_tell: bool,
     /// Calls that used places.
     uses: u64,
+    /// The numbers of places that are reserved.
+    reserved: Vec<PeerId>,
     /// Peers with sessions that nothing needs.
     unneeded: Vec<Peer>,
     /// Addresses whose sessions have ended in a way after which another incarnation may be there.
@@ -295,10 +198,17 @@ impl Peers {
         peers: impl IntoIterator<Item = (&'a Peer, Option<Incarnation>)>,
     ) -> Vec<Numbered> {
         self.uses += 1;
+        let (mut counts, mut is_full) = (None, false);
         let number = |(peer, meant): (&'a Peer, _)| {
             if !self.places.contains_key(peer.address()) {
-                self.make_room_to_tell()?;
-                self.enter(peer, count_for(host, peer));
+                if is_full {
+                    return Err(Refusal::Addresses { limit: TELLING_MAX });
+                }
+                let host = count_for(host, peer);
+                let room = self.make_room_to_tell(&mut counts, host);
+                is_full = room.is_err();
+                room?;
+                self.enter(peer, host);
             }
             let place = self.places.get_mut(peer.address()).expect("there now");
             (place.used, place.unheard) = (self.uses, true);
@@ -318,15 +228,22 @@ impl Peers {
         may_be_spare: bool,
     ) -> Result<(), Refusal> {
         let before = self.places.get_mut(peer.address());
+        let before_is_up = before.as_ref().is_some_and(|place| place.is_up());
         if let Some(place) = before.filter(|it| it.takes_room() || may_be_spare && it.is_needed()) {
-            (place.used, place.reserved) = (self.uses, true);
+            place.used = self.uses;
+            if !std::mem::replace(&mut place.reserved, true) {
+                self.reserved.push(place.id);
+            }
             return Ok(());
         }
         let (host, limit) = (count_for(host, peer), sessions_max(fd::limit()));
         let (needed, up) = counts.get_or_insert_with(|| {
             (self.count(Place::takes_room), self.count(Place::takes_session))
         });
-        let has_room = needed.has_room_for(host, limit);
+        // Sessions that open, which may lead nowhere, take no room from a session that there is.
+        let is_up = |place: &Place| place.takes_room() && place.is_up();
+        let has_room = needed.has_room_for(host, limit)
+            || (before_is_up && self.count(is_up).has_room_for(host, limit));
         let is_spare = || {
             let spare = self.count(|place| place.is_needed() && place.spare);
             may_be_spare && spare.has_room_for(host, SPARE_MAX)
@@ -340,7 +257,10 @@ impl Peers {
             None => self.enter(peer, host),
         }
         let place = self.places.get_mut(peer.address()).expect("there now");
-        (place.used, place.reserved, place.spare) = (self.uses, true, !has_room);
+        (place.used, place.spare) = (self.uses, !has_room);
+        if !std::mem::replace(&mut place.reserved, true) {
+            self.reserved.push(place.id);
+        }
         place.host = host;
         // What remains beyond the limit are few sessions, needed only to tell producers of ends.
         while up.all() >= limit && self.end_unneeded(up, |_| true) {}
@@ -349,6 +269,17 @@ impl Peers {
             needed.add(host);
         }
         Ok(())
+    }
+
+    /// The machines have said what they need of the places that calls have got so far.
+    pub(super) fn settle(&mut self) {
+        let mut ids = std::mem::take(&mut self.reserved);
+        for id in ids.drain(..) {
+            if let Some((_, place)) = self.place_of(id) {
+                place.reserved = false;
+            }
+        }
+        self.reserved = ids;
     }
 
     fn enter(&mut self, peer: &Peer, host: Origin) {
@@ -421,12 +352,18 @@ impl Peers {
     }
 
     /// Forgets a place that waits to tell its producer, if there are as many as may be: the oldest one of the host with most.
-    fn make_room_to_tell(&mut self) -> Result<(), Refusal> {
-        if self.places.len() < TELLING_MAX {
+    /// `counts` are of those that wait, as this call and those before it have left them. The next place, for `host`, counts.
+    fn make_room_to_tell(
+        &mut self,
+        counts: &mut Option<Counts>,
+        host: Origin,
+    ) -> Result<(), Refusal> {
+        if counts.is_none() && self.places.len() < TELLING_MAX {
             return Ok(());
         }
-        let counts = self.count(Place::waits_to_tell);
+        let counts = counts.get_or_insert_with(|| self.count(Place::waits_to_tell));
         if counts.all() < TELLING_MAX {
+            counts.add(host);
             return Ok(());
         }
         let now = self.uses;
@@ -436,6 +373,8 @@ impl Peers {
         let Some(oldest) = oldest.map(|(address, _)| address.clone()) else {
             return Err(Refusal::Addresses { limit: TELLING_MAX });
         };
+        counts.remove(self.places[&oldest].host);
+        counts.add(host);
         self.forget(&oldest);
         Ok(())
     }
@@ -467,9 +406,9 @@ impl Peers {
     /// Peers to open a channel to; each counts as being opened from now on. The machines have said what they need.
     pub(super) fn take_unmet(&mut self, now: Timestamp) -> Vec<(String, Peer)> {
         self.changed = false;
+        self.settle();
         let mut unmet = Vec::new();
         for (address, place) in &mut self.places {
-            place.reserved = false;
             if place.is_watched() && !place.opening && !place.is_up() {
                 place.opening = true;
                 unmet.push((address.clone(), place.peer.clone()));
@@ -499,7 +438,7 @@ impl Peers {
                 return;
             };
             let is_full = up.all() >= limit && !self.end_unneeded(&mut up, may_go);
-            if is_full && up.all() >= limit + OPENING_TO_TELL_MAX {
+            if is_full && up.all() >= limit + SPARE_MAX + OPENING_TO_TELL_MAX {
                 return;
             }
             let place = self.places.get_mut(&address).expect("found above");
@@ -600,6 +539,9 @@ impl Peers {
                 let gone = std::mem::replace(&mut place.id, fresh);
                 // The handoffs with the other incarnation end. Those with this one set `watched` again.
                 place.watched = false;
+                if place.reserved {
+                    self.reserved.push(fresh);
+                }
                 self.place_of.remove(&gone);
                 self.place_of.insert(fresh, address.to_owned());
                 Some(gone)

@@ -13,8 +13,8 @@ use std::net::IpAddr;
 /// Sessions that handoffs and engine handshakes need at a time at most.
 const SESSIONS_MAX: usize = 1024;
 
-/// The share of the process's descriptors that the sessions with engines of one host may take: one of so many. Those of
-/// all hosts may take twice as many.
+/// A process may have one session with the engines of one host for so many of its descriptors, and twice as many with those
+/// of all hosts. A session has a descriptor of its own, and more for its streams while they read.
 const DESCRIPTORS_SHARE: usize = 4;
 
 /// Sessions that a process with so many descriptors may need at a time.

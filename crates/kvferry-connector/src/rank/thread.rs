@@ -252,6 +252,7 @@ impl Shared {
                 }
             }
         }
+        state.peers.settle();
         (messages, actions)
     }
 

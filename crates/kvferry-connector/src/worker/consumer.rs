@@ -3,7 +3,7 @@
 use super::bootstrap;
 use super::engines::Lookup;
 use super::names::{Found, LOOKUP_LIMIT};
-use super::producer_engine::{CardsHash, FetchMapper, Memory, ProducerEngine};
+use super::producer_engine::{FetchMapper, ProducerEngine};
 use super::state::{Action, FetchedFor, Inner, PendingAction, Stage, State};
 use super::unplanned::Unplanned;
 use crate::address::{AgentAddress, ProducerAddress, is_literal};
@@ -14,14 +14,27 @@ use crate::producers::ForbiddenProducer;
 use crate::quorum::bounded;
 use crate::rank::{RankError, ReadFrom, SideData, host_of};
 use kvferry::{Incarnation, Peer};
-use kvferry_proto::engine_handshake::{Failure, Pairing};
+use kvferry_proto::engine_handshake::Failure;
 use kvferry_proto::handoff::{HandoffId, Outcome, Refusal};
-use kvferry_proto::{Origin, Timestamp, WireCode};
+use kvferry_proto::plan::SOURCES_MAX;
+use kvferry_proto::{Origin, WireCode};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 
 impl Inner {
+    /// Runs an action. If that panics, its request fails.
+    pub(super) fn run_whatever_happens(&self, state: &mut State, pending: PendingAction) {
+        let request = pending.action.request().map(str::to_owned);
+        let run = AssertUnwindSafe(|| self.run(state, pending));
+        if catch_unwind(run).is_err()
+            && let Some(request) = request
+        {
+            let detail = "a fault of kvferry: see the log of this process for a panic".to_owned();
+            self.cancel(state, Cancel { request, code: WireCode::Internal, detail });
+        }
+    }
+
     /// Runs an action at a producing engine. Learns the engine and looks its names up first, if it must.
     pub(super) fn run(&self, state: &mut State, mut pending: PendingAction) {
         let (address, id) = (pending.action.address(), pending.action.engine());
@@ -98,6 +111,12 @@ impl Inner {
     fn host_of_engine(state: &State, address: &str) -> Option<Origin> {
         let literal = || Some(Origin::from(address.parse::<SocketAddr>().ok()?.ip()));
         state.names.peer(address).and_then(host_of).or_else(literal)
+    }
+
+    /// As [`Inner::host_of_engine`]; of a name that is not known any more, one for all such.
+    pub(super) fn host_named(state: &State, address: &str) -> Origin {
+        let unknown = || Origin::from(IpAddr::from(Ipv4Addr::UNSPECIFIED));
+        Self::host_of_engine(state, address).unwrap_or_else(unknown)
     }
 
     /// Looks names up on a thread of its own, then runs what waits for them.
@@ -247,173 +266,6 @@ impl Inner {
         state.names.learn_engines(url, engines, asked.into_iter(), now());
     }
 
-    /// An engine handshake has ended. Another thread plans the copies, which takes milliseconds, or longer where the engine
-    /// is hostile: the rank's handoffs do not wait for that.
-    pub(super) fn engine_learned(&self, ticket: u64, result: Result<Arc<Pairing>, Failure>) {
-        let mut state = self.lock();
-        match result {
-            Ok(pairing) => self.wait_for_plan(&mut state, ticket, pairing),
-            Err(failure) => {
-                if let Some(pending) = state.learning.remove(&ticket) {
-                    self.fail(&mut state, pending.action, &failure);
-                }
-            }
-        }
-    }
-
-    /// Has an action with this ticket wait until the copies from its engine are planned, or until its deadline.
-    fn wait_for_plan(&self, state: &mut State, ticket: u64, pairing: Arc<Pairing>) {
-        let Some(pending) = state.learning.get(&ticket) else { return };
-        let deadline = pending.deadline;
-        let host = Self::host_of_engine(state, pending.action.address().as_str());
-        let host = host.unwrap_or_else(|| Origin::from(IpAddr::from(Ipv4Addr::UNSPECIFIED)));
-        for dropped in state.unplanned.add(ticket, pairing, host, self.config.rank, now()) {
-            let detail = "too many engines are being learned".to_owned();
-            let failure = failure(WireCode::Busy, detail);
-            self.fail_learned(state, dropped.tickets, &dropped.pairing, &failure);
-        }
-        if state.unplanned.is_empty() {
-            return;
-        }
-        self.rank().call_observer_at(deadline);
-        if !std::mem::replace(&mut state.is_planning, true) {
-            self.start_planning(state);
-        }
-    }
-
-    fn start_planning(&self, state: &mut State) {
-        let (me, memory, rank) =
-            (Weak::clone(&self.me), Arc::clone(&self.memory), self.config.rank);
-        let thread = kvferry_sys::thread::spawn("kvferry-plan".into(), move || {
-            let next = || plan_next(&me, &memory, rank);
-            // The next call fails what waits for an engine after a panic.
-            while catch_unwind(AssertUnwindSafe(next)).unwrap_or(true) {}
-        });
-        if let Err(error) = thread {
-            state.is_planning = false;
-            let failure = failure_of(&RankError::Thread(error));
-            while state.unplanned.begin().is_some() {
-                self.fail_planning(state, &failure);
-            }
-        }
-    }
-
-    /// The engine whose copies are to be planned next. If there is none, the thread ends.
-    fn next_unplanned(&self) -> Option<Arc<Pairing>> {
-        let mut state = self.lock();
-        let detail = "planning the copies panicked".to_owned();
-        self.fail_planning(&mut state, &failure(WireCode::Internal, detail));
-        let next = state.unplanned.begin();
-        state.is_planning = next.is_some();
-        next
-    }
-
-    /// The copies from an engine have been planned, unless that failed.
-    fn planned(&self, pairing: &Arc<Pairing>, engine: Result<Arc<ProducerEngine>, Failure>) {
-        let mut state = self.lock();
-        // Unless this half was closed meanwhile.
-        if !state.unplanned.is_planning(pairing) {
-            return;
-        }
-        let engine = match engine {
-            Ok(engine) => engine,
-            Err(failure) => return self.fail_planning(&mut state, &failure),
-        };
-        while let Some((ticket, learned)) = state.unplanned.next_ticket() {
-            let Some(pending) = state.learning.remove(&ticket) else { continue };
-            match learned {
-                Some(learned) => self.run_learned(&mut state, pending, &engine, learned),
-                None => self.learn_again(&mut state, pending),
-            }
-        }
-        state.unplanned.end();
-    }
-
-    /// Runs an action whose engine is known now. Its handshake ended at the time `learned`.
-    fn run_learned(
-        &self,
-        state: &mut State,
-        pending: PendingAction,
-        engine: &Arc<ProducerEngine>,
-        learned: Timestamp,
-    ) {
-        let address = pending.action.address().clone();
-        let before = state.engines.id(address.as_str());
-        state.engines.insert(address, engine, learned);
-        if pending.action.engine().is_none_or(|id| id == engine.id) {
-            self.run(state, pending);
-        } else if before.is_some_and(|before| before != engine.id) {
-            self.fail(state, pending.action, &restarted());
-        } else {
-            // The engine there has not changed: the id in the request is wrong.
-            self.refuse(state, pending.action, &restarted());
-        }
-    }
-
-    /// Runs an action whose engine was lost before it was known: another incarnation may be there.
-    fn learn_again(&self, state: &mut State, mut pending: PendingAction) {
-        if pending.may_learn_again() {
-            pending.restarts += 1;
-            return self.run(state, pending);
-        }
-        let detail = "the sessions with the producing engine end".to_owned();
-        self.fail(state, pending.action, &failure(WireCode::Closed, detail));
-    }
-
-    /// Fails what waits for the engine that is being planned, if there is one.
-    fn fail_planning(&self, state: &mut State, failure: &Failure) {
-        if let Some(planning) = state.unplanned.end() {
-            self.fail_learned(state, planning.tickets, &planning.pairing, failure);
-        }
-    }
-
-    /// Fails what waits with these tickets for an engine that was learned.
-    fn fail_learned(
-        &self,
-        state: &mut State,
-        tickets: impl IntoIterator<Item = u64>,
-        pairing: &Pairing,
-        failure: &Failure,
-    ) {
-        for ticket in tickets {
-            let Some(pending) = state.learning.remove(&ticket) else { continue };
-            // Another engine than the action means is told nothing.
-            let is_meant = pending.action.engine().is_none_or(|id| id == pairing.engine);
-            let addresses = if is_meant { pairing.addresses.clone() } else { Vec::new() };
-            let failure = Failure { addresses, ..failure.clone() };
-            self.fail(state, pending.action, &failure);
-        }
-    }
-
-    /// Fails what has waited until its deadline for the copies from an engine to be planned.
-    pub(super) fn expire_unplanned(&self, state: &mut State) {
-        let now = now();
-        let State { unplanned, learning, .. } = &mut *state;
-        let deadline = |ticket: u64| learning.get(&ticket).map(|pending| pending.deadline);
-        let overdue = unplanned.expire(|ticket| deadline(ticket).is_some_and(|at| at <= now));
-        let next = unplanned.tickets().filter_map(deadline).min();
-        for (ticket, pairing) in overdue {
-            let detail = "the producing engine is not known in time".to_owned();
-            let failure = failure(WireCode::Deadline, detail);
-            self.fail_learned(state, [ticket], &pairing, &failure);
-        }
-        if let Some(next) = next {
-            self.rank().call_observer_at(next);
-        }
-    }
-
-    /// The session with a peer has ended: engines that are reached there and not known yet may have been restarted.
-    pub(super) fn lost_unplanned(&self, state: &mut State, address: &str) {
-        let State { unplanned, learning, .. } = &mut *state;
-        let named = |ticket: u64| learning.get(&ticket).map(|pending| pending.action.address());
-        let is_named = |ticket: u64| named(ticket).is_some_and(|named| named.as_str() == address);
-        let lost = unplanned.lose(address, is_named);
-        let named: Vec<_> = lost.into_iter().filter_map(named).cloned().collect();
-        for named in named {
-            state.doubt_names(named.as_str());
-        }
-    }
-
     /// Runs an action at a known engine, all of whose names are known.
     fn run_at(&self, state: &mut State, pending: PendingAction, engine: &Arc<ProducerEngine>) {
         let tokens = match &pending.action {
@@ -514,7 +366,7 @@ impl Inner {
     }
 
     /// Refuses an action that failed before the rank began it, perhaps because the engine has moved.
-    fn fail(&self, state: &mut State, action: Action, failure: &Failure) {
+    pub(super) fn fail(&self, state: &mut State, action: Action, failure: &Failure) {
         if !matches!(action, Action::Free(_)) {
             state.doubt_names_after(failure.code, action.address().as_str());
         }
@@ -522,7 +374,7 @@ impl Inner {
     }
 
     /// Refuses an action that failed before the rank began it, for a reason unrelated to the engine's address.
-    fn refuse(&self, state: &mut State, action: Action, failure: &Failure) {
+    pub(super) fn refuse(&self, state: &mut State, action: Action, failure: &Failure) {
         let Failure { code, detail, addresses } = failure;
         let fetch = match action {
             Action::Fetch(fetch) => fetch,
@@ -567,6 +419,8 @@ impl Inner {
         // The ranks of this engine share the ranks of the other. Those with a host name are not told:
         // the name would have to be looked up. Their offers end by their timers.
         let share = addresses.iter().skip(self.config.rank).step_by(state.ranks.unwrap_or(1));
+        // A rank reads from no more.
+        let share = share.take(SOURCES_MAX);
         let share = share.filter_map(|it| it.parse::<AgentAddress>().ok());
         let share = share.filter(|it| it.is_literal() && self.producers.check(it.as_str()).is_ok());
         let peers = share.filter_map(|it| self.peer(state, it.as_str()).ok());
@@ -664,39 +518,12 @@ impl Inner {
     }
 }
 
-/// Plans the copies from the next engine that waits for that. False if there is none.
-fn plan_next(me: &Weak<Inner>, memory: &Memory, rank: usize) -> bool {
-    let Some(inner) = me.upgrade() else { return false };
-    let Some(pairing) = inner.next_unplanned() else { return false };
-    let cards = CardsHash::of(&pairing);
-    // Another action has learned the same engine, perhaps at another address of it.
-    let known = inner.lock().engines.of(rank, &pairing, cards);
-    // Planning does not keep this half.
-    drop(inner);
-    let engine = known.map_or_else(|| plan(memory, rank, &pairing, cards), Ok);
-    if let Some(inner) = me.upgrade() {
-        inner.planned(&pairing, engine);
-    }
-    true
-}
-
-/// Computes the maps between a producing engine and a rank. Takes milliseconds.
-fn plan(
-    memory: &Memory,
-    rank: usize,
-    pairing: &Pairing,
-    cards: CardsHash,
-) -> Result<Arc<ProducerEngine>, Failure> {
-    let engine = ProducerEngine::new(memory, rank, pairing, cards);
-    engine.map(Arc::new).map_err(|(code, detail)| failure(code, detail))
-}
-
 fn is_restarted(error: &RankError) -> bool {
     matches!(error, RankError::Refused(Refusal::Restarted))
 }
 
 /// The failure of a request whose address leads to another engine than the one it means.
-fn restarted() -> Failure {
+pub(super) fn restarted() -> Failure {
     failure(WireCode::StaleIncarnation, "the producing engine was restarted".to_owned())
 }
 
@@ -704,11 +531,11 @@ fn forbidden(error: &ForbiddenProducer) -> Failure {
     failure(WireCode::ForbiddenProducer, error.to_string())
 }
 
-const fn failure(code: WireCode, detail: String) -> Failure {
+pub(super) const fn failure(code: WireCode, detail: String) -> Failure {
     Failure { code, detail, addresses: Vec::new() }
 }
 
-fn failure_of(error: &RankError) -> Failure {
+pub(super) fn failure_of(error: &RankError) -> Failure {
     let code = match error {
         RankError::Refused(refusal) => refusal.code(),
         RankError::Agent(error) => code_of(error.kind()),

@@ -2,17 +2,18 @@
 
 use super::producer_engine::{CardsHash, ProducerEngine};
 use crate::address::ProducerAddress;
-use kvferry_proto::Timestamp;
 use kvferry_proto::engine_handshake::{EngineId, Pairing};
-use rustc_hash::{FxHashMap, FxHashSet};
+use kvferry_proto::{Origin, Timestamp};
+use rustc_hash::FxHashMap;
+use std::cmp::Reverse;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Engines that are kept at most. The least recently used one is dropped first.
 pub(super) const ENGINES_MAX: usize = 1024;
 
-/// Bytes of engines that are kept at most, each counted once. The largest one is dropped first: an engine chooses its size,
-/// and a large one costs no other one its place.
+/// Bytes of engines that are kept at most, each counted once, for the host of the address by which it was named last. The
+/// host with most in the network with most loses its least recently used engine first.
 const BYTES_MAX: usize = 256 * 1024 * 1024;
 
 /// Time after an engine was learned for which a request for another one at its address fails
@@ -31,6 +32,8 @@ pub(super) struct KnownEngine {
     engine: Arc<ProducerEngine>,
     /// Time at which its handshake ended.
     pub(super) learned: Timestamp,
+    /// The host that it counts for.
+    host: Origin,
     used: u64,
 }
 
@@ -72,35 +75,57 @@ impl Engines {
         engines.find(|engine| engine.is_of(rank, pairing, cards)).map(Arc::clone)
     }
 
+    /// Adds an engine that is named by an address of this host. Returns those that have gone: giving their memory back
+    /// takes a while.
+    #[must_use]
     pub(super) fn insert(
         &mut self,
         address: ProducerAddress,
+        host: Origin,
         engine: &Arc<ProducerEngine>,
         learned: Timestamp,
-    ) {
+    ) -> Vec<Arc<ProducerEngine>> {
         self.uses += 1;
-        let known = KnownEngine { engine: Arc::clone(engine), learned, used: self.uses };
-        self.known.insert(address, known);
-        while self.size() > BYTES_MAX {
-            // The new one stays: an action waits for it.
-            let all = self.known.values().map(|known| &known.engine);
-            let others = all.filter(|other| !Arc::ptr_eq(other, engine));
-            let Some(largest) = others.max_by_key(|it| it.size()).map(Arc::clone) else { break };
-            self.forget_engine(&largest);
+        let known = KnownEngine { engine: Arc::clone(engine), learned, host, used: self.uses };
+        let before = self.known.insert(address, known).map(|before| before.engine);
+        if before.as_ref().is_some_and(|before| Arc::ptr_eq(before, engine)) {
+            return Vec::new();
+        }
+        let mut gone = Vec::from_iter(before);
+        while let Some(excess) = self.excess(engine) {
+            self.forget_engine(&excess);
+            gone.push(excess);
         }
         if self.known.len() > ENGINES_MAX {
             let oldest = self.known.iter().min_by_key(|(_, known)| known.used);
             let oldest = oldest.map(|(address, _)| address.clone()).expect("one was inserted");
-            self.known.remove(&oldest);
+            gone.extend(self.known.remove(&oldest).map(|known| known.engine));
         }
+        gone
     }
 
-    /// Bytes of all engines. One that is known under several addresses counts once.
-    fn size(&self) -> usize {
-        let mut counted = FxHashSet::default();
-        let engines = self.known.values().map(|known| &known.engine);
-        let engines = engines.filter(|engine| counted.insert(Arc::as_ptr(engine)));
-        engines.map(|engine| engine.size()).sum()
+    /// The engine that has to go, if there is too much. It is not `new`, which an action waits for.
+    fn excess(&self, new: &Arc<ProducerEngine>) -> Option<Arc<ProducerEngine>> {
+        let mut engines = FxHashMap::default();
+        for known in self.known.values() {
+            let one = engines.entry(Arc::as_ptr(&known.engine)).or_insert(known);
+            if known.used > one.used {
+                *one = known;
+            }
+        }
+        let sizes = || engines.values().map(|known| (known.host, known.engine.size()));
+        if sizes().map(|(_, size)| size).sum::<usize>() <= BYTES_MAX {
+            return None;
+        }
+        let (mut of_hosts, mut of_networks) = (FxHashMap::default(), FxHashMap::default());
+        for (host, size) in sizes() {
+            *of_hosts.entry(host).or_insert(0) += size;
+            *of_networks.entry(host.network()).or_insert(0) += size;
+        }
+        let others = engines.values().filter(|known| !Arc::ptr_eq(&known.engine, new));
+        let of = |host: Origin| (of_networks[&host.network()], of_hosts[&host]);
+        let excess = others.max_by_key(|known| (of(known.host), Reverse(known.used)));
+        excess.map(|known| Arc::clone(&known.engine))
     }
 
     /// Forgets the engine at an address, under all its addresses: it is gone.
@@ -126,5 +151,70 @@ impl Engines {
     pub(super) fn addresses(&self, address: &str) -> Vec<String> {
         let known = self.known.get(address);
         known.map_or_else(Vec::new, |known| known.engine.addresses().collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::now;
+    use std::net::IpAddr;
+
+    fn origin(host: &str) -> Origin {
+        Origin::from(host.parse::<IpAddr>().expect("an address"))
+    }
+
+    /// Engines of these hosts and sizes in MiB, learned one after the other.
+    fn engines_of(all: &[(&str, usize)]) -> Engines {
+        let mut engines = Engines::default();
+        for (n, (host, size)) in all.iter().enumerate() {
+            let engine = Arc::new(ProducerEngine::of_size(size << 20));
+            drop(engines.insert(numbered(n), origin(host), &engine, now()));
+        }
+        engines
+    }
+
+    fn numbered(n: usize) -> ProducerAddress {
+        format!("127.0.0.1:{}", 1 + n).parse().expect("an address")
+    }
+
+    fn kept(engines: &Engines) -> Vec<usize> {
+        (0..20).filter(|n| engines.known.contains_key(&numbered(*n))).collect()
+    }
+
+    #[test]
+    fn i8_engines_of_the_host_with_most_go_first_and_of_these_the_least_recently_used() {
+        let honest = ("10.0.0.1", 60);
+        let mut engines =
+            engines_of(&[honest, ("10.0.1.1", 80), ("10.0.1.1", 80), ("10.0.1.1", 30)]);
+        assert_eq!(kept(&engines), [0, 1, 2, 3]);
+        assert!(matches!(engines.find(numbered(1).as_str(), None, now()), Lookup::Known(_)));
+        let another = Arc::new(ProducerEngine::of_size(70 << 20));
+        let gone = engines.insert(numbered(4), origin("10.0.1.1"), &another, now());
+        assert_eq!((gone.len(), kept(&engines)), (1, vec![0, 1, 3, 4]));
+        // An honest one of another host costs one of theirs, too.
+        let another = Arc::new(ProducerEngine::of_size(40 << 20));
+        drop(engines.insert(numbered(5), origin("10.0.2.1"), &another, now()));
+        assert_eq!(kept(&engines), [0, 1, 4, 5]);
+    }
+
+    #[test]
+    fn i8_a_new_engine_stays_whatever_its_size() {
+        assert_eq!(kept(&engines_of(&[("10.0.0.1", 100), ("10.0.1.1", 300)])), [1]);
+    }
+
+    #[test]
+    fn an_engine_that_is_known_under_several_addresses_counts_once_and_goes_under_all() {
+        let mut engines = Engines::default();
+        let of_size = |size: usize| Arc::new(ProducerEngine::of_size(size << 20));
+        let [large, small, last] = [200, 50, 10].map(of_size);
+        let mut insert = |n, engine| {
+            let host = origin("10.0.0.1");
+            drop(engines.insert(numbered(n), host, engine, now()));
+            kept(&engines)
+        };
+        (0..4).for_each(|n| drop(insert(n, &large)));
+        assert_eq!(insert(4, &small), [0, 1, 2, 3, 4]);
+        assert_eq!(insert(5, &last), [4, 5]);
     }
 }

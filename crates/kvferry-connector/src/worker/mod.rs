@@ -21,6 +21,7 @@ mod events;
 mod loads;
 mod names;
 mod pieces;
+mod planning;
 mod producer;
 mod producer_engine;
 mod request;
@@ -432,7 +433,7 @@ impl RankObserver for Inner {
         self.expire_lookups(&mut state);
         self.expire_unplanned(&mut state);
         for pending in std::mem::take(&mut state.pending) {
-            self.run(&mut state, pending);
+            self.run_whatever_happens(&mut state, pending);
         }
     }
 

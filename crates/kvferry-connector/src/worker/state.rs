@@ -4,7 +4,7 @@ use super::engines::Engines;
 use super::events::{EventQueue, Job};
 use super::names::{LookUp, Names};
 use super::pieces::Pieces;
-use super::producer_engine::Memory;
+use super::producer_engine::{Memory, ProducerEngine};
 use super::request::{Part, ProducedRequest};
 use super::types::{ComputeEvent, WorkerConfig, WorkerObserver};
 use super::unplanned::Unplanned;
@@ -207,6 +207,17 @@ impl State {
         tracing::warn!(request, producer, %code, detail, more, "KV can't be fetched");
     }
 
+    /// Keeps the engine that is being planned, unless it was lost since. Returns the engines that have gone for it.
+    pub(super) fn keep_planned(
+        &mut self,
+        engine: &Arc<ProducerEngine>,
+    ) -> Vec<Arc<ProducerEngine>> {
+        let Some(((address, host), learned)) = self.unplanned.planned_as() else {
+            return Vec::new();
+        };
+        self.engines.insert(address, host, engine, learned)
+    }
+
     /// Has the names of a producing engine looked up again when they are needed next.
     pub(super) fn doubt_names(&mut self, address: &str) {
         self.names.doubt(address);
@@ -282,6 +293,14 @@ impl Action {
         };
         *engine = id;
         std::mem::replace(address, to)
+    }
+
+    /// The request of a fetch.
+    pub(super) fn request(&self) -> Option<&str> {
+        match self {
+            Self::Fetch(fetch) => Some(&fetch.request),
+            Self::Claim(_) | Self::Free(_) => None,
+        }
     }
 
     /// Replaces the fetch of a request by a free, which tells the producer that it is not needed.

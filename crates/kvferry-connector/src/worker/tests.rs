@@ -2,16 +2,17 @@
 
 use super::engines::{Engines, FRESH};
 use super::names::Names;
+use super::producer_engine::ProducerEngine;
 use super::*;
 use crate::address::{ProducerAddress, is_literal};
 use crate::metadata::{Cancel, Compute, FetchRequest, Free, Offer};
 use kvferry::{Access, Peer};
 use kvferry_models::engines::{layout, topology};
-use kvferry_proto::Timestamp;
 use kvferry_proto::engine_handshake::{EngineId, Failure, Model};
 use kvferry_proto::handoff::{BlockTable, Limits, Refusal};
 use kvferry_proto::layout::{Heads, Packing, Shape};
 use kvferry_proto::plan::Routing;
+use kvferry_proto::{Origin, Timestamp};
 use kvferry_testkit::PATIENCE;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -256,7 +257,8 @@ fn a_request_for_another_engine_than_was_just_found_needs_no_handshake() {
         panic!("it was found");
     };
     let mut engines = Engines::default();
-    engines.insert(p.advertised().parse().expect("an address"), &engine, then);
+    let name = p.advertised().parse().expect("an address");
+    assert!(engines.insert(name, origin(p.advertised()), &engine, then).is_empty());
     let mut find = |id: u128, now| match engines.find(p.advertised(), Some(EngineId(id)), now) {
         engines::Lookup::Known(_) => "known",
         engines::Lookup::Another => "another",
@@ -461,7 +463,7 @@ fn handed_over_at(address: &str) -> ((Worker, Agent), (Arc<Worker>, Agent)) {
 }
 
 /// The engine that a consumer knows at an address.
-fn known_engine(consumer: &Worker, address: &str) -> Arc<producer_engine::ProducerEngine> {
+fn known_engine(consumer: &Worker, address: &str) -> Arc<ProducerEngine> {
     match consumer.inner.lock().engines.find(address, None, crate::clock::now()) {
         engines::Lookup::Known(engine) => engine,
         other => panic!("{other:?}"),
@@ -484,7 +486,7 @@ fn restart_unnoticed(
         consumer.inner.lock().engines.known.is_empty()
     });
     let name = address.parse().expect("an address");
-    consumer.inner.lock().engines.insert(name, &before, crate::clock::now());
+    keep(&consumer, name, &before);
     let listen = address.parse().expect("an address");
     start_at(listen, "127.0.0.1", engine, agents_peer)
 }
@@ -500,9 +502,20 @@ fn a_request_that_names_no_engine_is_served_by_the_one_that_was_restarted_unnoti
     hand_over(&producer, &consumer, "second", address);
     // A session leads to the engine of today, and what is known of it is of an earlier incarnation.
     let name: ProducerAddress = address.parse().expect("an address");
-    consumer.inner.lock().engines.insert(name, &stale, crate::clock::now());
+    keep(&consumer, name, &stale);
     hand_over(&producer, &consumer, "third", address);
     assert_eq!(known_engine(&consumer, address).id, EngineId(3));
+}
+
+/// The host of an address without a name.
+fn origin(address: &str) -> Origin {
+    Origin::from(address.parse::<SocketAddr>().expect("an address").ip())
+}
+
+/// The consumer takes this engine for the one at an address.
+fn keep(consumer: &Worker, name: ProducerAddress, engine: &Arc<ProducerEngine>) {
+    let host = origin(name.as_str());
+    drop(consumer.inner.lock().engines.insert(name, host, engine, crate::clock::now()));
 }
 
 /// An engine of one layer as a consumer learns it, with a card of its only rank.
@@ -678,33 +691,6 @@ fn a_producer_is_told_that_it_may_free_blocks_though_its_engine_can_not_be_plann
     // Another engine than the one that is meant is told nothing.
     let expected = rank.expect(&id("2"));
     assert!(!matches!(expected, Err(RankError::Refused(Refusal::Ended(_)))), "{expected:?}");
-}
-
-#[test]
-fn i8_a_large_engine_takes_the_place_of_the_largest_one_and_of_no_small_one() {
-    let mut engines = Engines::default();
-    let name = |n: usize| format!("127.0.0.1:{}", 1 + n).parse::<ProducerAddress>().expect("one");
-    for (n, size) in [1, 100, 60, 90, 1, 200].into_iter().enumerate() {
-        let engine = producer_engine::ProducerEngine::of_size(size << 20);
-        engines.insert(name(n), &Arc::new(engine), crate::clock::now());
-    }
-    let kept: Vec<_> = (0..6).filter(|n| engines.known.contains_key(&name(*n))).collect();
-    assert_eq!(kept, [0, 4, 5]);
-}
-
-#[test]
-fn an_engine_that_is_known_under_several_addresses_counts_once_and_goes_under_all() {
-    let mut engines = Engines::default();
-    let name = |n: usize| format!("127.0.0.1:{}", 1 + n).parse::<ProducerAddress>().expect("one");
-    let of_size = |size: usize| Arc::new(producer_engine::ProducerEngine::of_size(size << 20));
-    let [large, small, last] = [200, 50, 10].map(of_size);
-    let mut insert = |n, engine| {
-        engines.insert(name(n), engine, crate::clock::now());
-        (0..10).filter(|n| engines.known.contains_key(&name(*n))).collect::<Vec<_>>()
-    };
-    (0..4).for_each(|n| drop(insert(n, &large)));
-    assert_eq!(insert(4, &small), [0, 1, 2, 3, 4]);
-    assert_eq!(insert(5, &last), [4, 5]);
 }
 
 #[test]

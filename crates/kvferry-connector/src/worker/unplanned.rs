@@ -4,7 +4,7 @@
 //! turns ([`Turns`]), and share the room for cards ([`Shares`]).
 
 use super::engines::ENGINES_MAX;
-use crate::address::AgentAddress;
+use crate::address::{AgentAddress, ProducerAddress};
 use kvferry_proto::engine_handshake::Pairing;
 use kvferry_proto::{Origin, Shares, Timestamp, Turns};
 use rustc_hash::FxHashMap;
@@ -38,6 +38,8 @@ pub(super) struct Learned {
     pub(super) learned: Timestamp,
     /// A session with it has ended since, so another incarnation may be there.
     pub(super) is_lost: bool,
+    /// The address by which the first action names the engine, and its host.
+    pub(super) named: (ProducerAddress, Origin),
     /// The addresses of the ranks that this rank reads from.
     sources: Vec<AgentAddress>,
 }
@@ -54,23 +56,28 @@ impl Default for Unplanned {
 }
 
 impl Learned {
-    fn new(pairing: Arc<Pairing>, rank: usize, learned: Timestamp) -> Self {
+    fn new(
+        pairing: Arc<Pairing>,
+        named: (ProducerAddress, Origin),
+        rank: usize,
+        learned: Timestamp,
+    ) -> Self {
         let sources = pairing.routing.sources_of(rank).iter();
         let sources = sources.filter_map(|theirs| pairing.addresses.get(*theirs)?.parse().ok());
         let sources = sources.collect();
-        Self { pairing, tickets: VecDeque::new(), learned, is_lost: false, sources }
+        Self { pairing, tickets: VecDeque::new(), learned, is_lost: false, named, sources }
     }
 }
 
 impl Unplanned {
     /// Adds an engine that this rank, numbered `rank`, has learned now, with the ticket of an action that waits for it.
-    /// `host` is the one of the address by which the action names it. Returns the engines that there is no room for: they
+    /// `named`: the address by which the action names it, and its host. Returns the engines that there is no room for: they
     /// are removed.
     pub(super) fn add(
         &mut self,
         ticket: u64,
         pairing: Arc<Pairing>,
-        host: Origin,
+        named: (ProducerAddress, Origin),
         rank: usize,
         now: Timestamp,
     ) -> Vec<Learned> {
@@ -82,7 +89,8 @@ impl Unplanned {
         }
         let engine = pairing.engine.0 as u64;
         let bytes = pairing.cards.values().map(Vec::len).sum::<usize>().max(ROOM_LEAST);
-        let mut learned = Learned::new(pairing, rank, now);
+        let host = named.1;
+        let mut learned = Learned::new(pairing, named, rank, now);
         learned.tickets.push_back(ticket);
         self.waiting.insert(key, learned);
         self.turns.add(&key, host, engine);
@@ -111,6 +119,13 @@ impl Unplanned {
         let planning = self.planning.as_mut()?;
         let learned = (!planning.is_lost).then_some(planning.learned);
         Some((planning.tickets.pop_front()?, learned))
+    }
+
+    /// The address and the host by which the engine that is being planned was named, and the time at which its handshake
+    /// ended; `None` if it was lost since.
+    pub(super) fn planned_as(&self) -> Option<((ProducerAddress, Origin), Timestamp)> {
+        let planning = self.planning.as_ref().filter(|it| !it.is_lost)?;
+        Some((planning.named.clone(), planning.learned))
     }
 
     /// Takes the engine that is being planned.
@@ -185,15 +200,16 @@ mod tests {
 
     const RANK: usize = 0;
 
-    fn host(address: &str) -> Origin {
-        Origin::from(address.parse::<IpAddr>().expect("an address"))
+    fn named(host: &str) -> (ProducerAddress, Origin) {
+        let origin = Origin::from(host.parse::<IpAddr>().expect("an address"));
+        (format!("{host}:1").parse().expect("an address"), origin)
     }
 
     /// Adds an engine with a card of so many MiB, and the number of its ticket as its id. Returns the tickets of those that
     /// have gone.
     fn add(unplanned: &mut Unplanned, ticket: u64, from: &str, mebibytes: usize) -> Vec<u64> {
         let engine = pairing(ticket.into(), vec![0; mebibytes << 20]);
-        let gone = unplanned.add(ticket, engine, host(from), RANK, Timestamp::default());
+        let gone = unplanned.add(ticket, engine, named(from), RANK, Timestamp::default());
         gone.into_iter().flat_map(|it| it.tickets).collect()
     }
 
@@ -235,7 +251,7 @@ mod tests {
         let add = |unplanned: &mut Unplanned, ticket| {
             let engine = Arc::clone(&engine);
             let at = Timestamp::from_nanos(ticket);
-            assert!(unplanned.add(ticket, engine, host("10.0.0.1"), RANK, at).is_empty());
+            assert!(unplanned.add(ticket, engine, named("10.0.0.1"), RANK, at).is_empty());
         };
         add(&mut unplanned, 1);
         add(&mut unplanned, 2);

@@ -162,6 +162,37 @@ fn i8_places_that_a_call_has_got_are_kept_until_the_machines_have_said_what_they
 }
 
 #[test]
+fn a_place_that_no_machine_needs_is_reserved_no_longer_than_until_they_have_said_so() {
+    let agent = agent();
+    let mut peers = Peers::default();
+    let half = limit() / 2;
+    for engine in 0..4 {
+        let ids = places(&mut peers, &agent, &format!("10.0.{engine}.1"), engine * half, half);
+        assert_eq!(ids.len(), half, "engine {engine}");
+        // One is needed.
+        peers.watch(ids[0], true);
+        peers.settle();
+        assert_eq!(peers.count(Place::is_needed).all(), 1);
+        peers.watch(ids[0], false);
+    }
+}
+
+#[test]
+fn sessions_that_open_and_may_lead_nowhere_take_no_room_from_a_session_that_there_is() {
+    let agent = agent();
+    let (_far, session) = session(&agent);
+    let (mut peers, half) = (Peers::default(), limit() / 2);
+    let up = places(&mut peers, &agent, "10.0.0.1", 0, 2);
+    idle(&mut peers, &up, &session);
+    peers.settle();
+    let opening = places(&mut peers, &agent, "10.0.0.1", 100, half);
+    assert_eq!(opening.len(), half);
+    need(&mut peers, &opening);
+    assert_eq!(places(&mut peers, &agent, "10.0.0.1", 10_000, 1), []);
+    assert_eq!(places(&mut peers, &agent, "10.0.0.1", 0, 2), up);
+}
+
+#[test]
 fn i8_a_producer_is_told_of_an_end_though_all_places_are_taken() {
     let agent = agent();
     let mut peers = Peers::default();
