@@ -40,6 +40,11 @@ def compare(before: Path, after: Path, *options: str) -> tuple[int, str]:
         ("µs", 10, 9, False),
         ("KiB", 10, 10.2, False),
         ("KiB", 10, 11, True),
+        ("%", 99, 90, True),
+        ("%", 0, 3, False),
+        ("blocks", 0, 3, True),
+        ("blocks", 3, 0, False),
+        ("blocks", 0, 0, False),
     ],
 )
 def test_a_figure_is_worse_that_is_lower_of_a_rate_or_higher_of_anything_else(

@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[3]
 CACHE = Path(os.environ.get("KVFERRY_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kvferry")
 BENCHES = {"transfers": ["--quick"], "handoff": ["--quick"]}
 # Of all else, such as milliseconds and bytes, less is better.
-MORE_IS_BETTER = ("GB/s", "MB/s", "per s")
+MORE_IS_BETTER = ("GB/s", "MB/s", "per s", "%")
+# Ratio to zero. No figure of two builds comes near it.
+BEYOND = 1000.0
 
 Figures = dict[str, tuple[str, float]]
 
@@ -80,11 +82,13 @@ def figures(report: dict) -> Figures:
     return found
 
 
-def worse(unit: str, before: float, after: float) -> float | None:
-    """How many times worse `after` is; below 1 if it is better. None if one of them is zero."""
-    if not before or not after:
-        return None
-    return before / after if unit in MORE_IS_BETTER else after / before
+def worse(unit: str, before: float, after: float) -> float:
+    """How many times worse `after` is; below 1 if it is better. At most BEYOND, and at least its inverse."""
+    over, under = (before, after) if unit in MORE_IS_BETTER else (after, before)
+    if over == under:
+        return 1.0
+    ratio = over / under if under else BEYOND
+    return min(max(ratio, 1 / BEYOND), BEYOND)
 
 
 def verdict(rounds: list[float], limit: float) -> str:
@@ -132,10 +136,9 @@ def main() -> int:
                 found[which] = measure(builds[which], bench, arguments)
             for name in found["before"].keys() & found["after"].keys():
                 (unit, before), (other, after) = found["before"][name], found["after"][name]
-                ratio = worse(unit, before, after) if unit == other else None
-                if ratio is not None:
+                if unit == other:
                     key = f"{bench}: {name}"
-                    ratios.setdefault(key, []).append(ratio)
+                    ratios.setdefault(key, []).append(worse(unit, before, after))
                     units[key] = unit
                     both = seen.setdefault(key, {"before": [], "after": []})
                     both["before"].append(before)
