@@ -26,7 +26,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command command-dist wheel wheel-published wheel-dist wheel-measured demo test test-build test-wheel test-rust test-slow test-docs test-python test-yama test-gpu gpu-pack soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-scheduler bench-idle bench-vllm bench-offload bench-sglang bench-gpu bench-builds \
+.PHONY: help build command command-dist wheel wheel-published wheel-dist wheel-measured demo test test-tools test-build test-wheel test-rust test-slow test-docs test-python test-yama test-gpu gpu-pack soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-scheduler bench-idle bench-vllm bench-offload bench-sglang bench-gpu bench-builds \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan test-sanitizers lint lint-rust lint-format lint-clippy lint-deny lint-python \
     doc clean
 
@@ -121,12 +121,16 @@ endif
 
 # Most tests wait for most of their time, and the models are compiled into a folder of their own.
 test: ## Run the tests: Rust, documentation, models of the synchronisation, Python
-	+@MAKE='$(MAKE)' .ci/parts test-build test-docs loom+test-python+test-rust
+	+@MAKE='$(MAKE)' .ci/parts test-tools+test-build test-docs loom+test-python+test-rust
 
 # What takes long before the first test runs. The libraries of the Python module and the C ABI are compiled with the tests, so
 # that everything below them is compiled once.
 test-build:
 	$(call part,compiling the tests,$(CARGO) build --workspace --lib --bins --tests)
+
+# While the tests are compiled.
+test-tools:
+	$(call part,fetching what the Python tests need,$(MAKE) --no-print-directory $(VENV)/.test-tools)
 
 # The wheel of the tests' build. `make wheel` installs the one that users get.
 test-wheel: test-build $(VENV)/.test-tools
@@ -247,7 +251,7 @@ bench-sglang: wheel-measured ## Measure KVFerryStorage beside kvferry's store an
 	$(call part,storage for SGLang side by side,bench/sglang/run --wheel target/dist/kvferry-*.whl $(BENCH_ARGS))
 
 # BEFORE is a revision, or a path of the command. BENCH_ARGS="--rounds 9".
-bench-builds: ## Measure HEAD beside the build BEFORE, in the same rounds; fails if a figure is worse by more than 3 %
+bench-builds: ## Measure HEAD beside the build BEFORE, in the same rounds; fails if a figure is worse by more than 3 %, in three quarters of them
 	$(call part,two builds side by side,PYTHON=python3 bench/builds/run $(or $(BEFORE),$(error BEFORE=revision is needed)) $(BENCH_ARGS))
 
 # Counts instead of measuring time. `rustix_use_libc`: its system calls go through libc, where they are counted.
