@@ -420,6 +420,11 @@ def test_a_layout_of_a_cache_that_lacks_a_name_is_refused_and_the_name_is_told()
         assert _of_trtllm.missing_of_layout(layout(gone)) == [gone]
         with pytest.raises(EngineError, match=f"which lacks {gone};"):
             _of_trtllm.check_layout(layout(gone))
+    whole = layout()
+    whole.groups[0].replicated_regions = [SimpleNamespace()]
+    assert _of_trtllm.missing_of_layout(whole) == regions
+    whole.groups = []
+    assert _of_trtllm.missing_of_layout(whole) == ["layout.groups[0]"]
 
 
 def test_a_parameter_that_is_read_in_a_callers_frame_and_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,10 @@ def check_layout(layout: Any) -> None:
 def missing_of_layout(layout: Any) -> list[str]:
     """The names that a layout lacks, or its groups, or their regions."""
     groups = list(getattr(layout, "groups", ()))
-    regions = [region for group in groups for region in getattr(group, "regions", ())]
+    if hasattr(layout, "groups") and not groups:
+        return ["layout.groups[0]"]
+    kinds = ("regions", "replicated_regions")
+    regions = [region for group in groups for kind in kinds for region in getattr(group, kind, ())]
     wanted = (
         ("", [layout], _READ_OF_LAYOUT),
         ("groups", groups, _READ_OF_GROUP),
