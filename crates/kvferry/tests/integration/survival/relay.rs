@@ -80,8 +80,8 @@ impl Drop for Relay {
 }
 
 impl Plan {
-    /// Drops all later bytes on the existing connections, except the first `kept`. New connections
-    /// work. A NAT does this to idle connections.
+    /// Drops all later bytes on the existing connections, except the first `kept`, and tells of no
+    /// end. New connections work. A NAT does this to idle connections.
     fn forget(&self, kept: usize) {
         self.forgotten_from.store(kept, Ordering::SeqCst);
         self.forgotten_to.store(self.connections.load(Ordering::SeqCst), Ordering::SeqCst);
@@ -146,6 +146,10 @@ impl Plan {
                     thread::sleep(Duration::from_millis(1));
                 }
             }
+        }
+        // What forgets a connection does not tell of its end.
+        while self.is_forgotten(number) && !self.ended.load(Ordering::SeqCst) {
+            thread::sleep(Duration::from_millis(10));
         }
         drop(to.shutdown(Shutdown::Write));
         drop(from.shutdown(Shutdown::Read));
@@ -396,4 +400,44 @@ fn first_after_a_nat_forgot(kept: usize) -> Option<kvferry::Error> {
     thread::sleep(11 * SILENCE);
     relay.plan.forget(kept);
     peer.write(&moves, &within(NEVER)).err()
+}
+
+/// Only its silence shows that the old session is over.
+#[test]
+fn the_first_call_to_a_peer_whose_death_was_not_noticed_connects_again() {
+    let _bound = bounded();
+    thread::scope(|scope| {
+        for synchronous in [true, false] {
+            scope.spawn(move || first_after_an_unnoticed_restart(synchronous));
+        }
+    });
+}
+
+fn first_after_an_unnoticed_restart(synchronous: bool) {
+    let port = KeptPort::new();
+    let mut config = peer_config();
+    config["listen"] = json!(port.address());
+    let (mut child, address) = Child::with_agent(config.clone());
+    let old = child.allocate(MIB, "rw", 2);
+    let agent = agent_with("tcp", Duration::from_secs(4));
+    let from = source(&agent, MIB, 1);
+    let relay = Relay::to(&address, None);
+    let peer = agent.peer(&relay.address).expect("an address");
+    let moves = batch(&from, &old.remote, 64 * KIB);
+    eventually("a healthy write", || peer.write(&moves, &Options::default()).is_ok());
+    let opened = agent.stats().sessions_opened;
+    relay.plan.forget(0);
+    child.kill();
+
+    let (mut second, _) = Child::with_agent(config);
+    let new = second.allocate(MIB, "rw", 3);
+    let moves = batch(&from, &new.remote, 64 * KIB);
+    let outcome = if synchronous {
+        peer.write(&moves, &within(NEVER))
+    } else {
+        peer.write_async(&moves, &within(NEVER)).wait(PATIENCE).expect("the silence limit ends it")
+    };
+    outcome.expect("the first call to the restarted peer");
+    assert!(second.matches(&new, 1));
+    assert!(agent.stats().sessions_opened > opened);
 }
