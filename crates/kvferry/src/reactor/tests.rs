@@ -5,10 +5,10 @@ use std::sync::mpsc;
 
 struct Probe {
     calls: mpsc::Sender<bool>,
-    /// From the second call on.
-    deadline: Option<Duration>,
+    /// After a call of this number, and those that follow.
+    deadline: Option<(usize, Duration)>,
     due: Option<Timestamp>,
-    was_called: bool,
+    called: usize,
 }
 
 impl Handler for Probe {
@@ -18,9 +18,10 @@ impl Handler for Probe {
         if is_due {
             return Next::Close;
         }
-        // Whatever time a thread takes, a wake comes before a deadline that is set by its call.
-        let was_called = std::mem::replace(&mut self.was_called, true);
-        self.due = self.deadline.filter(|_| was_called).map(|after| cx.now + after);
+        let number = self.called;
+        self.called += 1;
+        self.due =
+            self.deadline.filter(|(from, _)| *from <= number).map(|(_, after)| cx.now + after);
         Next::Wait { interest: Interest::None, deadline: self.due }
     }
 }
@@ -39,7 +40,7 @@ fn a_deadline_that_has_passed_does_not_starve_other_handlers() {
     let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
     reactor.remote().add(reactor.remote().token(), Box::new(Late));
     let (calls, called) = mpsc::channel();
-    let other = Probe { calls, deadline: None, due: None, was_called: false };
+    let other = Probe { calls, deadline: None, due: None, called: 0 };
     reactor.remote().add(reactor.remote().token(), Box::new(other));
     assert_eq!(called.recv_timeout(Duration::from_secs(60)), Ok(false));
     reactor.stop();
@@ -50,12 +51,27 @@ fn a_handler_is_called_at_once_on_every_wake_and_at_its_deadline() {
     let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
     let (calls, called) = mpsc::channel();
     let token = reactor.remote().token();
-    let deadline = Some(Duration::from_millis(50));
-    reactor.remote().add(token, Box::new(Probe { calls, deadline, due: None, was_called: false }));
+    // Whatever time a thread takes, a wake comes before a deadline that is set by its call.
+    let deadline = Some((1, Duration::from_millis(50)));
+    reactor.remote().add(token, Box::new(Probe { calls, deadline, due: None, called: 0 }));
     let wait = Duration::from_secs(60);
     assert_eq!(called.recv_timeout(wait), Ok(false), "on arrival");
     reactor.remote().wake(token);
     assert_eq!(called.recv_timeout(wait), Ok(false), "woken");
+    assert_eq!(called.recv_timeout(wait), Ok(true), "deadline");
+    assert!(called.recv_timeout(wait).is_err(), "closed: the sender is gone");
+    reactor.stop();
+}
+
+#[test]
+fn a_handler_that_nothing_wakes_is_called_at_the_deadline_of_its_arrival() {
+    let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
+    let (calls, called) = mpsc::channel();
+    let deadline = Some((0, Duration::from_millis(50)));
+    let probe = Probe { calls, deadline, due: None, called: 0 };
+    reactor.remote().add(reactor.remote().token(), Box::new(probe));
+    let wait = Duration::from_secs(60);
+    assert_eq!(called.recv_timeout(wait), Ok(false), "on arrival");
     assert_eq!(called.recv_timeout(wait), Ok(true), "deadline");
     assert!(called.recv_timeout(wait).is_err(), "closed: the sender is gone");
     reactor.stop();
