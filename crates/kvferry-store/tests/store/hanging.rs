@@ -168,7 +168,7 @@ fn the_statistics_do_not_wait_for_a_device_that_hangs() {
     rig.close();
 }
 
-/// How long an operation may take: long enough for a machine that is busy with other tests.
+/// How long an operation may take on a device in memory: long enough for a machine that is busy with other tests.
 const HANG_AFTER: Duration = Duration::from_secs(5);
 const SHORT: u64 = 64 << 10;
 /// Blocks of a prompt that has some in each of four directories.
@@ -224,6 +224,16 @@ impl Drop for Release<'_> {
     }
 }
 
+impl FileEngine {
+    /// How long an operation may take. The machine's disk is also busy with other tests.
+    fn hang_after(self) -> Duration {
+        match self {
+            Self::Posix => HANG_AFTER,
+            Self::Default => HANG_AFTER * 4,
+        }
+    }
+}
+
 impl Four {
     /// `None` if this process can't mount file systems.
     fn new(name: &str) -> Option<Self> {
@@ -257,7 +267,7 @@ impl Four {
         let first = options(&first, 24 * MIB)
             .direct(DirectIo::Auto)
             .put_wait(LIMIT / 4)
-            .hang_after(HANG_AFTER);
+            .hang_after(engine.hang_after());
         let with = change(rest.into_iter().fold(first, StoreOptions::and_directory));
         Some(Self { disk, _others: others, agent, pool, with, folder })
     }
