@@ -13,6 +13,8 @@ class MetadataServer:
 
     def __init__(self) -> None:
         values = self.values = dict[str, bytes]()
+        # Keys that had a value when a client deleted them.
+        deleted = self.deleted = set[str]()
         self.refusing = False
         outer = self
 
@@ -39,7 +41,11 @@ class MetadataServer:
                 self.answer(200, b"metadata updated")
 
             def do_DELETE(self) -> None:
-                self.answer(404 if values.pop(self.key(), None) is None else 200)
+                key = self.key()
+                found = values.pop(key, None)
+                if found is not None:
+                    deleted.add(key)
+                self.answer(404 if found is None else 200)
 
             def log_message(self, *args: object) -> None:
                 pass

@@ -98,6 +98,36 @@ def test_ctrl_c_ends(name: str, targets: Callable[..., Target], children: Callab
     assert caller.finish() == (0, "")
 
 
+def test_ctrl_c_ends_calls_whose_peer_never_confirms(
+    targets: Callable[..., Target], children: Callable[..., Child]
+) -> None:
+    """They end by the silence limit."""
+    target = targets(BIG)
+    callers = {}
+    for name in CONFIRMED:
+        env = {"KVFERRY_TIMEOUT_MS": str(int(NEVER * 1000)), "KVFERRY_SILENCE_MS": "10000"}
+        caller = callers[name] = children(SETUP % target.address, env=env)
+        caller.run(f"peer.write(mine.addr, {target.base}, 64)")
+        assert caller.run(f"engine.transfer_sync_write(session, mine.addr, {target.base}, 64)") == 0
+        caller.run(HANDLER)
+    target.child.send(signal.SIGSTOP)
+    for name, caller in callers.items():
+        code = CONFIRMED[name]
+        caller.start("begun()\n" + (code % target.base if "%d" in code else code))
+    for caller in callers.values():
+        caller.has_begun()
+    time.sleep(0.4)
+    for caller in callers.values():
+        caller.send(signal.SIGINT)
+        caller.has_begun()
+    for name, caller in callers.items():
+        with pytest.raises(ChildError) as caught:
+            caller.result()
+        assert caught.value.kind == "KeyboardInterrupt", (name, caught.value)
+        assert caller.run("1 + 1") == 2
+    target.child.send(signal.SIGCONT)
+
+
 def test_another_signal_whose_handler_returns_does_not_end_a_call(
     targets: Callable[..., Target], children: Callable[..., Child]
 ) -> None:

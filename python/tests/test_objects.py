@@ -158,6 +158,18 @@ def test_a_fault_that_stays_is_a_miss_that_is_counted(
         assert fault == "hang" or len(bucket.proxy.requests) == made
 
 
+def test_requests_of_a_fault_that_stays_are_made_again_and_counted(
+    agent: kvferry.Agent, bucket: Bucket, tmp_path: Path
+) -> None:
+    put(bucket, agent, tmp_path, 4)
+    bucket.proxy.always = "503"
+    before = len(bucket.proxy.requests)
+    with bucket.store(agent, tmp_path / "here", retries=2) as store:
+        assert store.space("model@1").prefetch(hashes(4)) == 0
+        assert store.stats()["fetch_failed"] == 1
+        assert len(bucket.proxy.requests) == before + 3
+
+
 def test_a_damaged_object_is_missed_counted_and_replaced(agent: kvferry.Agent, bucket: Bucket, tmp_path: Path) -> None:
     source, target = put(bucket, agent, tmp_path, 4), Pool(agent, 4)
     bucket.proxy.faults = [None, "flip"]

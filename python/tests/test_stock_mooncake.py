@@ -15,7 +15,7 @@ import kvferry.mooncake as mooncake
 import pytest
 import stock
 from conftest import LOOPBACK
-from kit import Child, ChildError, Memory, eventually
+from kit import NEVER, Child, ChildError, Memory, eventually
 from test_interrupt import HANDLER
 from test_mooncake import PREPARE, SCRIPT, SERVER, Server, engine
 
@@ -344,11 +344,14 @@ def test_stopping_stock_is_an_error_by_the_silence_limit_and_other_peers_go_on(
     assert here.engine.transfer_sync_write(there.session, here.base, there.base, 64) == 0, here.engine.last_error()
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
 def test_ctrl_c_ends_a_call_to_a_stopped_stock_peer(
-    stocks: Callable[..., Server], children: Callable[..., Child]
+    stocks: Callable[..., Server], children: Callable[..., Child], goes_on: bool
 ) -> None:
     there = stocks(64 << 20)
-    caller = children(SERVER.format(module="kvferry.mooncake", nbytes=64 << 20))
+    silence = NEVER if goes_on else 10
+    env = {"KVFERRY_TIMEOUT_MS": str(int(NEVER * 1000)), "KVFERRY_SILENCE_MS": str(int(silence * 1000))}
+    caller = children(SERVER.format(module="kvferry.mooncake", nbytes=64 << 20), env=env)
     assert caller.run(f"engine.transfer_sync_write({there.session!r}, memory.addr, {there.base}, 64)") == 0
     caller.run(HANDLER)
     there.child.send(signal.SIGSTOP)
@@ -357,8 +360,9 @@ def test_ctrl_c_ends_a_call_to_a_stopped_stock_peer(
     time.sleep(0.3)
     caller.send(signal.SIGINT)
     caller.has_begun()
-    # The call ends with the peer's confirmation.
-    there.child.send(signal.SIGCONT)
+    # The call ends with the peer's confirmation, or by the silence limit.
+    if goes_on:
+        there.child.send(signal.SIGCONT)
     with pytest.raises(ChildError) as caught:
         caller.result()
     assert caught.value.kind == "KeyboardInterrupt"

@@ -469,6 +469,7 @@ def ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("number", range(2 * len(STRUCK)))
 def test_a_handoff_survives_each_fault_at_a_call_and_at_a_message(number: int, ahead: list[Future[str]]) -> None:
+    assert len(ahead) == 2 * len(STRUCK)
     told = ahead[number].result()
     assert not told, told
 

@@ -39,8 +39,12 @@ class Engine:
         """Until all have ended, and their pages are free."""
         self._waiting += requests
         until = time.monotonic() + _PATIENCE_S
+        # Each computes a token at least; KV that does not come is computed a second time.
+        computing, most = 0, 2 * sum(it.prompt_len + it.max_new_tokens for it in requests)
         while self._waiting or self._running or self._saving:
             if self.step():
+                computing += 1
+                assert computing <= most, "requests are computed again and again"
                 until = time.monotonic() + _PATIENCE_S
             elif time.monotonic() > until:
                 raise AssertionError("requests do not end")
