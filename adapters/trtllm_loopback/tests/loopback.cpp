@@ -158,6 +158,40 @@ void on_device(std::string const &folder) {
     CHECK(handles_in_use() == 1);
 }
 
+// The disk loses the first reads, as many as stages may be left, and answers them once the file "answer" is there.
+// It answers all others at once. A machine that is slow may end a request before it reads.
+void hangs(std::string const &folder) {
+    const std::vector<std::size_t> lens = {4096};
+    const DeviceBlocks device(lens);
+    const Blocks blocks(folder, lens);
+    const Agent agent = make_agent(false);
+    const auto onboard = [&](unsigned number) {
+        std::vector<trt::FileDesc> descs;
+        descs.emplace_back(folder + "/disk/" + std::to_string(number), O_RDONLY, 0, lens[0]);
+        return refusal(agent, device.memory(), trt::FileDescs(std::move(descs)), false);
+    };
+    const auto says = [](std::string const &text, const char *words) { return text.find(words) != std::string::npos; };
+    const std::string none = "no exception";
+    std::string text, late;
+    for (unsigned number = 0; !says(text, "host memory for 4 requests"); number++) {
+        text = onboard(number % 4);
+        if (says(text, "KVFERRY_TIMEOUT_MS")) late = text;
+    }
+    check_says(late, {"can't onboard 1 blocks", "does not answer"});
+    check_says(text, {"check their disk"});
+    // The agent and the stages.
+    CHECK(handles_in_use() == 5);
+    // Host memory needs no stage.
+    blocks.fill(2);
+    do text = refusal(agent, blocks.memory(), blocks.files(true), true);
+    while (text != none);
+    blocks.check_files(2);
+    CHECK(std::ofstream(folder + "/answer").good());
+    do text = onboard(0);
+    while (text != none || handles_in_use() > 1);
+    CHECK(is_filled(device.read(0).data(), lens[0], 1));
+}
+
 void refusals(std::string const &folder) {
     const Agent agent = make_agent(true, "Refusing");
     const Blocks blocks(folder, {4096, 8192, 4096});
@@ -382,6 +416,7 @@ int main(int argc, char **argv) {
                                           {"file-too-large", file_too_large},
                                           {"full-device", full_device},
                                           {"on-device", on_device},
+                                          {"hangs", hangs},
                                           {"full-disk", full_disk},
                                           {"ends", ends},
                                           {"many-threads", many_threads},

@@ -31,7 +31,8 @@ pub mod stderr;
 pub mod sync;
 pub mod thread;
 pub mod unix;
-mod unmap;
+#[doc(hidden)]
+pub mod unmap;
 pub mod uring;
 pub mod vectors;
 pub mod vendor;

@@ -31,6 +31,10 @@ struct Queue {
 static QUEUE: Mutex<Queue> = Mutex::new(Queue { waiting: VecDeque::new(), running: false });
 static EMPTIED: Condvar = Condvar::new();
 
+/// While a test holds this lock, the thread that unmaps does not go on.
+#[cfg(any(test, debug_assertions))]
+pub static HOLD: Mutex<()> = Mutex::new(());
+
 /// Unmaps the range: soon, on another thread, or now if it is small.
 ///
 /// # Safety
@@ -71,8 +75,8 @@ fn work() {
     let mut queue = QUEUE.lock();
     while let Some(range) = queue.waiting.pop_front() {
         drop(queue);
-        #[cfg(test)]
-        drop(tests::HOLD.lock());
+        #[cfg(any(test, debug_assertions))]
+        drop(HOLD.lock());
         unmap(&range);
         queue = QUEUE.lock();
     }
@@ -93,9 +97,6 @@ fn unmap(range: &Unowned) {
 mod tests {
     use super::*;
     use crate::shared::Shared;
-
-    /// Locked: the thread does not go on.
-    pub(super) static HOLD: Mutex<()> = Mutex::new(());
 
     fn is_mapped(at: usize) -> bool {
         let maps = std::fs::read_to_string("/proc/self/maps").expect("this is Linux");

@@ -1,4 +1,5 @@
-//! One block of 4 KiB: the time of a single call, of all subjects in short turns within each round.
+//! One block of 4 KiB: the time of a single call, of all subjects in short turns within each round. Over TCP,
+//! the part of it that a secret takes, too.
 
 use std::time::Duration;
 
@@ -6,6 +7,7 @@ use crate::failure::Failure;
 use crate::options::{Op, Placement, Size};
 use crate::stats::{Spread, quantile_of};
 
+use super::keyed;
 use super::limits::FloorProgram;
 use super::ours::Ours;
 use super::placement::Pinned;
@@ -49,6 +51,11 @@ pub(super) fn run(bench: &mut Bench<'_>, all: &mut Subjects) -> Result<Vec<Row>,
             subjects.extend(all.engines.iter_mut().map(|engine| engine as &mut dyn Subject));
             rows.extend(measure(bench, &mut subjects, op, Placement::Free)?);
         }
+    }
+    if !local {
+        bench.bar.inc_length(1);
+        bench.step("requests with and without a secret");
+        rows.push(keyed::row(bench.settings.rounds, bench.settings.latency_calls));
     }
     Ok(rows)
 }

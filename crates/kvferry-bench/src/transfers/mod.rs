@@ -3,7 +3,7 @@
 //!
 //! The measuring side is here; the target (`target.rs`) is a second process of this host or
 //! [`serve`] on another. Each part is one file and yields rows of the report: `rounds.rs`
-//! (throughput and its cost), `callers.rs`, `churn.rs`, `latency.rs`, `setup.rs`, `idle.rs`,
+//! (throughput and its cost), `callers.rs`, `churn.rs`, `latency.rs` with `keyed.rs`, `setup.rs`, `idle.rs`,
 //! `sessions.rs`, `faults.rs`. What is measured in turn is a `subject`: kvferry (`ours.rs`, `python.rs`), the
 //! machine's limits (`limits.rs`, with the programs `floor.rs`, `raw.rs`, `copies.rs`), other engines
 //! (`peers.rs`). What is moved is a table (`tables.rs`); `verify.rs` compares every byte outside the
@@ -16,6 +16,7 @@ mod copies;
 mod faults;
 mod floor;
 mod idle;
+mod keyed;
 mod latency;
 mod limits;
 mod link;

@@ -1,13 +1,18 @@
 //! The loopback agent in `adapters/trtllm_loopback`: built by its script, loaded and called as TensorRT-LLM does.
 
 use crate::kit::{self, Compiler, Language, Program, folder, output, skipped, text};
+use kvferry_testkit::hanging::HangingDisk;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
 
 const LIBRARY: &str = "libtensorrt_llm_nixl_wrapper.so";
 const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../adapters/trtllm_loopback");
+/// The agent's own `kLeftMax`.
+const STAGES_LEFT_MAX: usize = 4;
 const SANITIZERS: &str = "-fsanitize=address,undefined";
 /// The program finds kvferry through the agent's library only.
 const PLAIN: &[&str] = &["-Wl,--as-needed"];
@@ -85,6 +90,34 @@ fn blocks_in_memory_of_gpus_go_to_files_and_back() {
     let driver = text(&kvferry_fakecuda::control::library_path()).to_owned().leak();
     let Some(program) = program(Compiler::Gcc, PLAIN) else { return };
     run(program.with("KVFERRY_LIBCUDA", driver), &shared_library("g++"), &["on-device"]);
+}
+
+#[test]
+fn stages_that_a_disk_still_writes_to_are_kept_and_released_once_the_disk_has_answered() {
+    let driver = text(&kvferry_fakecuda::control::library_path()).to_owned().leak();
+    let Some(program) = program(Compiler::Gcc, PLAIN) else { return };
+    let folder = empty("hangs");
+    let at = folder.join("disk");
+    fs::create_dir(&at).expect("a folder for the file system");
+    let Some(disk) = HangingDisk::mount(&at) else { return };
+    // The pattern of seed 1 of the program.
+    let block: Vec<u8> = (0..4096u32).map(|at| (at * 31 + 8) as u8).collect();
+    for number in 0..STAGES_LEFT_MAX {
+        fs::write(at.join(number.to_string()), &block).expect("the disk answers");
+    }
+    disk.lose_reads(STAGES_LEFT_MAX);
+    let library = text(&shared_library("g++")).to_owned().leak();
+    let program = program.with("LD_LIBRARY_PATH", library).with("KVFERRY_LIBCUDA", driver);
+    let program = program.with("KVFERRY_TIMEOUT_MS", "1000").with("KVFERRY_SILENCE_MS", "200");
+    thread::scope(|scope| {
+        let running = scope.spawn(|| program.ran(&["hangs", text(&folder)]));
+        while !running.is_finished() && !folder.join("answer").exists() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        disk.release();
+        let (status, errors) = running.join().expect("no panic");
+        assert!(status.success(), "{status}\n{errors}");
+    });
 }
 
 #[test]

@@ -391,3 +391,45 @@ impl Drop for Attach {
         self.fail("the agent was shut down".into());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::registry::Registry;
+    use super::super::tests::{link, peer};
+    use super::*;
+    use crate::Agent;
+
+    #[test]
+    fn a_peer_that_sends_more_than_a_call_takes_waits_for_the_next_call() {
+        const MORE: usize = 8;
+        let agent = Agent::builder().start().expect("an agent");
+        let registry = Registry::create().expect("memory");
+        let (peer, there) = peer(&registry, Ok(()));
+        let channel = Arc::clone(&peer.channel);
+        let control = &agent.core().threads.control;
+        let (token, at) = (control.token(), now());
+        let mut attached = Attach {
+            link: link(&agent),
+            token,
+            channel: Arc::clone(&channel),
+            pid: None,
+            rounds: Rounds::default(),
+            stage: Stage::Live(peer),
+            attached: None,
+            rounds_at: at,
+            deadline: at,
+            was_reset: false,
+        };
+        let unmapped = LocalPacket::Unmapped { region: RegionId(1) }.encode();
+        for _ in 0..PACKETS_PER_CALL + MORE {
+            there.send(&unmapped, &[]).expect("room");
+        }
+        let cx = Cx { now: at, token, remote: control };
+        let next = attached.handle(Cause::default(), &cx);
+        assert!(matches!(next, Next::Wait { interest: Interest::Read, .. }), "{next:?}");
+        let left = std::iter::from_fn(|| channel.recv(&mut [0; PACKET_LEN]).ok()).count();
+        assert_eq!(left, MORE);
+        drop(attached);
+        agent.shutdown();
+    }
+}

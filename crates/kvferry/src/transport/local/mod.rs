@@ -263,7 +263,7 @@ mod tests {
     use crate::{Agent, Batch, Transports};
 
     /// A peer in this process, and its end of the connection.
-    fn peer(registry: &Registry, vm: Result<(), String>) -> (Arc<LocalPeer>, Channel) {
+    pub(super) fn peer(registry: &Registry, vm: Result<(), String>) -> (Arc<LocalPeer>, Channel) {
         static NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let name = format!("kvferry-local-{}-{number}", std::process::id());
@@ -287,7 +287,7 @@ mod tests {
         (Arc::new(peer), there)
     }
 
-    fn link(agent: &Agent) -> Arc<Link> {
+    pub(super) fn link(agent: &Agent) -> Arc<Link> {
         let at = agent.local_addr();
         Link::new(Arc::clone(agent.core()), "peer".into(), at, Arc::new(NoPeer::default()), 1)
     }

@@ -252,3 +252,52 @@ impl Drop for HandshakeConn {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::writers::WriterPage;
+    use super::*;
+    use crate::Agent;
+    use crate::reactor::now;
+    use crate::session::sessions::Sessions;
+    use kvferry_proto::RegionId;
+    use kvferry_proto::local::PACKET_LEN;
+
+    #[test]
+    fn an_attached_process_that_sends_more_than_a_call_takes_waits_for_the_next_call() {
+        const MORE: usize = 8;
+        let agent = Agent::builder().start().expect("an agent");
+        let core = agent.core();
+        let name = format!("kvferry-serve-{}", std::process::id());
+        let listener = Channel::listen(name.as_bytes()).expect("a free name");
+        let there = Channel::connect(name.as_bytes()).expect("just made");
+        let here = Arc::new(listener.accept().expect("connected"));
+        let page = WriterPage::create().expect("memory");
+        let fd = page.fd().try_clone_to_owned().expect("a descriptor");
+        let writer = Writer::open(fd, Arc::clone(&here), "test".into()).expect("a page of gates");
+        let mut conn = HandshakeConn {
+            core: Arc::downgrade(core),
+            directory: Weak::<Sessions>::new(),
+            memory: OwnMemory::new(Registry::create().expect("memory")),
+            channel: here,
+            stage: Stage::Attached(Arc::new(writer)),
+            deadline: now(),
+            copying: None,
+            _permit: core.quota.copying_process().expect("the first"),
+        };
+        let map = LocalPacket::Map { region: RegionId(1) }.encode();
+        for _ in 0..PACKETS_PER_CALL + MORE {
+            there.send(&map, &[]).expect("room");
+        }
+        let control = &core.threads.control;
+        let cx = Cx { now: now(), token: control.token(), remote: control };
+        for expected in [PACKETS_PER_CALL, MORE] {
+            let next = conn.handle(Cause::default(), &cx);
+            assert!(matches!(next, Next::Wait { interest: Interest::Read, .. }), "{next:?}");
+            let answers = std::iter::from_fn(|| there.recv(&mut [0; PACKET_LEN]).ok()).count();
+            assert_eq!(answers, expected);
+        }
+        drop(conn);
+        agent.shutdown();
+    }
+}

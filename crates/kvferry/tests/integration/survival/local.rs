@@ -347,6 +347,65 @@ fn mapped_memory_is_unmapped_when_its_owner_unregisters_it() {
     assert_eq!(error.kind(), ErrorKind::NotRegistered, "{error:?}");
 }
 
+/// The file of the mapping at an address of a process: its inode, unique while a process maps it.
+#[cfg(debug_assertions)]
+fn inode_at(pid: u32, addr: u64) -> u64 {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("the process runs");
+    let holds_addr = |line: &&str| {
+        let range = line.split_whitespace().next().and_then(|range| range.split_once('-'));
+        let (from, to) = range.expect("a range");
+        let number = |hex| u64::from_str_radix(hex, 16).expect("an address");
+        (number(from)..number(to)).contains(&addr)
+    };
+    let line = maps.lines().find(holds_addr).expect("the address is mapped");
+    line.split_whitespace().nth(4).and_then(|inode| inode.parse().ok()).expect("an inode")
+}
+
+/// Whether this process has a descriptor of the file.
+#[cfg(debug_assertions)]
+fn is_open(inode: u64) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let open = std::fs::read_dir("/proc/self/fd").expect("a list");
+    // Other threads close some meanwhile.
+    let files = open.flatten().filter_map(|entry| std::fs::metadata(entry.path()).ok());
+    files.map(|file| file.ino()).any(|ino| ino == inode)
+}
+
+#[cfg(debug_assertions)]
+#[test]
+fn an_agent_serves_others_while_the_memory_of_a_peer_that_died_is_unmapped() {
+    // Enough that another thread unmaps it.
+    const LEN: usize = 8 * MIB;
+    let _bound = bounded();
+    let agent = near();
+    let from = source(&agent, LEN, 1);
+    let to = filled(&agent, MIB, Access::READ_WRITE, 2);
+    let (mut child, address) = far();
+    let peer = agent.peer(&address).expect("an address");
+    let region = child.allocate(LEN, "rw", 2);
+    let inode = inode_at(child.pid(), region.addr);
+    let is_mapped = || {
+        let inode = inode.to_string();
+        mapped().iter().any(|line| line.split_whitespace().nth(4) == Some(inode.as_str()))
+    };
+    eventually("the child's memory is mapped here", || {
+        peer.write(&batch(&from, &region.remote, MIB), &Options::default()).expect("done");
+        is_mapped()
+    });
+    assert!(is_open(inode));
+    let (mut third, _) = far();
+    let bytes = third.allocate(MIB, "", 3);
+    let held = kvferry_sys::unmap::HOLD.lock();
+    child.kill();
+    // The descriptor is closed right before the mapping is given up.
+    eventually("the control thread gives the memory up", || !is_open(inode));
+    third.call(command("write", agent.advertised(), &bytes, &to.remote(), 4096));
+    assert!(content(&to) == Pattern::new(3).bytes(MIB));
+    assert!(is_mapped(), "the control thread has unmapped it");
+    drop(held);
+    eventually("the memory is unmapped", || !is_mapped());
+}
+
 #[test]
 fn read_only_memory_is_mapped_read_only() {
     let _bound = bounded();
