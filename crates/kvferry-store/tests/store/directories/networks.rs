@@ -1,4 +1,5 @@
-//! Processes of several network namespaces: they do not reach each other, and have the locks of the directories alone.
+//! Processes in different network namespaces. They do not reach each other: only the locks of the directories tell that the
+//! store is open.
 
 use super::{BLOCKS, LEN, PROMPTS, directories, directories_in, found, made, segments};
 use crate::{Engine, Folder};
@@ -30,7 +31,7 @@ fn elsewhere() {
 }
 
 #[test]
-fn a_process_in_another_network_namespace_is_busy_and_cleans_nothing_wherever_the_locks_are() {
+fn a_process_in_another_network_namespace_gets_busy_and_cleans_nothing_wherever_the_locks_are() {
     let _bound = Watchdog::new(PATIENCE);
     let what = "a process in another network namespace";
     let this = std::env::current_exe().expect("the path of this program");
