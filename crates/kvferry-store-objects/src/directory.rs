@@ -135,6 +135,7 @@ fn make(path: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvferry_testkit::hanging::{DiskStep, HangingDisk};
     use std::os::unix::fs::MetadataExt;
 
     struct Folder(PathBuf);
@@ -173,6 +174,48 @@ mod tests {
         assert!(path.ancestors().skip(1).take(4).all(|above| mode(above) == 0o700));
         let files = fs::read_dir(path.parent().expect("above")).expect("a folder").count();
         assert_eq!(files, 1, "nothing staged is left");
+    }
+
+    /// Fails if a loss of power may leave a name without the bytes of its file, or, behind the last step, no name. Returns
+    /// how many names were given.
+    fn check_syncs(steps: &[DiskStep]) -> usize {
+        let mut names = 0;
+        for (at, step) in steps.iter().enumerate() {
+            let DiskStep::Name { folder, name, node } = step else { continue };
+            names += 1;
+            let said = || format!("{} of {node} in {steps:?}", String::from_utf8_lossy(name));
+            let (before, behind) = steps.split_at(at);
+            let (write, sync) = (DiskStep::Write(*node), DiskStep::Sync(*node));
+            let last = before.iter().rfind(|it| **it == write || **it == sync);
+            assert!(last != Some(&write), "it is not synced before: {}", said());
+            let removal = DiskStep::Remove { folder: *folder, name: name.clone() };
+            let is_durable = behind.contains(&DiskStep::Sync(*folder));
+            assert!(is_durable || behind.contains(&removal), "its folder is not: {}", said());
+        }
+        names
+    }
+
+    #[test]
+    fn an_object_is_synced_before_it_gets_its_name_and_the_names_are_synced_after_that() {
+        let folder = Folder::new("synced");
+        fs::create_dir_all(&folder.0).expect("a folder");
+        let Some(disk) = HangingDisk::mount(&folder.0) else { return };
+        disk.record();
+        let directory = Directory::open(&folder.0.join("above/root")).expect("a directory");
+        assert_eq!(check_syncs(&disk.take_steps()), 2, "both folders are new");
+        // With each, how many folders are made for it.
+        for (name, if_exists, folders) in [
+            (NAME, IfExists::Keep, 3),
+            ("v1/0011/abcd00", IfExists::Keep, 0),
+            ("v1/0011/efcd00", IfExists::Replace, 1),
+            (NAME, IfExists::Replace, 0),
+        ] {
+            directory.put(name, &[7; 300_000], if_exists).expect("a put");
+            let steps = disk.take_steps();
+            assert!(steps.iter().any(|it| matches!(it, DiskStep::Write(_))), "{steps:?}");
+            // Behind the staged name comes the object's.
+            assert_eq!(check_syncs(&steps), folders + 2, "{name}, {if_exists:?}: {steps:?}");
+        }
     }
 
     #[test]

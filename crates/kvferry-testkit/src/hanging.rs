@@ -6,6 +6,11 @@
 //! The thread that serves the file system has file descriptors of its own. So the file system ends with the process,
 //! also with one whose other threads wait for it.
 
+mod steps;
+
+pub use steps::DiskStep;
+
+use kvferry_sys::sync::Mutex;
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::CString;
 use std::fs::File;
@@ -53,6 +58,9 @@ struct Shared {
     interrupted: AtomicUsize,
     /// Bytes that all files may have.
     quota: AtomicU64,
+    /// Steps are recorded.
+    is_recorded: AtomicBool,
+    steps: Mutex<Vec<DiskStep>>,
 }
 
 impl HangingDisk {
@@ -342,6 +350,13 @@ impl Nodes {
                 self.names(word(0)?)?.insert(to, moved);
                 Ok(Vec::new())
             }
+            // LINK
+            13 => {
+                let linked = word(0)?;
+                self.get(linked)?;
+                self.names(node)?.insert(name_at(body, 8).to_vec(), linked);
+                self.entry(linked)
+            }
             // OPEN and OPENDIR
             14 | 27 => Ok(vec![0; 16]),
             READ => {
@@ -535,6 +550,10 @@ impl Server {
                 self.nodes.carry_out(opcode, node, &request[40..], quota)
             }
         };
+        if answer.is_ok() && self.shared.is_recorded.load(SeqCst) {
+            let steps = self.nodes.steps(opcode, node, &request[40..]);
+            self.shared.steps.lock().extend(steps);
+        }
         let (error, body) = match answer {
             Ok(body) => (0, body),
             Err(errno) => (-errno, Vec::new()),

@@ -1,10 +1,32 @@
 //! Two hosts that can be cut off from each other: network namespaces with a bridge between them.
 //! A cut removes the far host's port from the bridge, or has netem lose every frame: packets are
 //! lost, and no reset is sent.
+//!
+//! And a program in a network namespace of its own, from which no other process is reached.
 
 use crate::netem::{Impairments, Netem};
+use std::ffi::OsStr;
 use std::io::Write;
 use std::process::{Command, Stdio};
+
+/// A command that runs `program` in a network namespace of its own. Where none can be made, prints that `what` is skipped,
+/// and why.
+pub fn in_own_network_or_skip(what: &str, program: impl AsRef<OsStr>) -> Option<Command> {
+    // Agents listen on the loopback device, which is down in a new namespace.
+    let command = |program: &OsStr| {
+        let mut unshare = Command::new("unshare");
+        let run = r#"ip link set lo up && exec "$0" "$@""#;
+        unshare.args(["--net", "--", "sh", "-c", run]).arg(program).stdin(Stdio::null());
+        unshare
+    };
+    let why = match command(OsStr::new("true")).output() {
+        Ok(output) if output.status.success() => return Some(command(program.as_ref())),
+        Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        Err(e) => format!("unshare can't be run: {e}"),
+    };
+    println!("SKIPPED: {what}: {why}");
+    None
+}
 
 fn ip(arguments: &str) -> Result<(), String> {
     let output = Command::new("ip")

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvferry::{Access, Agent, Region};
 use kvferry_store::{BlockMemory, Namespace, Retain, Store, StoreOptions};
+use kvferry_testkit::network::in_own_network_or_skip;
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
@@ -323,6 +324,30 @@ fn gc_leaves_a_store_alone_that_a_process_has_open() {
     assert_eq!(engine.get("llama", 1) + engine.get("llama", 2), 16);
     engine.store.close();
     report(0, &["gc", folder.text()]);
+}
+
+#[test]
+fn gc_in_another_network_namespace_leaves_a_store_alone_that_a_process_has_open() {
+    let what = "kvferry store gc in another network namespace";
+    let kvferry = env!("CARGO_BIN_EXE_kvferry");
+    let Some(mut command) = in_own_network_or_skip(what, kvferry) else { return };
+    let folder = Folder::new("in-use-elsewhere");
+    let [first, second, away] = ["a", "b", "away"].map(|name| folder.0.join(name));
+    let with = StoreOptions::new(&first, 25 * MIB).segment_bytes(MIB).and_directory(&second);
+    let engine = Engine::open(&with);
+    engine.put("llama", 1);
+    engine.store.close();
+    // The process that has the store open has no lock in the first directory.
+    std::fs::rename(&first, &away).expect("it exists");
+    let engine = Engine::open(&with);
+    std::fs::rename(&away, &first).expect("it exists");
+    engine.put("llama", 2);
+    let output = command.args(["store", "gc"]).args([&first, &second]).output().expect("it starts");
+    let said = errors(&output);
+    assert_eq!(output.status.code(), Some(4), "{said}");
+    assert!(said.contains("a process has the store open; close it first"), "{said}");
+    assert_eq!(engine.get("llama", 2), BLOCKS);
+    engine.store.close();
 }
 
 #[test]

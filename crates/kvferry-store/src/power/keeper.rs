@@ -20,11 +20,15 @@ use fastrand::Rng;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
-
 use std::time::{Duration, Instant};
 
 const BLOCKS: std::ops::Range<u64> = 1..70;
+/// Time limit of the tests that `make test` runs.
 const TIME: Duration = Duration::from_secs(8);
+/// Kills of a keeper at least, however long they take.
+const AT_LEAST: usize = 8;
+/// Kills of a keeper at each of its steps that take longer hang.
+const HANGS: Duration = Duration::from_secs(1800);
 /// Losses of power after each kill, beside the one at the end.
 const CUTS: usize = 3;
 
@@ -84,15 +88,16 @@ fn collect_all(keeper: &mut Keeper, core: &Core) {
     }
 }
 
-/// Records a keeper that is killed after `steps` steps, while syncs behave as `syncs` says. Returns the events, and how
-/// many there were when it was killed; `None` if it has fewer steps.
-fn record(
-    engine: &Engine,
-    root: &Path,
-    recording: &Recording,
-    steps: usize,
-    syncs: Syncs,
-) -> Option<(Vec<Event>, usize)> {
+/// Result of running a keeper that is to be killed.
+enum Run {
+    /// All events, and how many there were when the keeper was killed.
+    Killed(Vec<Event>, usize),
+    /// The keeper ended before. It has so many steps.
+    Ended(usize),
+}
+
+/// Records a keeper that is killed after `steps` steps, while syncs behave as `syncs` says.
+fn record(engine: &Engine, root: &Path, recording: &Recording, steps: usize, syncs: Syncs) -> Run {
     let two = ProcessPair::open(engine, root);
     let (identity, writer) = (Namespace::new("model").identity(), Writer::default());
     let mut began = 0;
@@ -122,9 +127,13 @@ fn record(
         collect_all(&mut keeper, &two.keeper);
     };
     let ended = catch_unwind(AssertUnwindSafe(collecting));
+    let left = recording.kill_left();
     recording.kill_after(None);
     recording.fail(None);
-    ended.err()?.downcast::<Killed>().expect("no other panic");
+    let Err(panic) = ended else {
+        return Run::Ended(steps - left.expect("a kill reaches the keeper"));
+    };
+    panic.downcast::<Killed>().expect("no other panic");
     two.keeper.die();
     let killed_at = recording.now();
     // The other one becomes the keeper, and then goes on.
@@ -137,70 +146,121 @@ fn record(
     }
     collect_all(&mut keeper, &two.other);
     keeper.run_until_idle();
-    Some((recording.take(), killed_at))
+    Run::Killed(recording.take(), killed_at)
 }
 
-/// Kills the keeper after each of these steps, and cuts the power at some of the events behind.
-fn kill_and_cut(steps: impl Iterator<Item = usize>, syncs: Syncs, time: Duration) -> Seen {
-    let (engine, mut seen, began) = (Engine::start(), Seen::default(), Instant::now());
-    let mut rng = Rng::new();
-    let seed = rng.get_seed();
-    for steps in steps {
-        if began.elapsed() > time {
-            break;
+/// Keepers that are killed, and losses of power at some of the events behind.
+struct Kills {
+    engine: Engine,
+    syncs: Syncs,
+    rng: Rng,
+    /// Keepers that were killed.
+    count: usize,
+    seen: Seen,
+}
+
+impl Kills {
+    fn new(syncs: Syncs) -> Self {
+        let (engine, rng) = (Engine::start(), Rng::new());
+        Self { engine, syncs, rng, count: 0, seen: Seen::default() }
+    }
+
+    /// Number of steps of a keeper that is not killed. It may differ by a few from one keeper to the next: which blocks
+    /// are dropped depends on the time.
+    fn steps(&self) -> usize {
+        let root = Folder::new("keeper-steps");
+        let recording = Recording::start(&root.0);
+        match record(&self.engine, &root.0, &recording, usize::MAX, self.syncs) {
+            Run::Ended(steps) => steps,
+            Run::Killed(..) => unreachable!("it has fewer steps"),
         }
+    }
+
+    /// Kills a keeper after `steps` steps, and cuts the power. False if it has no more steps than these.
+    fn kill_and_cut(&mut self, steps: usize) -> bool {
         let root = Folder::new("keeper-killed");
         let before = World::of(&root.0).expect("an empty folder");
         let recording = Recording::start(&root.0);
-        let Some((events, killed_at)) = record(&engine, &root.0, &recording, steps, syncs) else {
-            break;
-        };
+        let run = record(&self.engine, &root.0, &recording, steps, self.syncs);
+        let Run::Killed(events, killed_at) = run else { return false };
         drop(recording);
-        let cuts = [(); CUTS].map(|()| rng.usize(killed_at..events.len()));
+        let seed = self.rng.get_seed();
+        let cuts = [(); CUTS].map(|()| self.rng.usize(killed_at..events.len()));
         let (mut world, mut oracle) = (before, Oracle::new(&events));
         for (at, event) in events.iter().enumerate() {
             world.advance(event);
             oracle.advance(event);
             if cuts.contains(&at) || at + 1 == events.len() {
                 let folder = Folder::new("cut");
-                world.power_cut(&mut rng, &folder.0).expect("room for a store");
-                if let Err(what) = judge(&engine, &folder.0, &oracle, Cut::Power, &mut seen) {
+                world.power_cut(&mut self.rng, &folder.0).expect("room for a store");
+                let judged = judge(&self.engine, &folder.0, &oracle, Cut::Power, &mut self.seen);
+                if let Err(what) = judged {
                     let near: Vec<_> = events[killed_at.saturating_sub(3)..=at].iter().collect();
                     let near: Vec<_> = near.iter().map(|it| it.in_short()).collect();
                     panic!(
-                        "keeper killed after {steps} steps, syncs {syncs:?}, at event {killed_at}; power at {at} \
-                         of {}, seed {seed}: {what}\n{near:#?}",
+                        "keeper killed after {steps} steps, syncs {:?}, at event {killed_at}; power at {at} of {}, \
+                         seed {seed}: {what}\n{near:#?}",
+                        self.syncs,
                         events.len()
                     );
                 }
-                seen.cuts += 1;
+                self.seen.cuts += 1;
             }
         }
+        self.count += 1;
+        true
     }
-    println!("{seen:?}");
-    assert!(seen.kept > seen.cuts, "the cuts show nothing: {seen:?}");
-    seen
+
+    /// Prints what was done of the `steps` that there are.
+    fn report(&self, steps: usize) {
+        let Self { syncs, count, seen, .. } = self;
+        println!("syncs {syncs:?}: killed at {count} of {steps} steps; {seen:?}");
+        assert!(seen.kept > seen.cuts, "the cuts show nothing: {seen:?}");
+    }
+}
+
+/// Kills keepers at some of their steps, [`AT_LEAST`] and as many as there is time for: other ones each time.
+fn kill_at_some_steps(syncs: Syncs, time: Duration) {
+    let mut kills = Kills::new(syncs);
+    let mut order: Vec<_> = (0..kills.steps()).collect();
+    fastrand::shuffle(&mut order);
+    let began = Instant::now();
+    for steps in &order {
+        if kills.count >= AT_LEAST && began.elapsed() > time {
+            break;
+        }
+        kills.kill_and_cut(*steps);
+    }
+    kills.report(order.len());
+    assert!(kills.count >= AT_LEAST, "{} kills only, of {} steps", kills.count, order.len());
+}
+
+/// Kills keepers at each of their steps, from the first to the last.
+fn kill_at_each_step(syncs: Syncs) {
+    let (mut kills, began) = (Kills::new(syncs), Instant::now());
+    while kills.kill_and_cut(kills.count) {
+        assert!(began.elapsed() < HANGS, "{} kills, and no end", kills.count);
+    }
+    // The last keeper has ended before it was to be killed.
+    kills.report(kills.count);
+    assert!(kills.count >= AT_LEAST, "{} steps are too few for a keeper", kills.count);
 }
 
 #[test]
 fn what_a_process_has_synced_survives_a_kill_of_the_keeper_and_a_loss_of_power() {
-    // From another step on each time, as there may be no time for all of them.
-    let first = fastrand::usize(0..20);
-    kill_and_cut((first..).step_by(2), Syncs::Work, TIME / 2);
-    kill_and_cut((0..first + 1).rev(), Syncs::Work, TIME / 2);
+    kill_at_some_steps(Syncs::Work, TIME);
 }
 
 #[test]
 #[ignore = "slow: make test-slow"]
 fn what_a_process_has_synced_survives_a_kill_of_the_keeper_at_each_step_and_a_loss_of_power() {
-    kill_and_cut(0.., Syncs::Work, Duration::from_secs(110));
+    kill_at_each_step(Syncs::Work);
 }
 
 #[test]
 fn what_a_process_has_synced_survives_failed_syncs_of_a_keeper_its_kill_and_a_loss_of_power() {
     for syncs in [Syncs::FailOnce, Syncs::Fail] {
-        let first = fastrand::usize(0..20);
-        kill_and_cut((first..).step_by(3), syncs, TIME / 2);
+        kill_at_some_steps(syncs, TIME / 2);
     }
 }
 
@@ -208,6 +268,6 @@ fn what_a_process_has_synced_survives_failed_syncs_of_a_keeper_its_kill_and_a_lo
 #[ignore = "slow: make test-slow"]
 fn what_a_process_has_synced_survives_failed_syncs_of_a_keeper_and_its_kill_at_each_step() {
     for syncs in [Syncs::FailOnce, Syncs::Fail] {
-        kill_and_cut(0.., syncs, Duration::from_secs(55));
+        kill_at_each_step(syncs);
     }
 }

@@ -141,6 +141,11 @@ impl Recording {
         self.0.state.lock().kill_after = steps;
     }
 
+    /// Steps that are left until a thread unwinds. `None`: none is to, or one has.
+    pub(crate) fn kill_left(&self) -> Option<usize> {
+        self.0.state.lock().kill_after
+    }
+
     /// Has each sync of a segment take this time at least.
     pub(crate) fn slow_syncs(&self, each: Duration) {
         self.0.state.lock().sync_takes = each;

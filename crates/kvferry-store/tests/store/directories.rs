@@ -1,5 +1,7 @@
 //! Stores in several directories.
 
+mod networks;
+
 use crate::faults::{Tmpfs, warned};
 use crate::{Engine, Folder, MIB, options, prompt};
 use kvferry_store::{Error, StoreOptions};
@@ -15,7 +17,11 @@ const BLOCKS: usize = 6;
 
 /// The directories of a store, in a folder.
 fn directories(folder: &Folder, names: &[&str]) -> StoreOptions {
-    let mut paths = names.iter().map(|name| folder.path().join(name));
+    directories_in(folder.path(), names)
+}
+
+fn directories_in(folder: &Path, names: &[&str]) -> StoreOptions {
+    let mut paths = names.iter().map(|name| folder.join(name));
     let first = options(&paths.next().expect("a name"), 24 * MIB);
     paths.fold(first, StoreOptions::and_directory)
 }

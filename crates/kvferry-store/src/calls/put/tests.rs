@@ -1,5 +1,6 @@
 //! Puts into a store that is full, with and without a tier in host memory.
 
+mod index_full;
 mod locks;
 
 use super::*;
