@@ -145,7 +145,7 @@ fn a_handler_that_panics_is_dropped_and_the_others_go_on() {
     let token = reactor.remote().token();
     reactor
         .remote()
-        .add(token, Box::new(Probe { calls, deadline: None, due: None, was_called: false }));
+        .add(token, Box::new(Probe { calls, deadline: None, due: None, called: 0 }));
     assert_eq!(called.recv_timeout(wait), Ok(false), "called");
     reactor.stop();
 }
@@ -183,7 +183,7 @@ fn a_handler_that_cannot_be_watched_and_panics_in_its_drop_leaves_the_thread_run
     reactor.remote().add(reactor.remote().token(), Box::new(handler));
     assert_eq!(was_dropped.recv_timeout(wait), Ok(true));
     let (calls, called) = mpsc::channel();
-    let probe = Probe { calls, deadline: None, due: None, was_called: false };
+    let probe = Probe { calls, deadline: None, due: None, called: 0 };
     reactor.remote().add(reactor.remote().token(), Box::new(probe));
     assert_eq!(called.recv_timeout(wait), Ok(false), "the thread goes on");
     reactor.stop();
@@ -360,6 +360,6 @@ fn a_stopped_reactor_drops_handlers_that_are_added() {
     let (calls, called) = mpsc::channel();
     reactor
         .remote()
-        .add(9, Box::new(Probe { calls, deadline: None, due: None, was_called: false }));
+        .add(9, Box::new(Probe { calls, deadline: None, due: None, called: 0 }));
     assert!(called.recv().is_err());
 }
