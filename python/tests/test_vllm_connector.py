@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import re
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import kvferry.vllm
 import pytest
 import test_connector as handoff
 import vllm_stand_in as vllm
@@ -42,6 +45,17 @@ def refused(side: Any) -> dict[str, int]:
 
 def blocks(numbers: list[int]) -> Any:
     return SimpleNamespace(get_block_ids=lambda: (numbers,))
+
+
+def test_a_vllm_without_a_module_is_refused_with_the_modules_name_and_the_tried_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vllm.install(monkeypatch)
+    missing = "vllm.v1.metrics.cache_hit_source"
+    monkeypatch.delitem(sys.modules, missing)
+    tried = re.escape(", ".join(kvferry.vllm.TRIED))
+    with pytest.raises(RuntimeError, match=rf"KVFerryConnector needs vLLM {tried}; this one is .*{re.escape(missing)}"):
+        _ = kvferry.vllm.KVFerryConnector
 
 
 @pytest.mark.parametrize("params", [PREFILL, DECODE])
