@@ -135,4 +135,9 @@ def test_a_run_that_is_ended_leaves_no_target_beside_another_one(make: Path) -> 
         # As the terminal does: to all processes of its group, which the target beside the last one is not in.
         os.killpg(ran.pid, signal.SIGTERM)
         assert ran.wait(PATIENCE) != 0
-    eventually(lambda: not any(is_running(pid) for pid in (beside, last)))
+    try:
+        eventually(lambda: not any(is_running(pid) for pid in (beside, last)))
+    finally:
+        for pid in (beside, last):
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
