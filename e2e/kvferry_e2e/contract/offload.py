@@ -30,7 +30,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, TierFilter, make_offload_key
 
 from kvferry_e2e.contract import tier
-from kvferry_e2e.contract.engine import BLOCK_TOKENS, Engine, Kind, Outcome, run
+from kvferry_e2e.contract.engine import BLOCK_TOKENS, Engine, ForwardError, Kind, Outcome, run
 from kvferry_e2e.contract.model import WINDOW, Sequence
 from kvferry_e2e.prompts import Prompts
 from kvferry_e2e.report import Note, SkippedError, ensure
@@ -357,6 +357,26 @@ def one_rank(suite: Any, kind: Kind, note: Note, **more: Any) -> None:
 def _unreadable(only: Node) -> int:
     """Damaged blocks that the workers have read."""
     return sum(int(worker._opened.store.stats()["corrupt"]) for worker in only.workers())
+
+
+def raising(suite: Any, layers: int, note: Note) -> None:
+    """A forward pass raises, and the engine ends: a second engine finds what was stored before, and nothing of it."""
+    before, lost = suite.prompts.fresh(200), suite.prompts.fresh(200)
+    with folder() as directory:
+        with node(suite.model, directory) as first:
+            first.answer(before)
+            first.engine.executor.ranks[0].raises_after = layers
+            outcome = first.ask(lost)
+            raised = False
+            try:
+                run(first.engine, within=60)
+            except ForwardError:
+                raised = True
+            ensure(raised and not outcome.tokens, f"the forward pass did not raise: {outcome}")
+        with node(suite.model, directory) as second:
+            found = [loaded(second.answer(prompt)) for prompt in (before, lost)]
+            second.settled()
+    ensure(found == [192, 0], f"of the prompt before and that of the pass, {found} tokens were loaded")
 
 
 def left(suite: Any, note: Note) -> None:
@@ -1055,6 +1075,8 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         yield f"the directory is {how}", partial(gone, suite, how)
     yield "the file system is read-only", partial(read_only, suite)
     yield "the file system is full", partial(no_space, suite)
+    for layers in (0, 1):
+        yield f"a forward pass raises after {layers} layers", partial(raising, suite, layers)
     yield "a block leaves after it was found", partial(left, suite)
     yield "more than the disk takes", partial(much, suite)
     yield "vLLM's policy is to fail", partial(fails, suite)
