@@ -816,27 +816,37 @@ class Router:
         self._node = only
         self.events: list[Any] = []
         self.here: set[Any] = set()
-        # All that were ever stored.
+        # All that were ever said to be stored.
         self.known: set[Any] = set()
-        # What the engine has stored or looked up.
+        # What the engine has stored or found, which it has to say; and with it what it has looked up.
+        self.stored: set[Any] = set()
         self.keys: dict[Any, bytes] = {}
         self.wrong: list[str] = []
         only.engine.scheduler.kv_event_publisher.publish = self._hear
         manager = only.manager
         complete, lookup = manager.complete_store, manager.lookup
 
-        def complete_store(keys: Any, *more: Any) -> None:
-            self._note(keys)
-            complete(keys, *more)
+        def complete_store(keys: Any, context: Any, success: bool = True) -> None:
+            keys = list(keys)
+            noted = self._note(keys)
+            if success:
+                self.stored.update(noted)
+            complete(keys, context, success)
 
         def look_up(key: bytes, context: Any) -> Any:
-            self._note([key])
-            return lookup(key, context)
+            noted = self._note([key])
+            result = lookup(key, context)
+            if result is LookupResult.HIT:
+                self.stored.update(noted)
+            return result
 
         manager.complete_store, manager.lookup = complete_store, look_up
 
-    def _note(self, keys: Any) -> None:
-        self.keys.update((maybe_convert_block_hash(BlockHash(bytes(key[:-4]))), bytes(key)) for key in keys)
+    def _note(self, keys: Any) -> list[Any]:
+        """vLLM's hashes of blocks, as routers know them."""
+        noted = {maybe_convert_block_hash(BlockHash(bytes(key[:-4]))): bytes(key) for key in keys}
+        self.keys.update(noted)
+        return list(noted)
 
     def _hear(self, batch: Any) -> None:
         for event in batch.events:
@@ -853,10 +863,11 @@ class Router:
                 self.here.difference_update(event.block_hashes)
 
     def there(self) -> set[Any]:
-        """Those of the blocks that it has heard of that are in the store."""
+        """The blocks that are in the store, of those that it has heard of and those that the engine has to say."""
         manager = self._node.manager
         group = manager._groups[0]
-        return {it for it in self.known if manager._prefix(group, [self.keys[it]]) == 1}
+        # The store's name of a block is vLLM's hash: there is no adapter.
+        return {it for it in self.known | self.stored if manager._prefix(group, [self.keys[it][:-4]]) == 1}
 
     def settle(self, why: str) -> None:
         """Waits until what it believes is right: what was not said will not be."""
