@@ -7,6 +7,7 @@ stated anew here.
 from __future__ import annotations
 
 import inspect
+import os
 import queue
 import random
 import shutil
@@ -932,6 +933,53 @@ def events(suite: Any, describing: bool, host: float, note: Note) -> None:
         other.settled()
 
 
+def events_of_unreadable(suite: Any, how: str, note: Note) -> None:
+    """Blocks are damaged, or one of two directories has lost its files, and the second engine reads them: both engines
+    publish that the blocks have left.
+    """
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with folder() as directory, ExitStack() as opened:
+        directory.mkdir(parents=True)
+        places = [directory / name for name in ("a", "b")]
+        settings = {"disk": [str(place) for place in places]}
+        # Else a request would store again what it could not load.
+        options: dict[str, Any] = {"kv_events_config": config, "settings": settings, "policy": "fail"}
+        one, other = (opened.enter_context(node(suite.model, directory, **options)) for _ in range(2))
+        routers = [Router(one), Router(other)]
+        # More than a segment has.
+        prompts = [suite.prompts.fresh(480) for _ in range(20)]
+        for prompt in prompts:
+            one.answer(prompt)
+            one.forget()
+            ensure(loaded(other.answer(prompt)) == 480, "not found")
+            other.forget()
+        for router in routers:
+            router.settle("stored")
+            ensure(len(router.here) == 600, f"{len(router.here)} of 600 blocks were published")
+        ensure(all(_segments(place) for place in places), "a directory has no segment")
+        if how == "damaged":
+            for place in places:
+                _damage(place)
+        else:
+            for segment in _segments(places[1]):
+                os.truncate(segment, 0)
+        failed = 0
+        for prompt in prompts:
+            outcome = other.ask(prompt)
+            run(other.engine)
+            ensure(outcome.reason in ("length", "error"), f"{outcome}")
+            failed += outcome.reason == "error"
+            other.forget()
+        ensure(failed > 0, "no load has failed")
+        for router, engine in zip(routers, (one.engine, other.engine), strict=True):
+            run(engine, until=lambda router=router: len(router.here) < 600, within=60)
+            router.settle(how)
+        left = [600 - len(router.here) for router in routers]
+        note.text = f"{failed} loads failed, {left} of 600 blocks were removed"
+        for engine in (one, other):
+            engine.settled()
+
+
 def events_of_killed(suite: Any, keeper: bool, note: Note) -> None:
     """An engine that shares the store is killed while it stores and, as the store's keeper, evicts: what this one has
     published is right, and after a restart of this one, too.
@@ -1099,6 +1147,8 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         for host in (0.0, 0.03125):
             how = f"{', described' if describing else ''}{', with host memory' if host else ''}"
             yield f"events{how}", partial(events, suite, describing, host)
+    for how in ("damaged", "in a lost directory"):
+        yield f"events of blocks that are {how}", partial(events_of_unreadable, suite, how)
     yield "events of an idle engine", idle
     for keeper in (False, True):
         yield (
