@@ -337,8 +337,8 @@ $(VENV)/.lint-tools: $(VENV)/.made pyproject.toml
 	touch $@
 
 lint-python: $(VENV)/.lint-tools
-	$(BIN)/ruff format --check python bench
-	$(BIN)/ruff check python bench
+	$(BIN)/ruff format --check python bench e2e
+	$(BIN)/ruff check python bench e2e
 	$(BIN)/mypy
 
 doc: ## Build the Rust documentation; warnings are errors

@@ -181,18 +181,23 @@ def contract_phase(run: Run) -> None:
     contract_of(run, "0", "1")
 
 
-def contract_of(run: Run, *runners: str) -> None:
-    """Engine cores with vLLM's schedulers, in a process of their own per model runner: see `kvferry_e2e.contract`."""
+def contract_of(run: Run, *runners: str, only: str = "") -> None:
+    """Engine cores with vLLM's schedulers, in a process of their own per model runner: see `kvferry_e2e.contract`.
+
+    `only`: the checks that have it in their names.
+    """
     setup = run.setup
     moto = moto_overlay(setup.environment, run.report.say)
     for runner in runners:
-        found = setup.folder / f"core-{runner}.json"
+        name = f"core-{runner}-part" if only else f"core-{runner}"
+        found = setup.folder / f"{name}.json"
         command = [
             str(setup.environment.python),
             "-m",
             "kvferry_e2e.contract",
             str(setup.environment.model),
             str(found),
+            only,
         ]
         env = {
             **os.environ,
@@ -207,7 +212,7 @@ def contract_of(run: Run, *runners: str) -> None:
             "VLLM_USE_V2_MODEL_RUNNER": runner,
             **setup.engine_env,
         }
-        with open(setup.folder / f"core-{runner}.log", "w", encoding="utf-8") as log:
+        with open(setup.folder / f"{name}.log", "w", encoding="utf-8") as log:
             subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=900, check=False)
         run.report.take(found)
 
@@ -505,6 +510,8 @@ def nixl_phases(run: Run) -> None:
 PARTS: dict[str, Callable[[Run], None]] = {
     "core": contract_phase,
     "core-v2": lambda run: contract_of(run, "1"),
+    # The runners differ in what they tell a connector then.
+    "core-v1-raises": lambda run: contract_of(run, "0", only="forward pass raises"),
     "routers": router_phases,
     "survival": survival_phases,
     "models": model_phases,

@@ -23,11 +23,11 @@ PROMPT = list(range(10))
 class Engine:
     """A scheduler half and the worker half of its one rank. Layer by layer, all blocks of a layer lie together."""
 
-    def __init__(self, model: dict[str, str] | None = None) -> None:
+    def __init__(self, model: dict[str, str] | None = None, *, eager: bool = True) -> None:
         self.agent = Agent(listen="127.0.0.1:0")
         self.region = self.agent.allocate(LAYERS * BLOCKS * BLOCK)
         self.memory = self.region.memory()
-        self.scheduler = SchedulerHalf([("full", 0, TOKENS)], ranks=1, timeout=20, null_block=0)
+        self.scheduler = SchedulerHalf([("full", 0, TOKENS)], ranks=1, timeout=20, null_block=0, eager=eager)
         self.worker = WorkerHalf(self.agent, self.layout(), [self.region], rank=0, timeout=20, model=model or {})
         self.scheduler.set_ranks([self.worker.card])
         self.sent: list[str] = []

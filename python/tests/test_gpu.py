@@ -251,6 +251,21 @@ def test_what_is_no_gpu_memory_is_refused(driver: Driver, agent: kvferry.Agent) 
         agent.register(host, device="cuda")
 
 
+def test_gpu_memory_without_its_device_is_no_host_memory(driver: Driver, agent: kvferry.Agent) -> None:
+    array, host = Array(driver, NBYTES), bytearray(4096)
+    match = r"not host memory: .* is memory of a device \(the CUDA driver\)"
+    for access in ("rw", "r", "w", "none"):
+        for address, nbytes in ((array.address, NBYTES), (array.address + NBYTES - 1, 1)):
+            with pytest.raises(kvferry.UnsupportedError, match=match):
+                agent.register((address, nbytes), access)  # type: ignore[arg-type]
+            with pytest.raises(kvferry.UnsupportedError, match=match) as caught:
+                agent.register_batch([host, (address, nbytes)], access)  # type: ignore[arg-type]
+            assert caught.value.context["range"] == "1"
+    assert agent.regions() == []
+    assert agent.register((array.address, NBYTES), device="cuda").nbytes == NBYTES
+    array.free()
+
+
 class Strided(Array):
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:

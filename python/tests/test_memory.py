@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import gc
 import mmap
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import kvferry
@@ -167,6 +169,47 @@ def test_an_object_without_memory_is_refused(agent: kvferry.Agent, what: Any, er
     with pytest.raises(error):
         agent.register(what)
     assert agent.regions() == []
+
+
+@pytest.fixture
+def pages() -> Iterator[tuple[int, int]]:
+    """The addresses of two pages that follow each other: this process may only read the first one, and may not touch the
+    second one.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    page, flags = mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    first = libc.mmap(None, ctypes.c_size_t(2 * page), 0, flags, -1, ctypes.c_long(0))
+    assert first not in (None, ctypes.c_void_p(-1).value), ctypes.get_errno()
+    assert libc.mprotect(ctypes.c_void_p(first), ctypes.c_size_t(page), mmap.PROT_READ) == 0, ctypes.get_errno()
+    yield first, first + page
+    assert libc.munmap(ctypes.c_void_p(first), ctypes.c_size_t(2 * page)) == 0
+
+
+def test_memory_that_this_process_may_not_touch_is_refused(agent: kvferry.Agent, pages: tuple[int, int]) -> None:
+    (read_only, unreadable), own, page = pages, Memory(4096), mmap.PAGESIZE
+    # No process has memory there.
+    unmapped = 4096
+    for address, nbytes, access, why in [
+        (unreadable, page, "rw", "can't read"),
+        (unreadable, page, "r", "can't read"),
+        (unreadable + 1, 1, "none", "can't read"),
+        (read_only + page - 1, 2, "r", "can't read"),
+        (read_only, 2 * page, "none", "can't read"),
+        (read_only, page, "rw", "can't write to"),
+        (read_only, page, "w", "can't write to"),
+        (unmapped, 16, "r", "nothing is mapped"),
+    ]:
+        match = f"not host memory: .*{why}"
+        with pytest.raises(kvferry.InvalidArgumentError, match=match) as caught:
+            agent.register((address, nbytes), access)  # type: ignore[arg-type]
+        assert (caught.value.context["addr"], caught.value.context["len"]) == (hex(address), str(nbytes))
+        with pytest.raises(kvferry.InvalidArgumentError, match=match) as caught:
+            agent.register_batch([(own.addr, 4096), (address, nbytes)], access)  # type: ignore[arg-type]
+        assert caught.value.context["range"] == "1"
+        assert agent.regions() == []
+    # What may be read can be registered for peers that read.
+    assert agent.register((read_only, page), "r").nbytes == page
 
 
 def test_access_is_one_of_four_strings(agent: kvferry.Agent) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import re
+import sys
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import kvferry.vllm
 import pytest
 import test_connector as handoff
 import vllm_stand_in as vllm
@@ -42,6 +46,17 @@ def refused(side: Any) -> dict[str, int]:
 
 def blocks(numbers: list[int]) -> Any:
     return SimpleNamespace(get_block_ids=lambda: (numbers,))
+
+
+def test_a_vllm_without_a_module_is_refused_with_the_modules_name_and_the_tried_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vllm.install(monkeypatch)
+    missing = "vllm.v1.metrics.cache_hit_source"
+    monkeypatch.delitem(sys.modules, missing)
+    tried = re.escape(", ".join(kvferry.vllm.TRIED))
+    with pytest.raises(RuntimeError, match=rf"KVFerryConnector needs vLLM {tried}; this one is .*{re.escape(missing)}"):
+        _ = kvferry.vllm.KVFerryConnector
 
 
 @pytest.mark.parametrize("params", [PREFILL, DECODE])
@@ -219,20 +234,45 @@ class ForwardError(Exception):
     pass
 
 
+def layers(made: Any, fails_after: int | None) -> None:
+    """`fails_after`: layers that are computed before the forward pass raises."""
+    for layer in range(handoff.LAYERS):
+        if layer == fails_after:
+            raise ForwardError
+        made.save_kv_layer(f"layers.{layer}", None, None)
+    if fails_after == handoff.LAYERS:
+        raise ForwardError
+
+
 def forward(made: Any, metadata: Any, fails_after: int | None) -> None:
-    """A step as vLLM's first model runner has it. `fails_after`: layers that are computed before it raises."""
+    """A step as vLLM's first model runner has it."""
     made.bind_connector_metadata(metadata)
     try:
         made.start_load_kv(None)
-        for layer in range(handoff.LAYERS):
-            if layer == fails_after:
-                raise ForwardError
-            made.save_kv_layer(f"layers.{layer}", None, None)
-        if fails_after == handoff.LAYERS:
-            raise ForwardError
+        layers(made, fails_after)
     finally:
         made.wait_for_save()
         made.clear_connector_metadata()
+
+
+def forward_of_second(made: Any, metadata: Any, fails_after: int | None) -> None:
+    """A step as vLLM's second model runner has it, which tells a connector nothing of a pass that has raised."""
+    made.handle_preemptions(metadata)
+    made.bind_connector_metadata(metadata)
+    layers(made, fails_after)
+    made.start_load_kv(None)
+    made.wait_for_save()
+    made.clear_connector_metadata()
+
+
+def connector_of(module: Any, engine: handoff.Engine) -> Any:
+    """A worker's connector on the half of an engine."""
+    worker = module._Worker(vllm.config(), vllm.caches(FullAttentionSpec()), Settings.of({}))
+    worker._half = engine.worker
+    worker._layers = {f"layers.{layer}": layer for layer in range(handoff.LAYERS)}
+    made = module.KVFerryConnector.__new__(module.KVFerryConnector)
+    made._worker = made._side = worker
+    return made
 
 
 @pytest.mark.parametrize("extra", [[], ["lora:tuned", "lora:weights"]], ids=["model", "adapter"])
@@ -247,11 +287,7 @@ def test_of_a_forward_pass_that_raised_nothing_is_loaded(
 ) -> None:
     """The first model runner waits for saves also then. What its caller handles is no failure of the step."""
     prefill, decode = engines
-    worker = module._Worker(vllm.config(), vllm.caches(FullAttentionSpec()), Settings.of({}))
-    worker._half = prefill.worker
-    worker._layers = {f"layers.{layer}": layer for layer in range(handoff.LAYERS)}
-    made = module.KVFerryConnector.__new__(module.KVFerryConnector)
-    made._worker = made._side = worker
+    made = connector_of(module, prefill)
 
     params = {"do_remote_decode": True}
     tokens, identity, blocks = len(handoff.PROMPT), prompt_id(handoff.PROMPT, extra), [[3, 1, 2]]
@@ -278,6 +314,44 @@ def test_of_a_forward_pass_that_raised_nothing_is_loaded(
     if fails_after is not None:
         ((_, _, _, failure),) = decode.worker.take_loads()
         assert failure is not None and "ForwardError" in failure[1]
+
+
+@pytest.mark.parametrize("fails_after", [0, 1, handoff.LAYERS, None])
+def test_of_a_forward_pass_of_the_second_runner_that_raised_nothing_is_loaded(
+    module: Any, fails_after: int | None
+) -> None:
+    """Decode has asked before, and waits until prefill's engine has ended."""
+    prefill, decode = handoff.Engine(eager=False), handoff.Engine()
+    tokens, identity, blocks = len(handoff.PROMPT), prompt_id(handoff.PROMPT), [[3, 1, 2]]
+    try:
+        made = connector_of(module, prefill)
+        prefill.scheduler.arrived("p", tokens, 1, dict(PREFILL), identity)
+        metadata = module.KVFerryMetadata(prefill.scheduler.step([("p", 0, tokens, True, blocks)], []), computes=True)
+        place = {"remote_address": prefill.agent.address, "remote_engine_id": prefill.scheduler.engine_id}
+        params = {"do_remote_prefill": True, "transfer_id": "x", **place}
+        decode.scheduler.arrived("d", tokens, 8, params, identity)
+        assert decode.scheduler.matched("d", 0) == tokens
+        decode.scheduler.allocated("d", tokens, [[7, 9, 8]])
+        decode.step()
+        if fails_after is None:
+            forward_of_second(made, metadata, None)
+            assert prefill.scheduler.finished("p", "length", blocks)
+            prefill.worker.apply(prefill.scheduler.step([], []))
+        else:
+            with pytest.raises(ForwardError):
+                forward_of_second(made, metadata, fails_after)
+            for _ in range(200):
+                decode.step()
+                time.sleep(0.001)
+            assert (decode.received, decode.failed) == ([], [])
+            prefill.worker.close()
+            prefill.agent.shutdown()
+        decode.until(lambda: bool(decode.received))
+        assert decode.failed == ([] if fails_after is None else ["d"])
+    finally:
+        for engine in (prefill, decode):
+            engine.worker.close()
+            engine.agent.shutdown()
 
 
 def test_block_lists_of_a_consumer_are_read_once_and_only_while_it_waits_for_blocks(module: Any) -> None:

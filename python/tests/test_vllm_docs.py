@@ -1,4 +1,6 @@
-"""What operators see of `kvferry.vllm`: its metrics are the same in the code, in docs/vllm.md and on the dashboard."""
+"""What operators see of `kvferry.vllm`: its metrics are the same in the code, in docs/vllm.md and on the dashboard, and so
+are the versions of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import ast
 import json
 import re
 from pathlib import Path
+
+from kvferry.vllm._of_vllm import TRIED
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,3 +41,13 @@ def test_the_page_and_the_dashboard_name_every_metric_and_no_other() -> None:
     asked = " ".join(target["expr"] for panel in board["panels"] for target in panel.get("targets", ()))
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"vllm:kvferry_(\w+)", asked)}
     assert shown == code
+
+
+def test_the_page_says_of_no_version_what_e2e_has_not_tried() -> None:
+    page = (ROOT / "docs/vllm.md").read_text()
+    _, _, section = page.partition("\n## Versions of vLLM\n")
+    rows = re.findall(r"^\| (\S+) \|", section.partition("\n## ")[0], re.MULTILINE)
+    assert rows == ["vLLM", *TRIED, "others"]
+    environment = (ROOT / "e2e/kvferry_e2e/environment.py").read_text()
+    (default,) = re.findall(r'^VLLM = "(\d+\.\d+)\.\d+"$', environment, re.MULTILINE)
+    assert default in TRIED

@@ -18,7 +18,10 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -33,6 +36,8 @@ from kvferry_e2e.contract.model import HEAD_SIZE, HEADS, MORE_HEADS, WINDOW, Cac
 # "uneven": layers have unequal numbers of KV heads, and the model's configuration has one of them.
 Kind = Literal["full", "window", "state", "aligned", "latent", "uneven"]
 BLOCK_TOKENS = 16
+# Tokens of images that an engine encodes in a step, and keeps.
+ENCODED = 512
 
 
 @dataclass
@@ -371,6 +376,9 @@ class Engine:
             config.cache_config.mamba_cache_mode = "align"
         self.core = EngineCore(config, executor, log_stats=True)
         self.scheduler: Any = self.core.scheduler
+        # The model whose configuration the engines take has no images, so vLLM gives its scheduler no room for them.
+        self.scheduler.max_num_encoder_input_tokens = ENCODED
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=ENCODED)
         self.outcomes: dict[str, Outcome] = {}
         self.steps = 0
 
@@ -386,6 +394,8 @@ class Engine:
         params: dict[str, Any] | None = None,
         stop: list[int] | None = None,
         salt: str | None = None,
+        images: list[MultiModalFeatureSpec] | None = None,
+        adapter: LoRARequest | None = None,
     ) -> Outcome:
         sampling = SamplingParams(
             temperature=0,
@@ -396,11 +406,11 @@ class Engine:
         request = EngineCoreRequest(
             request_id=name,
             prompt_token_ids=list(prompt),
-            mm_features=None,
+            mm_features=images,
             sampling_params=sampling,
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=None,
+            lora_request=adapter,
             cache_salt=salt,
             data_parallel_rank=None,
         )

@@ -21,9 +21,17 @@ import torch
 from kvferry._engine.hooks import attributes
 from kvferry._engine.identity.vllm import of_vllm
 from kvferry.vllm import _of_vllm
+from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.hasher import MultiModalHasher
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
@@ -66,11 +74,19 @@ _CHANGES = {
 }
 
 
-def _handed(producer: Engine, consumer: Engine, prompt: list[int], number: int = 0) -> int:
-    """Tokens that decode loaded of a prompt."""
-    offer = producer.submit(f"offer {number}", prompt, 1, {"do_remote_decode": True})
+def _handed(
+    producer: Engine,
+    consumer: Engine,
+    prompt: list[int],
+    number: int = 0,
+    *,
+    offers: dict[str, Any] | None = None,
+    asks: dict[str, Any] | None = None,
+) -> int:
+    """Tokens that decode loaded of a prompt. `offers`, `asks`: what the request has besides on either side."""
+    offer = producer.submit(f"offer {number}", prompt, 1, {"do_remote_decode": True}, **(offers or {}))
     run(producer, consumer, until=lambda: offer.reason)
-    outcome = consumer.submit(f"asked {number}", prompt, 4, dict(offer.params or {}))
+    outcome = consumer.submit(f"asked {number}", prompt, 4, dict(offer.params or {}), **(asks or {}))
     run(producer, consumer, until=lambda: outcome.reason)
     right(prompt, outcome)
     ensure(not consumer.wrong(), f"{consumer.wrong()[:3]}")
@@ -155,6 +171,103 @@ def running_update(suite: Any, note: Note) -> None:
         consumer.close()
 
 
+def _image(content: float, *, at: int = 3, name: str | None = None, adapter: str | None = None) -> Any:
+    """An image of 8 tokens in the first block, as vLLM's renderer makes it, with a hash of its content. `name`: where
+    vLLM hashes nothing. `adapter`: where adapters change what the encoder makes of it.
+    """
+    pixels = torch.full((3, 4, 4), content)
+    hashed = MultiModalHasher.hash_kwargs("sha256", image=pixels) if name is None else name
+    return MultiModalFeatureSpec(
+        data=MultiModalKwargsItem({"pixel_values": MultiModalFieldElem(data=pixels, field=MultiModalBatchedField())}),
+        modality="image",
+        identifier=hashed if adapter is None else f"{adapter}:{hashed}",
+        mm_position=PlaceholderRange(offset=at, length=8),
+        mm_hash=hashed,
+    )
+
+
+def _adapter(parent: Path, name: str, weights: float, *, number: int) -> LoRARequest:
+    """A request's LoRA adapter, with the files that it was trained to."""
+    path = parent / f"{name}-{number}"
+    path.mkdir()
+    path.joinpath("adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+    lora = {f"model.layers.{at}.self_attn.q_proj.lora_A.weight": torch.full((8, 256), weights) for at in range(4)}
+    save_file(lora, str(path / "adapter_model.safetensors"))
+    return LoRARequest(name, number, str(path))
+
+
+_Besides = dict[str, Any]
+
+
+def _besides(parent: Path) -> Iterator[tuple[str, _Besides, _Besides, bool, bool]]:
+    """What two requests of one prompt have besides: whether these have equal KV, and whether a store is asked, too.
+
+    Without its caches vLLM names images by a counter, and then there is no store.
+    """
+    one, other = _adapter(parent, "a", 1.0, number=1), _adapter(parent, "a", 2.0, number=2)
+    renamed = _adapter(parent, "b", 1.0, number=3)
+    two = [_image(1.0), _image(2.0, at=20)]
+    turned = [_image(2.0), _image(1.0, at=20)]
+    counted = [_image(1.0, name="renderer0-mm-1-image-0")]
+    recounted = [_image(1.0, name="renderer0-mm-7-image-0")]
+    miscounted = [_image(2.0, name="renderer0-mm-1-image-0")]
+    yield "an image and the same", {"images": [_image(1.0)]}, {"images": [_image(1.0)]}, True, True
+    yield "an image and another one", {"images": [_image(1.0)]}, {"images": [_image(2.0)]}, False, True
+    yield "an image in two places", {"images": [_image(1.0)]}, {"images": [_image(1.0, at=4)]}, False, True
+    yield "an image and none", {"images": [_image(1.0)]}, {}, False, True
+    yield "none and an image", {}, {"images": [_image(1.0)]}, False, True
+    yield "two images and the same", {"images": two}, {"images": two}, True, True
+    yield "two images and these in another order", {"images": two}, {"images": turned}, False, True
+    yield "an image that is counted and the same", {"images": counted}, {"images": recounted}, True, False
+    yield "images that are counted alike", {"images": counted}, {"images": miscounted}, False, False
+    yield "an adapter and the same", {"adapter": one}, {"adapter": one}, True, True
+    yield "an adapter and one of other weights", {"adapter": one}, {"adapter": other}, False, True
+    yield "an adapter and one of another name", {"adapter": one}, {"adapter": renamed}, False, True
+    yield "an adapter and none", {"adapter": one}, {}, False, True
+    yield "none and an adapter", {}, {"adapter": one}, False, True
+    both: _Besides = {"adapter": one, "images": [_image(1.0, adapter="a")]}
+    yield "an adapter with an image and the same", both, both, True, True
+    wrong: _Besides = {"adapter": one, "images": [_image(2.0, adapter="a")]}
+    yield "an adapter with an image and with another one", both, wrong, False, True
+
+
+def images_and_adapters(suite: Any, note: Note) -> None:
+    """A prompt with equal images and an equal LoRA adapter is loaded by a handoff and from a store, no other one is."""
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 4, "blocks": 256}
+    numbers, found, wrong = itertools.count(), 0, []
+
+    def tries(is_equal: bool, call: Callable[[list[int]], int]) -> int:
+        """Tokens that were loaded of a prompt. Where an adapter's files were not looked at in time, none are."""
+        for _ in range(20 if is_equal else 1):
+            tokens = call(suite.prompts.fresh(160))
+            if tokens:
+                break
+        return tokens
+
+    with folder() as directory, tempfile.TemporaryDirectory() as parent, ExitStack() as opened:
+        producer, consumer = (Engine(str(suite.model), policy="recompute", **options) for _ in range(2))
+        opened.callback(producer.close)
+        opened.callback(consumer.close)
+        first, second = (opened.enter_context(node(str(suite.model), directory, **options)) for _ in range(2))
+        for name, here, there, is_equal, is_stored in _besides(Path(parent)):
+            handed = partial(_handed, producer, consumer, offers=here, asks=there)
+            tokens = [tries(is_equal, lambda prompt, handed=handed: handed(prompt, next(numbers)))]
+            if is_stored:
+
+                def stored(prompt: list[int], here: _Besides = here, there: _Besides = there) -> int:
+                    ensure(loaded(first.answer(prompt, **here)) == 0, "a prompt that was never stored was loaded")
+                    return loaded(second.answer(prompt, **there))
+
+                tokens.append(tries(is_equal, stored))
+            if any(it != (160 if is_equal else 0) for it in tokens):
+                wrong.append(f"{name}: {tokens}")
+            found += is_equal
+        ensure(not wrong, f"tokens that were handed over, and that came from the store: {wrong}")
+        for engine in (first, second):
+            engine.settled()
+    note.text = f"{found} kinds of requests were loaded"
+
+
 def known_settings(suite: Any, note: Note) -> None:
     """The tables have each setting of this vLLM, and no other; an engine as it comes has none that counts besides."""
     gone, new = [], []
@@ -212,6 +325,7 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         yield f"engines that differ in {name}", partial(differ, suite, name)
     yield "the settings of vLLM", partial(known_settings, suite)
     yield "vLLM's hash of a block", partial(hashes_of_prompts, suite)
+    yield "images and LoRA adapters", partial(images_and_adapters, suite)
     yield "images named by a counter", partial(counted_images, suite)
     yield "the policy of MultiConnector", partial(outer_policy, suite)
     yield "weights that change in running engines", partial(running_update, suite)

@@ -7,6 +7,7 @@ stated anew here.
 from __future__ import annotations
 
 import inspect
+import os
 import queue
 import random
 import shutil
@@ -30,7 +31,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, TierFilter, make_offload_key
 
 from kvferry_e2e.contract import tier
-from kvferry_e2e.contract.engine import BLOCK_TOKENS, Engine, Kind, Outcome, run
+from kvferry_e2e.contract.engine import BLOCK_TOKENS, Engine, ForwardError, Kind, Outcome, run
 from kvferry_e2e.contract.model import WINDOW, Sequence
 from kvferry_e2e.prompts import Prompts
 from kvferry_e2e.report import Note, SkippedError, ensure
@@ -357,6 +358,26 @@ def one_rank(suite: Any, kind: Kind, note: Note, **more: Any) -> None:
 def _unreadable(only: Node) -> int:
     """Damaged blocks that the workers have read."""
     return sum(int(worker._opened.store.stats()["corrupt"]) for worker in only.workers())
+
+
+def raising(suite: Any, layers: int, note: Note) -> None:
+    """A forward pass raises, and the engine ends: a second engine finds what was stored before, and nothing of it."""
+    before, lost = suite.prompts.fresh(200), suite.prompts.fresh(200)
+    with folder() as directory:
+        with node(suite.model, directory) as first:
+            first.answer(before)
+            first.engine.executor.ranks[0].raises_after = layers
+            outcome = first.ask(lost)
+            raised = False
+            try:
+                run(first.engine, within=60)
+            except ForwardError:
+                raised = True
+            ensure(raised and not outcome.tokens, f"the forward pass did not raise: {outcome}")
+        with node(suite.model, directory) as second:
+            found = [loaded(second.answer(prompt)) for prompt in (before, lost)]
+            second.settled()
+    ensure(found == [192, 0], f"of the prompt before and that of the pass, {found} tokens were loaded")
 
 
 def left(suite: Any, note: Note) -> None:
@@ -796,27 +817,37 @@ class Router:
         self._node = only
         self.events: list[Any] = []
         self.here: set[Any] = set()
-        # All that were ever stored.
+        # All that were ever said to be stored.
         self.known: set[Any] = set()
-        # What the engine has stored or looked up.
+        # What the engine has stored or found, which it has to say; and with it what it has looked up.
+        self.stored: set[Any] = set()
         self.keys: dict[Any, bytes] = {}
         self.wrong: list[str] = []
         only.engine.scheduler.kv_event_publisher.publish = self._hear
         manager = only.manager
         complete, lookup = manager.complete_store, manager.lookup
 
-        def complete_store(keys: Any, *more: Any) -> None:
-            self._note(keys)
-            complete(keys, *more)
+        def complete_store(keys: Any, context: Any, success: bool = True) -> None:
+            keys = list(keys)
+            noted = self._note(keys)
+            if success:
+                self.stored.update(noted)
+            complete(keys, context, success)
 
         def look_up(key: bytes, context: Any) -> Any:
-            self._note([key])
-            return lookup(key, context)
+            noted = self._note([key])
+            result = lookup(key, context)
+            if result is LookupResult.HIT:
+                self.stored.update(noted)
+            return result
 
         manager.complete_store, manager.lookup = complete_store, look_up
 
-    def _note(self, keys: Any) -> None:
-        self.keys.update((maybe_convert_block_hash(BlockHash(bytes(key[:-4]))), bytes(key)) for key in keys)
+    def _note(self, keys: Any) -> list[Any]:
+        """vLLM's hashes of blocks, as routers know them."""
+        noted = {maybe_convert_block_hash(BlockHash(bytes(key[:-4]))): bytes(key) for key in keys}
+        self.keys.update(noted)
+        return list(noted)
 
     def _hear(self, batch: Any) -> None:
         for event in batch.events:
@@ -833,10 +864,11 @@ class Router:
                 self.here.difference_update(event.block_hashes)
 
     def there(self) -> set[Any]:
-        """Those of the blocks that it has heard of that are in the store."""
+        """The blocks that are in the store, of those that it has heard of and those that the engine has to say."""
         manager = self._node.manager
         group = manager._groups[0]
-        return {it for it in self.known if manager._prefix(group, [self.keys[it]]) == 1}
+        # The store's name of a block is vLLM's hash: there is no adapter.
+        return {it for it in self.known | self.stored if manager._prefix(group, [self.keys[it][:-4]]) == 1}
 
     def settle(self, why: str) -> None:
         """Waits until what it believes is right: what was not said will not be."""
@@ -899,6 +931,53 @@ def events(suite: Any, describing: bool, host: float, note: Note) -> None:
         note.text = f"{len(routers[0].known)} and {len(routers[1].known)} blocks were published"
         one.settled()
         other.settled()
+
+
+def events_of_unreadable(suite: Any, how: str, note: Note) -> None:
+    """Blocks are damaged, or one of two directories has lost its files, and the second engine reads them: both engines
+    publish that the blocks have left.
+    """
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with folder() as directory, ExitStack() as opened:
+        directory.mkdir(parents=True)
+        places = [directory / name for name in ("a", "b")]
+        settings = {"disk": [str(place) for place in places]}
+        # Else a request would store again what it could not load.
+        options: dict[str, Any] = {"kv_events_config": config, "settings": settings, "policy": "fail"}
+        one, other = (opened.enter_context(node(suite.model, directory, **options)) for _ in range(2))
+        routers = [Router(one), Router(other)]
+        # More than a segment has.
+        prompts = [suite.prompts.fresh(480) for _ in range(20)]
+        for prompt in prompts:
+            one.answer(prompt)
+            one.forget()
+            ensure(loaded(other.answer(prompt)) == 480, "not found")
+            other.forget()
+        for router in routers:
+            router.settle("stored")
+            ensure(len(router.here) == 600, f"{len(router.here)} of 600 blocks were published")
+        ensure(all(_segments(place) for place in places), "a directory has no segment")
+        if how == "damaged":
+            for place in places:
+                _damage(place)
+        else:
+            for segment in _segments(places[1]):
+                os.truncate(segment, 0)
+        failed = 0
+        for prompt in prompts:
+            outcome = other.ask(prompt)
+            run(other.engine)
+            ensure(outcome.reason in ("length", "error"), f"{outcome}")
+            failed += outcome.reason == "error"
+            other.forget()
+        ensure(failed > 0, "no load has failed")
+        for router, engine in zip(routers, (one.engine, other.engine), strict=True):
+            run(engine, until=lambda router=router: len(router.here) < 600, within=60)
+            router.settle(how)
+        left = [600 - len(router.here) for router in routers]
+        note.text = f"{failed} loads failed, {left} of 600 blocks were removed"
+        for engine in (one, other):
+            engine.settled()
 
 
 def events_of_killed(suite: Any, keeper: bool, note: Note) -> None:
@@ -1055,6 +1134,8 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         yield f"the directory is {how}", partial(gone, suite, how)
     yield "the file system is read-only", partial(read_only, suite)
     yield "the file system is full", partial(no_space, suite)
+    for layers in (0, 1):
+        yield f"a forward pass raises after {layers} layers", partial(raising, suite, layers)
     yield "a block leaves after it was found", partial(left, suite)
     yield "more than the disk takes", partial(much, suite)
     yield "vLLM's policy is to fail", partial(fails, suite)
@@ -1066,6 +1147,8 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         for host in (0.0, 0.03125):
             how = f"{', described' if describing else ''}{', with host memory' if host else ''}"
             yield f"events{how}", partial(events, suite, describing, host)
+    for how in ("damaged", "in a lost directory"):
+        yield f"events of blocks that are {how}", partial(events_of_unreadable, suite, how)
     yield "events of an idle engine", idle
     for keeper in (False, True):
         yield (

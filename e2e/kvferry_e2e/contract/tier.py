@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -397,6 +398,65 @@ def told(note: Note) -> None:
         ensure(set(made.tier.get_stats().data["data"]) <= set(defined), "statistics without a definition")
 
 
+def told_of_unreadable(how: str, note: Note) -> None:
+    """Blocks are damaged, or one of two directories has lost its files, and the second engine reads them: both engines
+    publish that the blocks have left.
+    """
+    keys = [prompt(f"p{at}", 12) for at in range(10)]
+    with folder() as directory:
+        directory.mkdir(parents=True)
+        places = [directory / name for name in ("a", "b")]
+        options: dict[str, Any] = {"enable_kv_events": True, "disk": [str(place) for place in places]}
+        with tiers(directory, **options) as made, tiers(directory, **options) as other:
+            space = made.tier._space(0)
+
+            def agree(why: str) -> int:
+                """Waits until each engine has said what is in the store. Returns how many blocks that are."""
+                deadline = time.monotonic() + 60
+                while True:
+                    there = {key for it in keys for key in it if space.lookup([base.get_offload_block_hash(key)])}
+                    engines = (made, other)
+                    for engine in engines:
+                        engine.step()
+                    said = [_said(engine.events) for engine in engines]
+                    if said == [there, there]:
+                        return len(there)
+                    wrong = [(len(here - there), len(there - here)) for here in said]
+                    ensure(time.monotonic() < deadline, f"{why}: blocks too many and too few of each engine: {wrong}")
+                    time.sleep(0.001)
+
+            for it in keys:
+                made.store(it)
+                made.forget()
+                ensure(other.load(it) == 12, "not found")
+                other.forget()
+            ensure(agree("stored") == 120, "not all blocks are there")
+            segments = [sorted(place.glob("segment-*")) for place in places]
+            ensure(all(segments), "a directory has no segment")
+            for segment in segments[1] if how == "lost" else segments[0] + segments[1]:
+                if how == "lost":
+                    os.truncate(segment, 0)
+                    continue
+                data = np.frombuffer(segment.read_bytes(), dtype=np.uint8).copy()
+                # Each block, and not what says where blocks are.
+                data[4096::64] ^= 1
+                with open(segment, "r+b") as file:
+                    file.write(data)
+            found = [other.load(it) for it in keys]
+            ensure(min(found) < 12, "all blocks came back")
+            there = agree(how)
+            ensure(there < 120, "no block has left")
+    note.text = f"{120 - there} of 120 blocks were removed"
+
+
+def _said(events: list[Any]) -> set[bytes]:
+    """The blocks that are in the store by the events."""
+    here: set[bytes] = set()
+    for event in events:
+        (here.difference_update if event.removed else here.update)(event.keys)
+    return here
+
+
 def from_objects(note: Note) -> None:
     """test_lookup_retry: blocks that another host has put come from the object store."""
     with folder() as directory:
@@ -438,5 +498,7 @@ def checks() -> Iterator[tuple[str, Callable[[Note], None]]]:
     yield "tier: the cache is reset", reset
     yield "tier: more than the disk takes", much
     yield "tier: events and statistics", told
+    yield "tier: events of damaged blocks", partial(told_of_unreadable, "damaged")
+    yield "tier: events of a lost directory", partial(told_of_unreadable, "lost")
     yield "tier: an object store", from_objects
     yield "tier: a store that can't be opened", unusable

@@ -30,7 +30,7 @@ const CALIBRATIONS: usize = 3;
 const FLOOD: usize = 8;
 /// Time of a step beside what the processor does. A small model's step on a GPU takes longer.
 const STEP: Duration = Duration::from_millis(2);
-/// Latency of a handoff, of that beside requests without parameters.
+/// Latency of a handoff, and time to its first token, of that beside requests without parameters.
 const OF_PLAIN: Bound = Bound::AtMost(1.2);
 const PLAIN: &str = "plain requests";
 
@@ -77,18 +77,18 @@ pub(super) fn run(settings: &Settings) -> Result<Vec<Row>, Failure> {
         Row::new("invented", format!("{beside}: {what}"), "ms", of_rounds(made_up))
             .beside(PLAIN, of_rounds(plain))
     };
-    let judged = |what, part| {
-        let [made_up, plain] = &latencies;
+    let judged = |what, times: &[Vec<Vec<f64>>; 2], part| {
+        let [made_up, plain] = times;
         let ratio = Spread::of(vec![of_all(made_up, part) / of_all(plain, part)]);
-        row(what, &latencies, part).judged(PLAIN, ratio, OF_PLAIN)
+        row(what, times, part).judged(PLAIN, ratio, OF_PLAIN)
     };
     let arrive = Row::new("invented", "requests that arrive", "per s", Spread::of(vec![rate]))
         .beside("requests that the engines end", Spread::of(vec![capacity]));
     let [of_made_up, of_plain] = fetched.map(Spread::of);
     let moved = Row::new("invented", "handoffs whose KV was fetched", "%", of_made_up);
     let moved = moved.beside(PLAIN, of_plain);
-    let first = row("to its first token, p50", &first_tokens, 0.5);
-    Ok(vec![arrive, moved, first, judged("p50", 0.5), judged("p99", 0.99)])
+    let first = judged("to its first token, p50", &first_tokens, 0.5);
+    Ok(vec![arrive, moved, first, judged("p50", &latencies, 0.5), judged("p99", &latencies, 0.99)])
 }
 
 fn millis(times: &[Duration]) -> Vec<f64> {
