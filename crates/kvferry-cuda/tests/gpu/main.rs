@@ -9,6 +9,7 @@ mod fake;
 mod fallbacks;
 mod faults;
 mod files;
+mod forked;
 mod hardware;
 mod kernel;
 mod kit;
