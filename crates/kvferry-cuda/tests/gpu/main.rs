@@ -15,6 +15,7 @@ mod kernel;
 mod kit;
 mod machine;
 mod order;
+mod overlap;
 mod ptx;
 mod real;
 mod refused;
