@@ -679,3 +679,152 @@ def test_a_process_ends_while_a_copy_of_its_gpu_hangs(tmp_path: Path, call: str)
     env = {"KVFERRY_LIBCUDA": str(LIBRARY), "KVFERRY_SILENCE_MS": "500", "PYTHONPATH": str(Path(__file__).parent)}
     ended = run_python(ENDING.format(call=call), env=env | {"FILE": str(tmp_path / "file")})
     assert (ended.returncode, ended.stdout) == (0, "ends\n"), ended.stderr
+
+
+FORKING = """
+    import ctypes, os, traceback
+    import kvferry
+    from fake_gpu import Array, Driver, Stream
+
+    NBYTES = 1 << 16
+    driver = Driver()
+    array = Array(driver, NBYTES)
+    host, mine = bytearray(NBYTES), bytearray([9]) * NBYTES
+
+    def address(buffer):
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+    def raises(kind, call):
+        try:
+            call()
+        except kind:
+            return True
+        return False
+
+    def run_in_child(body):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                body()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert driver.counter("fork_violations") == 0, "the child has called the driver"
+        assert host == mine, "the child has written"
+"""
+
+FORKED_AGENT = """
+    agent, far = (kvferry.Agent(name, listen="127.0.0.1:0") for name in ("here", "there"))
+    region, place = agent.register(array), far.register(host)
+    peer, there, remote = agent.peer(far.address), far.address, place.remote()
+    batch, stream = kvferry.Batch(), Stream(driver)
+    batch.push(region, 0, remote, 0, NBYTES)
+    peer.write(batch, after=stream)
+
+    def child():
+        global agent, region, peer, batch
+        for call in (
+            lambda: peer.write(batch, after=stream),
+            lambda: peer.read_async(batch, after="host"),
+            lambda: agent.unregister(region),
+            lambda: agent.register(array),
+            lambda: agent.stats(),
+        ):
+            assert raises(kvferry.ForkedError, call)
+        del agent, region, peer, batch
+        fresh = kvferry.Agent("fresh", listen="127.0.0.1:0")
+        assert raises(kvferry.Error, lambda: fresh.register(array))
+        own, other, again = fresh.register(mine), fresh.peer(there), kvferry.Batch()
+        again.push(own, 0, remote, 0, NBYTES // 2)
+        other.write(again)
+        half = NBYTES // 2
+        assert other.write([own.addr + half], [place.addr + half], [half]).nbytes == half
+        fresh.unregister(own)
+        fresh.shutdown()
+
+    run_in_child(child)
+    peer.read(batch, after="host")
+    assert array.content == host
+    agent.unregister(region)
+"""
+
+FORKED_NIXL = """
+    from kvferry.nixl import nixl_agent, nixl_agent_config
+    from nixl_kit import run
+
+    here, there = (nixl_agent(name, nixl_agent_config()) for name in ("here", "there"))
+    registered = here.register_memory([(array.address, NBYTES, 0, "")], "VRAM")
+    there.register_memory([(address(host), NBYTES, 0, "")], "DRAM")
+    metadata = there.get_agent_metadata()
+    name = here.add_remote_agent(metadata)
+    local = here.get_xfer_descs([(array.address, NBYTES, 0)], "VRAM")
+    remote = here.get_xfer_descs([(address(host), NBYTES, 0)], "DRAM")
+    handle = here.initialize_xfer("WRITE", local, remote, name)
+    assert run(here, handle) == "DONE"
+
+    def child():
+        global here, handle, registered
+        for call in (
+            lambda: here.transfer(handle),
+            lambda: here.register_memory([(address(mine), NBYTES, 0, "")], "DRAM"),
+            lambda: here.deregister_memory(registered),
+        ):
+            assert raises(Exception, call)
+        del here, handle, registered
+        fresh = nixl_agent("fresh", nixl_agent_config())
+        assert raises(Exception, lambda: fresh.register_memory([(array.address, NBYTES, 0, "")], "VRAM"))
+        fresh.register_memory([(address(mine), NBYTES, 0, "")], "DRAM")
+        own = fresh.get_xfer_descs([(address(mine), NBYTES, 0)], "DRAM")
+        write = fresh.initialize_xfer("WRITE", own, remote, fresh.add_remote_agent(metadata))
+        assert run(fresh, write) == "DONE"
+
+    run_in_child(child)
+    handle = here.initialize_xfer("READ", local, remote, name)
+    assert run(here, handle) == "DONE"
+    assert array.content == host
+"""
+
+FORKED_MOONCAKE = """
+    from kvferry.mooncake import TransferEngine
+
+    def engine():
+        made = TransferEngine()
+        assert made.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0, made.last_error()
+        return made
+
+    here, there = engine(), engine()
+    session = f"127.0.0.1:{there.get_rpc_port()}"
+    assert here.register_memory(array.address, NBYTES) == 0, here.last_error()
+    assert there.register_memory(address(host), NBYTES) == 0
+    assert here.transfer_sync_write(session, array.address, address(host), NBYTES) == 0, here.last_error()
+
+    def child():
+        global here
+        assert here.transfer_sync_write(session, array.address, address(host), NBYTES) != 0
+        assert here.register_memory(address(mine), NBYTES) != 0
+        assert here.unregister_memory(array.address) != 0
+        del here
+        fresh = engine()
+        assert fresh.register_memory(array.address, NBYTES, "cuda:0") != 0
+        # Callers of Mooncake name a GPU for memory of the host, too.
+        for location in ("cuda:0", "*"):
+            assert fresh.register_memory(address(mine), NBYTES, location) == 0, fresh.last_error()
+            assert fresh.transfer_sync_write(session, address(mine), address(host), NBYTES) == 0, fresh.last_error()
+            assert fresh.unregister_memory(address(mine)) == 0
+
+    run_in_child(child)
+    assert here.transfer_sync_read(session, array.address, address(host), NBYTES) == 0, here.last_error()
+    assert array.content == host
+"""
+
+
+@pytest.mark.parametrize("door", [FORKED_AGENT, FORKED_NIXL, FORKED_MOONCAKE], ids=["agent", "nixl", "mooncake"])
+def test_a_forked_child_of_a_process_with_a_gpu_moves_host_memory_and_calls_no_driver(door: str) -> None:
+    assert LIBRARY.exists(), f"{LIBRARY} is missing: make test-wheel"
+    env = {"KVFERRY_LIBCUDA": str(LIBRARY), "PYTHONPATH": str(Path(__file__).parent)}
+    ended = run_python(FORKING + door + '    print("done")\n', env=env)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr

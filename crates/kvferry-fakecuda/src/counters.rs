@@ -31,7 +31,7 @@ pub(crate) struct Counters {
     pub(crate) kernel_threads: u64,
 }
 
-/// The process that loaded the driver, and a number that its forked children share.
+/// The process that initialised the driver, and a number that its forked children share.
 static OWNER: AtomicU64 = AtomicU64::new(0);
 static VIOLATIONS: AtomicPtr<AtomicU64> = AtomicPtr::new(std::ptr::null_mut());
 
@@ -50,7 +50,7 @@ pub(crate) fn own_process() {
     OWNER.store(u64::from(std::process::id()), Ordering::Release);
 }
 
-/// True in a child that was forked after the driver was loaded; the call is counted then.
+/// True in a child that was forked after the driver was initialised; the call is counted then.
 pub(crate) fn forked() -> bool {
     let owner = OWNER.load(Ordering::Acquire);
     if owner == 0 || owner == u64::from(std::process::id()) {

@@ -168,6 +168,7 @@ impl Fault {
                 Effect::Fail
             }
             Self::ContextDestroyed | Self::IllegalAddress | Self::LaunchFailed => Effect::Lose,
+            // The event of an edge. In the place of a copy's, its stream tells.
             Self::EventNeverSignals | Self::StreamStalls => Effect::Hang,
             Self::NoDevice | Self::DriverMismatch | Self::MissingSymbol => {
                 Effect::Miss("the driver is loaded before a device's memory is allocated")

@@ -9,7 +9,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::abi::{Error, Result};
 use crate::config::Config;
-use crate::counters::{Counters, own_process};
+use crate::counters::Counters;
 use crate::devices::{Device, Primary, visible};
 use crate::faults::{Fault, Faults};
 use crate::memory::{Kind, Memory, VmmHandle};
@@ -157,7 +157,6 @@ pub(crate) fn wake_hosts() {
 
 impl State {
     fn from_environment() -> Self {
-        own_process();
         let text = std::env::var("FAKECUDA").unwrap_or_default();
         let mut faults = Faults::default();
         let mut broken = None;

@@ -3,7 +3,15 @@
 //! Addresses of device memory look like others: a copy from one fails with `EFAULT`, or ends the
 //! process where a processor touches it. The kernel's list of mappings tells them apart, and a CUDA
 //! driver that the process has loaded already. Neither loads nor initialises a driver.
+//!
+//! A process that was forked from one that used the driver must not call it. There, the kernel's list alone tells: memory
+//! of devices is refused as before, because nothing that this process may touch is mapped at its addresses, or a file of
+//! the device is. So is memory that the driver of the parent has allocated on the host, if it is mapped from such a file.
+//! The parent is known to have used the driver if it has initialised it by [`crate::cuda`], or if the driver has answered
+//! a question of this module. If another library has initialised it after the last question, the driver of the child
+//! is asked, and answers that it is not initialised.
 
+use crate::cuda;
 use libloading::os::unix::{Library, RTLD_LAZY};
 use std::ffi::{c_int, c_uint, c_void};
 use std::fmt;
@@ -12,8 +20,7 @@ use std::io::{self, Read};
 use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 
 /// Files whose mappings are memory of a device.
 const DEVICES: [&str; 3] = ["/dev/nvidia", "/dev/dri", "/dev/kfd"];
@@ -240,11 +247,12 @@ enum Kind {
 type PointerAttribute = unsafe extern "C" fn(*mut c_void, c_int, u64) -> c_int;
 
 /// A CUDA driver that the process uses.
+#[derive(Clone, Copy)]
 struct Driver(PointerAttribute);
 
 /// The CUDA driver that this process uses already. Looking for it neither loads nor initialises one.
 #[derive(Clone, Copy)]
-pub struct LoadedDriver(&'static Driver);
+pub struct LoadedDriver(Driver);
 
 impl LoadedDriver {
     /// The driver, if the process has loaded it by now.
@@ -253,7 +261,8 @@ impl LoadedDriver {
     }
 
     /// Whether the driver says that the byte at `addr` is memory of a device, or managed memory. False while nothing
-    /// has initialised the driver: then no such memory exists.
+    /// has initialised the driver: then no such memory exists. False, too, in a process that was forked from one that
+    /// used the driver: it can't use such memory, and the driver is not asked.
     pub fn has_device_memory_at(self, addr: usize) -> bool {
         matches!(self.0.kind_of(addr), Some(Kind::Device))
     }
@@ -266,13 +275,17 @@ impl fmt::Debug for LoadedDriver {
 }
 
 /// The driver, if the process has loaded it by now.
-fn driver() -> Option<&'static Driver> {
-    static DRIVER: OnceLock<Driver> = OnceLock::new();
+fn driver() -> Option<Driver> {
+    // Its function; null until it is found. No lock: a forked child might wait for a thread of its parent.
+    static FUNCTION: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
     // How many libraries had been loaded when the driver was not among them: looking for it takes longer
     // than a registration.
     static WITHOUT: AtomicU64 = AtomicU64::new(u64::MAX);
-    if let Some(driver) = DRIVER.get() {
-        return Some(driver);
+    let function = FUNCTION.load(Ordering::Relaxed);
+    if !function.is_null() {
+        // SAFETY: only pointers of this type are stored.
+        let function = unsafe { std::mem::transmute::<*mut c_void, PointerAttribute>(function) };
+        return Some(Driver(function));
     }
     let loaded = libraries_loaded();
     if WITHOUT.load(Ordering::Relaxed) == loaded {
@@ -287,8 +300,9 @@ fn driver() -> Option<&'static Driver> {
     // The function must stay callable.
     let library = ManuallyDrop::new(library);
     // SAFETY: the type is that of `cuda.h`.
-    let function = unsafe { library.get::<PointerAttribute>(b"cuPointerGetAttribute\0") }.ok()?;
-    Some(DRIVER.get_or_init(|| Driver(*function)))
+    let function = *unsafe { library.get::<PointerAttribute>(b"cuPointerGetAttribute\0") }.ok()?;
+    FUNCTION.store(function as *mut c_void, Ordering::Relaxed);
+    Some(Driver(function))
 }
 
 /// Number of libraries that this process has loaded so far, including those that were unloaded.
@@ -311,15 +325,23 @@ fn libraries_loaded() -> u64 {
 
 impl Driver {
     /// Kind of the memory at an address, as the driver reports it. `None` for memory that is not
-    /// its own.
-    fn kind_of(&self, addr: usize) -> Option<Kind> {
+    /// its own, and in a process that was forked from one that used it.
+    fn kind_of(self, addr: usize) -> Option<Kind> {
         const MEMORY_TYPE: c_int = 2;
         const IS_MANAGED: c_int = 8;
         const HOST: c_uint = 1;
+        const NOT_INITIALIZED: c_int = 3;
+        if cuda::Driver::is_inherited() {
+            return None;
+        }
         let attribute = |which| {
             let mut value: c_uint = 0;
             // SAFETY: both attributes are numbers of 32 bits; the driver only looks the address up.
             let code = unsafe { (self.0)((&raw mut value).cast(), which, addr as u64) };
+            // Only an initialised driver has another answer.
+            if code != NOT_INITIALIZED {
+                cuda::Driver::claim();
+            }
             (code == 0).then_some(value)
         };
         let kind = attribute(MEMORY_TYPE)?;

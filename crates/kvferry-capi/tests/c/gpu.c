@@ -1,11 +1,37 @@
 /* Memory of GPUs on the fake driver, whose path is the argument. */
 #include "kvferry.h"
 
+#include <sys/wait.h>
+
 #include "fake_gpu.h"
 
 #define SIZE (1u << 16)
 
 static kvferry_error error;
+
+/* A child of a process with a GPU: old handles are refused, and its own agent moves host memory. Ends the process. */
+static void run_child(kvferry_peer *old, kvferry_batch *batch, kvferry_region *gpu, kvferry_transfer_options *options,
+                      const char *address, uint64_t remote) {
+    static unsigned char bytes[SIZE];
+    memset(bytes, 9, SIZE);
+    CHECK(kvferry_write(old, batch, options, NULL, &error) == KVFERRY_FORKED);
+    CHECK(kvferry_region_unregister(gpu, &error) == KVFERRY_FORKED);
+    kvferry_agent *fresh;
+    kvferry_region *host;
+    kvferry_peer *peer;
+    kvferry_batch *by_address;
+    kvferry_addresses pair = {bytes, remote, SIZE};
+    CHECK(kvferry_agent_start(NULL, &fresh, &error) == 0);
+    CHECK(kvferry_region_register_cuda(fresh, (uint64_t)(uintptr_t)bytes, SIZE, -1, KVFERRY_ACCESS_NONE, NULL, &host,
+                                       &error) != 0);
+    CHECK(strstr(error.text, "forked") != NULL);
+    CHECK(kvferry_region_register(fresh, bytes, SIZE, KVFERRY_ACCESS_NONE, NULL, &host, &error) == 0);
+    CHECK(kvferry_peer_open(fresh, address, &peer, &error) == 0);
+    CHECK(kvferry_batch_new(1, &by_address, &error) == 0);
+    CHECK(kvferry_batch_push_addresses(by_address, &pair, 1, &error) == 0);
+    CHECK(kvferry_write(peer, by_address, NULL, NULL, &error) == 0);
+    _exit(0);
+}
 
 int main(int argc, char **argv) {
     CHECK(argc == 2);
@@ -89,6 +115,18 @@ int main(int argc, char **argv) {
     CHECK(strstr(error.text, "say what the transfer comes after") != NULL);
     memset(target, 6, SIZE);
     CHECK(kvferry_write(peer, by_address, &options, NULL, &error) == 0);
+    CHECK(memcmp(source, target, SIZE) == 0);
+
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) run_child(peer, batch, gpu, &options, address, remote.address);
+    int status = -1;
+    uint64_t violations = 1;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    CALL("fakecuda_counter", (const char *, uint64_t *), "fork_violations", &violations);
+    CHECK(violations == 0);
+    for (size_t at = 0; at < SIZE; at++) CHECK(target[at] == 9);
+    CHECK(kvferry_write(peer, batch, &options, NULL, &error) == 0);
     CHECK(memcmp(source, target, SIZE) == 0);
 
     CHECK(kvferry_transfer_free(transfer, &error) == 0);

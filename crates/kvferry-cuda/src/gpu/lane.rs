@@ -7,9 +7,13 @@ use kvferry::DeviceCopy;
 use kvferry_sys::cuda::{self, Event, Stream};
 use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
+use std::time::{Duration, Instant};
 
 /// Calls in a stream, beyond which the next batch waits here. At about a thousand, each further call waits for the device.
 const CALLS_MAX: usize = 512;
+
+/// Time without the end of a batch after which the stream is asked, and between two such questions.
+const UNHEARD: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
 pub(super) struct Lane {
@@ -18,6 +22,8 @@ pub(super) struct Lane {
     calls: usize,
     /// Events that can be recorded again.
     spare: Vec<Event>,
+    /// Time of the next question to the stream.
+    ask_at: Instant,
 }
 
 /// A batch that the driver has.
@@ -41,6 +47,7 @@ impl Lane {
             running: VecDeque::new(),
             calls: 0,
             spare: Vec::new(),
+            ask_at: Instant::now(),
         })
     }
 
@@ -78,6 +85,9 @@ impl Lane {
             return self.lose(shared, submitted, error);
         }
         self.calls += submitted.calls.count;
+        if self.running.is_empty() {
+            self.ask_at = Instant::now() + UNHEARD;
+        }
         self.running.push_back(Running { submitted, event });
     }
 
@@ -86,9 +96,9 @@ impl Lane {
         let mut has_ended = false;
         while let Some(first) = self.running.front() {
             // The first error may be of another call.
-            match first.event.query().or_else(|_| first.event.query()) {
-                // The stream ends its work in order: an event may be lost, but not two in a row.
-                Ok(false) if !self.has_second_ended() => break,
+            let answer = first.event.query().or_else(|_| first.event.query());
+            match answer {
+                Ok(false) if !self.has_ended_unheard() => break,
                 Ok(is_reached) => {
                     let Running { submitted, event } = self.running.pop_front().expect("the first");
                     self.spare.extend(is_reached.then_some(event));
@@ -104,11 +114,24 @@ impl Lane {
             }
             has_ended = true;
         }
+        if has_ended {
+            self.ask_at = Instant::now() + UNHEARD;
+        }
         has_ended
     }
 
-    fn has_second_ended(&self) -> bool {
-        self.running.get(1).is_some_and(|second| second.event.query() == Ok(true))
+    /// True if the first batch has ended, though its event was lost. The stream ends its work in order: the next event tells,
+    /// or after a while the stream, once nothing is left in it.
+    fn has_ended_unheard(&mut self) -> bool {
+        if self.running.get(1).is_some_and(|second| second.event.query() == Ok(true)) {
+            return true;
+        }
+        let now = Instant::now();
+        if now < self.ask_at {
+            return false;
+        }
+        self.ask_at = now + UNHEARD;
+        self.stream.query() == Ok(true)
     }
 
     /// Ends a batch that no event tells of.

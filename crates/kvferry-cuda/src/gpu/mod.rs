@@ -34,8 +34,8 @@ use crate::job::Direction;
 use allocations::Allocations;
 use engine::Engine;
 use kvferry::{After, Device, DeviceCopy, DeviceMemory, DevicePiece, Happened, StagePool};
-use kvferry_sys::cuda::{self, Context, Event};
-use kvferry_sys::sync::{Condvar, Mutex};
+use kvferry_sys::cuda::{self, Context, Driver, Event};
+use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -87,13 +87,18 @@ struct Inbox {
     has_ended: bool,
 }
 
-/// GPUs that are in use.
-static GPUS: Mutex<Vec<Weak<Gpu>>> = Mutex::new(Vec::new());
+/// The GPUs that are in use. `None` while this process uses no driver, as in a child that was forked from one that does: a
+/// thread of its parent may have held the lock.
+fn gpus() -> Option<MutexGuard<'static, Vec<Weak<Gpu>>>> {
+    static GPUS: Mutex<Vec<Weak<Gpu>>> = Mutex::new(Vec::new());
+    Driver::in_use().map(|_| GPUS.lock())
+}
 
 impl Gpu {
     /// The GPU of a context.
     pub(crate) fn of(context: Context) -> Result<Arc<Self>, Error> {
-        let mut gpus = GPUS.lock();
+        Driver::get()?;
+        let mut gpus = gpus().expect("this process uses the driver");
         gpus.retain(|gpu| gpu.strong_count() > 0);
         let found = gpus.iter().filter_map(Weak::upgrade).find(|it| it.shared.context == context);
         if let Some(gpu) = found {
@@ -128,9 +133,11 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// The GPUs of which this process has memory registered.
+    /// The GPUs of which this process has memory registered. A forked child has none.
     pub fn all() -> Vec<Arc<Self>> {
-        GPUS.lock().iter().filter_map(Weak::upgrade).collect()
+        let upgrade =
+            |gpus: MutexGuard<'_, Vec<Weak<Self>>>| gpus.iter().filter_map(Weak::upgrade).collect();
+        gpus().map_or_else(Vec::new, upgrade)
     }
 
     /// The GPU of this memory, if it is one's.
@@ -231,6 +238,10 @@ impl Device for Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
+        if self.shared.context.driver().is_forked() {
+            // There is no thread to be told, and a thread of the parent may have held the lock.
+            return;
+        }
         // The thread may be the one that drops it, so nothing waits for it.
         self.shared.inbox.lock().has_ended = true;
         self.shared.changed.notify_one();

@@ -2,8 +2,10 @@
 
 use crate::hardware::alone;
 use crate::kit::*;
-use kvferry::{Access, TransportKind};
-use kvferry_cuda::Gpu;
+use kvferry::{Access, Batch, FileOptions, TransportKind};
+use kvferry_cuda::gpu::Settings;
+use kvferry_cuda::{Edge, Gpu, Method};
+use kvferry_sys::cuda::Stream;
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::process::Resources;
 use kvferry_testkit::{Watchdog, eventually};
@@ -158,22 +160,49 @@ fn connecting_and_closing_a_thousand_times_leaves_nothing_in_the_driver() {
 }
 
 fn connect_and_close(cycles: usize) {
-    let _bound = Watchdog::new(2 * LIMIT);
+    const PIECES: usize = 300;
+    const PIECE: usize = 64;
+    const LEN: usize = 2 * PIECES * PIECE;
+    let _bound = Watchdog::new(5 * LIMIT);
     let rig = Rig::new(&[]);
+    let method = Some(Method::Gather);
+    Settings::give(Some(Settings { method, is_uncalibrated: true, ..Settings::default() }));
+    let name = format!("kvferry-gpu-cycles-{}", std::process::id());
+    let path = std::env::temp_dir().join(name);
     let cycle = |i: usize| {
         let (near, far) = (agent(KINDS[i % 2]), agent(KINDS[i % 2]));
-        let gpu = rig.memory(0, 8192, 1);
-        let to = far.allocate(8192, Access::READ_WRITE).expect("memory");
-        let batch = scattered(&register(&near, &gpu), &to, 4, 1024);
+        let gpu = rig.memory(0, LEN, 1);
+        let to = far.allocate(LEN, Access::READ_WRITE).expect("memory");
+        let region = register(&near, &gpu);
+        let stream = Stream::new(&rig.context(0)).expect("a stream");
+        let after = || {
+            // SAFETY: the stream exists.
+            Edge::all([unsafe { Edge::after_stream(stream.raw(), 0) }.expect("an edge")])
+        };
+        let mut batch = scattered(&region, &to, PIECES, PIECE);
         let peer = peer_of(&near, &far);
+        batch.set_after(after());
         peer.write(&batch, &options()).expect("written");
+        batch.set_after(after());
         peer.read(&batch, &options()).expect("read");
+        let options_of_file = FileOptions::create(LEN as u64);
+        let file = near.open_file(&path, &options_of_file).expect("a file");
+        let mut batch = Batch::new();
+        batch.push(&region, 0, &file.remote(), 0, LEN as u64).expect("inside");
+        batch.set_after(after());
+        near.files().write(&batch, &options()).expect("written");
+        batch.set_after(after());
+        near.files().read(&batch, &options()).expect("read");
+        let counters = counters();
+        assert!(counters.gather_calls >= 2 && counters.edges >= 4, "{counters:?}");
     };
     // The first cycles start threads that stay.
     (0..4).for_each(cycle);
     eventually("no GPU is in use", || Gpu::all().is_empty());
     let before = Resources::of(std::process::id());
     (0..cycles).for_each(cycle);
+    Settings::give(None);
+    let _ = std::fs::remove_file(&path);
     rig.ends_clean();
     // A real driver may keep more of both.
     let is_fake = rig.is_fake();

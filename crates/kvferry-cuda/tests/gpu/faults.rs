@@ -291,16 +291,54 @@ fn an_error_that_a_call_did_not_cause_fails_its_transfer_at_most() {
 fn an_event_that_never_signals_holds_up_no_batch_behind_it() {
     let _bound = Watchdog::new(LIMIT);
     let Some(rig) = FakeRig::new(&[]) else { return };
-    let gpu = rig.memory(0, 8192, 1);
+    let (gpu, other) = (rig.memory(0, 8192, 1), rig.memory(0, 8192, 2));
     let Pair { near, far: _far, region, to, peer } = Pair::new(TransportKind::TCP, &gpu);
+    let behind = Pair::new(TransportKind::TCP, &other);
     let batch = scattered(&region, &to, 4, 1024);
+    peer.write(&batch, &options()).expect("written");
+    let records = || rig.fake.counter("call:cuEventRecord");
+    let before = records();
+    rig.fake.hold(ALL_ENGINES);
     rig.fake.fault(Fault::EventNeverSignals, 1, 1);
     let first = peer.write_async(&batch, &options());
-    assert!(first.wait(Duration::from_millis(200)).is_none(), "no event tells of its end");
+    eventually("the driver has the first", || records() == before + 1);
     let second = peer.write_async(&batch, &options());
+    eventually("the driver has the second", || records() == before + 2);
+    // The stream never comes to its end meanwhile.
+    let stalls = || rig.fake.counter("hit:stream_stalls");
+    let stalled = stalls();
+    rig.fake.fault(Fault::StreamStalls, 1, 1);
+    let third = scattered(&behind.region, &behind.to, 4, 1024);
+    let third = behind.peer.write_async(&third, &options());
+    eventually("the stream stalls", || stalls() == stalled + 1);
+    rig.release();
     ended(&second).expect("written");
     ended(&first).expect("what was before it in the stream has ended, too");
+    assert!(third.wait(Duration::ZERO).is_none(), "its copy has stalled");
+    rig.fake.clear_faults();
+    ended(&third).expect("written");
     near.unregister(&region).expect("nothing copies");
+}
+
+#[test]
+fn a_batch_alone_ends_though_its_event_never_signals() {
+    let _bound = Watchdog::new(LIMIT);
+    for kind in KINDS {
+        let Some(rig) = FakeRig::new(&[]) else { return };
+        let gpu = rig.memory(0, 8192, 1);
+        let Pair { near, far: _far, region, to, peer } = Pair::new(kind, &gpu);
+        let batch = scattered(&region, &to, 4, 1024);
+        let hits = || rig.fake.counter("hit:event_never_signals");
+        let before = hits();
+        rig.fake.fault(Fault::EventNeverSignals, 1, 2);
+        peer.write(&batch, &options()).expect("the stream tells of its end");
+        peer.read(&batch, &options()).expect("the stream tells of its end");
+        assert_eq!(hits(), before + 2);
+        assert_eq!(counters().leaked, 0);
+        near.unregister(&region).expect("nothing copies");
+        rig.fake.clear_faults();
+        assert_eq!(rig.findings(), Vec::<String>::new());
+    }
 }
 
 /// Panics at each warning, as a broken subscriber of a program may, while a test has said so.

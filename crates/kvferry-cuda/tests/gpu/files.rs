@@ -236,7 +236,11 @@ const OCCASIONS_MAX: u64 = 8;
 fn faults_strike(op: Op) {
     let _bound = Watchdog::new(3 * LIMIT);
     for fault in Fault::ALL {
-        let effect = fault.on_copies();
+        let effect = match fault {
+            // These transfers have no edges, whose events the driver may lose. Where that of a copy is lost, its stream tells.
+            Fault::EventNeverSignals => Effect::Succeed,
+            other => other.on_copies(),
+        };
         if let Effect::Miss(why) = effect {
             println!("{}: in no transfer with a file: {why}", fault.name());
             continue;

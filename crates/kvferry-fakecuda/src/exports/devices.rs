@@ -4,6 +4,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint};
 
 use super::{Out, enter, enter_early};
 use crate::abi::{Error, Uuid};
+use crate::counters::own_process;
 use crate::faults::Fault;
 
 #[unsafe(no_mangle)]
@@ -22,6 +23,7 @@ pub(crate) unsafe extern "C" fn cuInit(flags: c_uint) -> c_int {
         if session.devices.is_empty() || session.faults.hit(Fault::NoDevice) {
             return Err(Error::NO_DEVICE);
         }
+        own_process();
         session.initialized = true;
         Ok(())
     })

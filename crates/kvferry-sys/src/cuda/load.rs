@@ -24,9 +24,9 @@ pub struct Driver {
 }
 
 static DRIVER: OnceLock<std::result::Result<Driver, Unavailable>> = OnceLock::new();
-/// One more than [`fd::forks`] of the process that began to load the driver; zero if none did. A child must
-/// not wait for a thread of its parent that was loading.
-static LOADING: AtomicU64 = AtomicU64::new(0);
+/// One more than [`fd::forks`] of the process that began to use the driver; zero if none did. A child must not
+/// call it, nor wait for a thread of its parent that was loading it.
+static USER: AtomicU64 = AtomicU64::new(0);
 static FORKED: Unavailable = Unavailable::Forked;
 
 impl Driver {
@@ -35,11 +35,7 @@ impl Driver {
     /// # Errors
     /// The reason why this process can't use the driver.
     pub fn get() -> std::result::Result<&'static Self, &'static Unavailable> {
-        // Without the handlers a fork is not noticed; if only their placeholder fails, it is.
-        let _ = fd::install_fork_handlers();
-        let this_process = u64::from(fd::forks()) + 1;
-        let first = LOADING.compare_exchange(0, this_process, Ordering::Relaxed, Ordering::Relaxed);
-        if first.is_err_and(|loading| loading != this_process) {
+        if !Self::claim() {
             // A failure is the child's as well.
             return match DRIVER.get() {
                 Some(Err(why)) => Err(why),
@@ -47,6 +43,32 @@ impl Driver {
             };
         }
         DRIVER.get_or_init(|| load(&library_file())).as_ref()
+    }
+
+    /// The driver, if [`Driver::get`] has initialised it in this process. Loads none, calls none, and waits for no thread.
+    pub fn in_use() -> Option<&'static Self> {
+        DRIVER.get()?.as_ref().ok().filter(|driver| !driver.is_forked())
+    }
+
+    /// Whether this process was forked from the one that initialised the driver: then every call fails.
+    pub fn is_forked(&self) -> bool {
+        fd::forked_since(self.forks)
+    }
+
+    /// Notes that this process uses the driver, by this module or by another library. False in a process that was forked
+    /// from one that did, in which no function of the driver may be called.
+    pub(crate) fn claim() -> bool {
+        // Without the handlers a fork is not noticed; if only their placeholder fails, it is.
+        let _ = fd::install_fork_handlers();
+        let this_process = this_process();
+        let claimed = USER.compare_exchange(0, this_process, Ordering::Relaxed, Ordering::Relaxed);
+        claimed.map_or_else(|by| by == this_process, |_| true)
+    }
+
+    /// Whether a process that this one was forked from is known to have used the driver, or to have begun to load it.
+    pub(crate) fn is_inherited() -> bool {
+        let user = USER.load(Ordering::Relaxed);
+        user != 0 && user != this_process()
     }
 
     /// The newest CUDA version that the driver supports, such as 12080 for 12.8.
@@ -60,7 +82,7 @@ impl Driver {
 
     /// Fails in a forked child.
     pub(super) fn check_process(&self) -> Result<()> {
-        if fd::forked_since(self.forks) { Err(Error::Unavailable(&FORKED)) } else { Ok(()) }
+        if self.is_forked() { Err(Error::Unavailable(&FORKED)) } else { Ok(()) }
     }
 
     /// A function to call, if the driver has it and this process may call it.
@@ -74,6 +96,11 @@ impl Driver {
     pub(super) fn check(&self, call: &'static str, code: CUresult) -> Result<()> {
         if code == CUDA_SUCCESS { Ok(()) } else { Err(failure(&self.table, call, code).into()) }
     }
+}
+
+/// The number by which this process is known to [`USER`].
+fn this_process() -> u64 {
+    u64::from(fd::forks()) + 1
 }
 
 impl std::fmt::Debug for Driver {
