@@ -320,7 +320,16 @@ impl Engine {
 
 /// Notes that the kernel, or the memory that it gathers in, is not used again.
 fn refuse_kernel(shared: &Shared, refusal: &Refusal) {
-    Counts::add(&shared.counts.kernel_refused, 1);
+    let counts = &shared.counts;
+    let by_reason = match refusal {
+        Refusal::TooOld(..) => &counts.kernel_refused_old,
+        Refusal::Load(_) => &counts.kernel_refused_jit,
+        Refusal::Driver(_) => &counts.kernel_refused_launch,
+        Refusal::Staging(_) => &counts.kernel_refused_memory,
+        Refusal::Table(_) => &counts.kernel_refused_table,
+    };
+    Counts::add(&counts.kernel_refused, 1);
+    Counts::add(by_reason, 1);
     refusal.driver().into_iter().for_each(|error| _ = shared.is_lost_by(error));
     let device = shared.device;
     tracing::warn!(device, %refusal, "small pieces of the GPU's memory are copied by the copy engine, more slowly");

@@ -157,6 +157,20 @@ impl Gpu {
         self.shared.counts.read()
     }
 
+    /// The counters of all GPUs of which this process has memory registered, by the names in agents' statistics, such as
+    /// `gpu0_bytes_out`. `gpu0_lost` is 1 for a GPU that is lost to this process.
+    pub fn named_counters() -> Vec<(String, u64)> {
+        let mut named = Vec::new();
+        for gpu in Self::all() {
+            let device = gpu.device();
+            let counters = gpu.counters();
+            let lost = ("lost", u64::from(gpu.is_lost()));
+            let each = counters.each().chain([lost]);
+            named.extend(each.map(|(name, value)| (format!("gpu{device}_{name}"), value)));
+        }
+        named
+    }
+
     /// The costs of copies on this GPU: measured, or assumed until they are. [`Calibration::device`] tells which.
     pub fn calibration(&self) -> Calibration {
         self.shared.calibration.lock().clone()
@@ -337,14 +351,30 @@ counters! {
     kernel_calls,
     /// Launches of the kernel that gathered or scattered inside the GPU's memory.
     gather_calls,
-    /// Refusals of the driver for which the kernel, or gathering by it, is not used again.
+    /// Refusals for which the kernel, or gathering by it, is not used again: the sum of those by reason.
     kernel_refused,
+    /// Those because the GPU is older than the kernel's text.
+    kernel_refused_old,
+    /// Those because the driver does not compile the kernel.
+    kernel_refused_jit,
+    /// Those because launches failed.
+    kernel_refused_launch,
+    /// Those because the GPU has no memory to gather or scatter in.
+    kernel_refused_memory,
+    /// Those because there is no pinned host memory for the tables of jobs.
+    kernel_refused_table,
     /// Bytes of the GPU's memory that copies are gathered and scattered in.
     staging_bytes,
     /// Stages that are pinned.
     pinned_stages,
-    /// Stages that could not be pinned: copies are slow, and go one by one.
+    /// Stages that could not be pinned: copies are slow, and go one by one. The sum of those by reason.
     unpinned_stages,
+    /// Those for which memory, or the limit of locked memory, does not suffice.
+    unpinned_memory,
+    /// Those whose memory another library of the process has pinned.
+    unpinned_registered,
+    /// Those that the driver refuses for another reason.
+    unpinned_other,
     /// Waits for edges that have ended.
     edges,
     /// Batches that failed.

@@ -7,6 +7,10 @@ use kvferry::DeviceCopy;
 use kvferry_sys::HostSpan;
 use kvferry_sys::cuda::HostRegistration;
 
+/// Codes of the driver: `CUDA_ERROR_OUT_OF_MEMORY` and `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`.
+const OUT_OF_MEMORY: i32 = 2;
+const ALREADY_REGISTERED: i32 = 712;
+
 /// Registrations of the stages, indexed as the pool has them. A stage is a registration of its own, so that no copy
 /// crosses two.
 #[derive(Debug, Default)]
@@ -63,7 +67,14 @@ impl Pins {
                 Pin::Pinned { _until_drop: registration, is_mapped }
             }
             Err(error) => {
-                Counts::add(&shared.counts.unpinned_stages, 1);
+                let counts = &shared.counts;
+                let by_reason = match error.code() {
+                    Some(OUT_OF_MEMORY) => &counts.unpinned_memory,
+                    Some(ALREADY_REGISTERED) => &counts.unpinned_registered,
+                    _ => &counts.unpinned_other,
+                };
+                Counts::add(&counts.unpinned_stages, 1);
+                Counts::add(by_reason, 1);
                 let device = shared.device;
                 tracing::warn!(
                     device,
