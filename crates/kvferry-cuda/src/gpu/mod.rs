@@ -26,6 +26,7 @@ mod pins;
 mod settings;
 mod submit;
 mod tables;
+mod trial;
 
 use crate::calibration::Calibration;
 use crate::edge::{Edge, Ended};
@@ -53,6 +54,7 @@ const LANES: usize = 2;
 
 #[doc(hidden)]
 pub use settings::Settings;
+pub use trial::{CostSource, Trial};
 
 /// A GPU's context, its stages, and the thread that copies.
 pub struct Gpu {
