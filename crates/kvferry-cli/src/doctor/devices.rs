@@ -16,7 +16,9 @@ pub(super) fn check(host: &Host, tries: &Tries) -> Group {
 }
 
 /// The most host memory that the copies of a GPU go through.
-const STAGES_BYTES: u64 = (kvferry_cuda::gpu::STAGES * kvferry_cuda::gpu::STAGE_BYTES) as u64;
+fn stages_bytes() -> u64 {
+    (kvferry_cuda::gpu::stages_max() * kvferry_cuda::gpu::STAGE_BYTES) as u64
+}
 
 const RDMA: &str = "sys/class/infiniband";
 
@@ -306,7 +308,7 @@ fn copies(found: &CudaFound) -> Finding {
 
 /// The finding whether the host memory of the stages can be pinned.
 fn stages(host: &Host, tries: &Tries, devices: u64) -> Finding {
-    let needed = devices * STAGES_BYTES;
+    let needed = devices * stages_bytes();
     let is_free = same_host::has_ipc_lock(host);
     let words = format!("{} of pinned host memory at most", units::bytes(needed));
     let finding = match tries.memlock {

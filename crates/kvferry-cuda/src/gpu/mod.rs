@@ -5,7 +5,7 @@
 //! ends, and the stages are unpinned, when the last memory of the GPU is dropped.
 //!
 //! Wake-up: [`kvferry::Device`]'s methods put work into an inbox and wake the thread; they never call the driver. Without
-//! work the thread sleeps without a time limit. While the driver has work, the thread asks for events: without pause at
+//! work the thread pins a few stages, one by one, and then sleeps without a time limit. While the driver has work, the thread asks for events: without pause at
 //! first, then at intervals that grow with the time that the work takes.
 //!
 //! Order: edges are waited for here, before a transfer takes a stage, never by a stream of copies. So no stream waits for
@@ -44,7 +44,8 @@ use std::sync::{Arc, OnceLock, Weak};
 
 /// Bytes of a stage: large enough for the bus's rate, small enough that a transfer's copies and its network overlap.
 pub const STAGE_BYTES: usize = 4 << 20;
-/// Stages of a GPU, at most; only those that were used are pinned. 256 MiB.
+/// Stages of a GPU, at most, unless `KVFERRY_GPU_STAGES` says otherwise. Only those that were used, and a few more, are
+/// pinned. 256 MiB.
 pub const STAGES: usize = 64;
 /// Pieces of one batch, at most: a stage of blocks of 1 KiB.
 pub const PIECES_MAX: usize = 4096;
@@ -55,6 +56,11 @@ const LANES: usize = 2;
 #[doc(hidden)]
 pub use settings::Settings;
 pub use trial::{CostSource, Trial};
+
+/// Stages of a GPU, at most, in this process.
+pub fn stages_max() -> usize {
+    Settings::get().stages()
+}
 
 /// A GPU's context, its stages, and the thread that copies.
 pub struct Gpu {
@@ -105,7 +111,7 @@ impl Gpu {
             };
         }
         let device = context.device().ordinal();
-        let stages = StagePool::new(STAGE_BYTES, STAGES)
+        let stages = StagePool::new(STAGE_BYTES, stages_max())
             .map_err(|error| Error::Host { device, why: error.to_string() })?;
         if let Some(node) = context.device().numa_node()
             && let Err(error) = stages.prefer_node(node)
@@ -127,6 +133,10 @@ impl Gpu {
         });
         let gpu = Arc::new(Self { shared });
         gpus.push(Arc::downgrade(&gpu));
+        if Settings::get().pin_ahead > 0 {
+            // The thread pins stages. If it does not start, the first copy tries again.
+            let _ = gpu.shared.give(|_| {});
+        }
         Ok(gpu)
     }
 

@@ -1,4 +1,5 @@
-//! Pins stages, each when it is used first.
+//! Pins stages: the first ones while nothing is copied, since the driver may let a call that pins memory wait for a kernel
+//! that is held; the others when they are used first.
 
 #![allow(unsafe_code, reason = "the driver pins memory of the stage pool")]
 
@@ -13,8 +14,14 @@ const ALREADY_REGISTERED: i32 = 712;
 
 /// Registrations of the stages, indexed as the pool has them. A stage is a registration of its own, so that no copy
 /// crosses two.
-#[derive(Debug, Default)]
-pub(super) struct Pins(Vec<Pin>);
+#[derive(Debug)]
+pub(super) struct Pins {
+    stages: Vec<Pin>,
+    /// The first stage that may still have to be pinned ahead.
+    next: usize,
+    /// The end of the stages that are pinned ahead.
+    ahead: usize,
+}
 
 #[derive(Debug, Default)]
 enum Pin {
@@ -37,17 +44,56 @@ pub(super) enum Pinned {
 }
 
 impl Pins {
+    /// No stage is pinned yet, and `ahead` of them will be before they are used.
+    pub(super) fn new(shared: &Shared, ahead: usize) -> Self {
+        let stages: Vec<Pin> = (0..shared.stages.stages()).map(|_| Pin::default()).collect();
+        let ahead = ahead.min(stages.len());
+        Self { stages, next: 0, ahead }
+    }
+
+    /// True if a stage may have to be pinned ahead.
+    pub(super) fn is_due(&self) -> bool {
+        self.next < self.ahead
+    }
+
+    /// Pins the next stage ahead. None is pinned any more after a refusal, or once the GPU is lost.
+    pub(super) fn pin_next(&mut self, shared: &Shared) {
+        let next = (self.next..self.ahead).find(|at| matches!(self.stages[*at], Pin::Unused));
+        self.next = self.ahead;
+        if let Some(at) = next.filter(|_| shared.lost().is_none()) {
+            self.stages[at] = Self::register(shared, at);
+            if matches!(self.stages[at], Pin::Pinned { .. }) {
+                self.next = at + 1;
+            }
+        }
+    }
+
+    /// Pins stages ahead, and then waits, until work has come. False: the last memory is gone.
+    pub(super) fn pin_until_work(&mut self, shared: &Shared) -> bool {
+        let mut inbox = shared.inbox.lock();
+        while inbox.copies.is_empty() && inbox.waits.is_empty() {
+            if inbox.has_ended {
+                return false;
+            }
+            if self.is_due() {
+                drop(inbox);
+                self.pin_next(shared);
+                inbox = shared.inbox.lock();
+            } else {
+                inbox = shared.changed.wait(inbox, None);
+            }
+        }
+        true
+    }
+
     /// Pins the stage of a batch, unless it was pinned before.
     pub(super) fn pin(&mut self, shared: &Shared, copy: &DeviceCopy) -> Pinned {
         let begin = shared.stages.as_ptr() as usize;
         let index = (copy.as_ptr() as usize - begin) / STAGE_BYTES;
-        if self.0.len() <= index {
-            self.0.resize_with(index + 1, Pin::default);
+        if matches!(self.stages[index], Pin::Unused) {
+            self.stages[index] = Self::register(shared, index);
         }
-        if matches!(self.0[index], Pin::Unused) {
-            self.0[index] = Self::register(shared, index);
-        }
-        match self.0[index] {
+        match self.stages[index] {
             Pin::Pinned { is_mapped: true, .. } => Pinned::Mapped,
             Pin::Pinned { .. } => Pinned::Yes,
             Pin::Unused | Pin::Refused => Pinned::No,

@@ -14,6 +14,7 @@ mod kernel;
 mod kit;
 mod machine;
 mod order;
+mod pins;
 mod ptx;
 mod real;
 mod refused;
