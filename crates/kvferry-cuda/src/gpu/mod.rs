@@ -111,7 +111,8 @@ impl Gpu {
             };
         }
         let device = context.device().ordinal();
-        let stages = StagePool::new(STAGE_BYTES, stages_max())
+        let settings = Settings::get();
+        let stages = StagePool::new(STAGE_BYTES, settings.stages())
             .map_err(|error| Error::Host { device, why: error.to_string() })?;
         if let Some(node) = context.device().numa_node()
             && let Err(error) = stages.prefer_node(node)
@@ -133,7 +134,7 @@ impl Gpu {
         });
         let gpu = Arc::new(Self { shared });
         gpus.push(Arc::downgrade(&gpu));
-        if Settings::get().pin_ahead > 0 {
+        if settings.pin_ahead > 0 {
             // The thread pins stages. If it does not start, the first copy tries again.
             let _ = gpu.shared.give(|_| {});
         }
