@@ -83,6 +83,71 @@ def test_pages_leave_what_ran_on_a_gpu_to_the_page_on_gpus(page: Path):
     assert [it for it in paragraphs if STALE.search(it)] == []
 
 
+# Errors whose texts docs/gpu.md explains, by the file of their `Display`.
+ERRORS_OF_GPUS = {
+    "crates/kvferry-sys/src/cuda/error.rs": ("Unavailable", "DriverError", "Error"),
+    "crates/kvferry-cuda/src/error.rs": ("Error",),
+}
+
+
+def literals(source: str) -> list[str]:
+    """The string literals of Rust's text, with their lines joined."""
+    found = re.findall(r'"((?:[^"\\]|\\.)*)"', source, re.DOTALL)
+    return [re.sub(r"\\\n\s*", "", it) for it in found]
+
+
+def texts(file: str, error: str) -> list[str]:
+    """What an error's `Display` writes, piece by piece, without pieces that are hardly more than what is put in."""
+    source = (ROOT / file).read_text()
+    derived = re.findall(r"#\[error\((?!transparent)(.*?)\)\]\n", source, re.DOTALL)
+    if derived:
+        pieces = [piece for it in derived for piece in literals(it)]
+    else:
+        shown = re.search(rf"^impl fmt::Display for {error} {{\n(.*?)^}}", source, re.MULTILINE | re.DOTALL)
+        assert shown, error
+        pieces = literals(shown[1])
+    without = [re.sub(r"\{[^}]*\}", "\0", piece) for piece in pieces]
+    return [piece for piece in without if len(re.findall(r"\w", piece)) >= 10]
+
+
+def symptoms() -> list[list[str]]:
+    """The messages in the first column of the page's table of symptoms, each divided at what it leaves out."""
+    table = (ROOT / "docs/gpu.md").read_text().split("\n## When something goes wrong\n")[1]
+    columns = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")]
+    spans = [span for column in columns for span in re.findall("`([^`]+)`", column)]
+    divided = [[part.strip() for part in span.split("…")] for span in spans]
+    return [[part for part in parts if part] for parts in divided]
+
+
+def explains(parts: list[str], text: str) -> bool:
+    """Whether the parts of a message stand in the text, in their order, and are more than a word."""
+    at = 0
+    for part in parts:
+        at = text.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
+    return sum(map(len, parts)) >= 10
+
+
+@pytest.mark.parametrize(("file", "error"), [(file, it) for file, all_ in ERRORS_OF_GPUS.items() for it in all_])
+def test_the_page_on_gpus_explains_each_message_of_an_error(file: str, error: str):
+    listed, written = symptoms(), texts(file, error)
+    assert written
+    missing = [text for text in written if not any(explains(parts, text) for parts in listed)]
+    assert missing == []
+
+
+def test_what_the_page_on_gpus_must_explain_is_read_from_the_sources():
+    shown = [text for file, errors in ERRORS_OF_GPUS.items() for it in errors for text in texts(file, it)]
+    for known in ("the CUDA driver sees no device; check", "toolkit's stub", "is managed memory", " failed with "):
+        assert any(known in text for text in shown), known
+    assert len(shown) >= 25
+    assert explains(["stream", "is in a graph capture"], "stream \0 is in a graph capture; use")
+    assert not explains(["is in a graph capture", "stream"], "stream \0 is in a graph capture; use")
+    assert not explains(["stream"], "stream \0 is in a graph capture; use")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_each_make_target_that_a_page_names_exists(page: Path):
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

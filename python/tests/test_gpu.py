@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -828,3 +829,79 @@ def test_a_forked_child_of_a_process_with_a_gpu_moves_host_memory_and_calls_no_d
     env = {"KVFERRY_LIBCUDA": str(LIBRARY), "PYTHONPATH": str(Path(__file__).parent)}
     ended = run_python(FORKING + door + '    print("done")\n', env=env)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+
+
+COUNTING = """
+import json
+import kvferry
+from fake_gpu import Array, Driver
+from kit import eventually
+nbytes, fault = 1 << 18, {fault!r}
+driver = Driver()
+if fault:
+    driver.fault(fault, 1, 1 << 62)
+near, far = [kvferry.Agent(listen="127.0.0.1:0", transports=["tcp"]) for _ in range(2)]
+array = Array(driver, nbytes)
+region, remote = near.register(array), far.register(bytearray(nbytes))
+batch = kvferry.Batch()
+for at in range(0, nbytes, 2048):
+    batch.push(region, at, remote.remote(), at, 1024)
+peer = near.peer(far.address)
+peer.write(batch, after="host")
+peer.read(batch, after="host")
+
+def of_gpu():
+    counted = {{name[5:]: value for name, value in near.stats().items() if name.startswith("gpu0_")}}
+    unpinned = [value for name, value in counted.items() if name.startswith("unpinned_")]
+    return counted if sum(unpinned) == 2 * counted["unpinned_stages"] else None
+
+counted = eventually(of_gpu)
+calls = {{name: driver.counter("call:cu" + name) for name in ("MemcpyAsync", "MemcpyBatchAsync", "LaunchKernel")}}
+print(json.dumps([counted, calls, driver.findings()]))
+near.shutdown()
+far.shutdown()
+"""
+
+
+def counted_in_a_process(method: str, fault: str = "") -> dict[str, int]:
+    """The counters of a GPU after a write and a read of 128 blocks of 1 KiB, which are those of the driver's calls."""
+    env = {
+        "KVFERRY_LIBCUDA": str(LIBRARY),
+        "KVFERRY_SILENCE_MS": str(int(NEVER * 1000)),
+        "KVFERRY_GPU_METHOD": method,
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    ended = run_python(COUNTING.format(fault=fault), env=env)
+    assert ended.returncode == 0, ended.stderr
+    counted, calls, findings = json.loads(ended.stdout)
+    assert findings == ""
+    assert counted["single_calls"] == calls["MemcpyAsync"]
+    assert counted["batch_calls"] == calls["MemcpyBatchAsync"]
+    assert counted["kernel_calls"] + counted["gather_calls"] == calls["LaunchKernel"]
+    assert (counted["bytes_out"], counted["bytes_in"], counted["pieces"]) == (1 << 17, 1 << 17, 256)
+    assert (counted["failed"], counted["leaked"], counted["lost"]) == (0, 0, 0)
+    of_gpu: dict[str, int] = counted
+    return of_gpu
+
+
+@pytest.mark.parametrize("method", ["copy", "batch", "kernel", "gather"])
+def test_the_counters_of_a_gpu_are_the_calls_of_the_driver_by_method(method: str) -> None:
+    counted = counted_in_a_process(method)
+    assert counted["single_calls" if method == "copy" else f"{method}_calls"] > 0
+    assert counted["pinned_stages"] > 0
+    assert (counted["kernel_refused"], counted["unpinned_stages"]) == (0, 0)
+
+
+def test_memory_that_can_not_be_pinned_is_counted_by_the_reason() -> None:
+    counted = counted_in_a_process("batch", "pin_oom")
+    assert counted["unpinned_memory"] == counted["unpinned_stages"] > 0
+    assert (counted["unpinned_registered"], counted["unpinned_other"]) == (0, 0)
+    assert (counted["pinned_stages"], counted["batch_calls"], counted["single_calls"]) == (0, 0, 256)
+
+
+def test_a_kernel_that_is_not_compiled_is_counted_by_the_reason() -> None:
+    counted = counted_in_a_process("kernel", "jit_refused")
+    assert (counted["kernel_refused_jit"], counted["kernel_refused"]) == (1, 1)
+    assert counted["kernel_calls"] == 0
+    others = [value for name, value in counted.items() if name.startswith("kernel_refused_") and name[15:] != "jit"]
+    assert others == [0] * 4

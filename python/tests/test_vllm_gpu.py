@@ -5,8 +5,10 @@ prefill computes on its stream, decode loads, and the race checker finds accesse
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -281,6 +283,36 @@ def test_blocks_of_a_prompt_are_computed_anew_only_after_they_were_read(
         finish(decoder, made, [1, 2, 3])
         assert prefill.until(lambda at=at: f"p{at}" in prefill.sent)  # type: ignore[misc]
     assert driver.findings() == ""
+
+
+def test_the_copies_of_a_ranks_gpu_are_counted_by_method_and_direction(
+    driver: Driver, engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decoder = engines
+    module = importlib.import_module("kvferry.vllm._stats")
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.0)
+    metrics = module.KVFerryPromMetrics(None, None, ["model"], {0: ["m"]})
+    series = {name: vllm.Metric.made[f"vllm:kvferry_{name}"].series for name in module._REASONED}
+    assert not any(value for values in series.values() for value in values.values())
+    made = load(decoder, "d", compute(prefill, "p", 7, [1, 2, 5]), [9, 3, 4])
+    assert decoder.until(lambda: "d" in decoder.received)
+    finish(decoder, made, [9, 3, 4])
+    assert prefill.until(lambda: "p" in prefill.sent)
+    agent = decoder.worker._worker._agent
+    stats = decoder.worker.get_kv_connector_stats()
+    metrics.observe(module.KVFerryStats().aggregate(stats).data)
+    # All GPUs of the process, which both engines of this test share.
+    counted: Counter[str] = Counter()
+    for name, value in agent.stats().items():
+        counted[re.sub(r"^gpu\d+_", "", name)] += value
+    assert series["gpu_bytes"] == {("m", "out"): counted["bytes_out"], ("m", "in"): counted["bytes_in"]}
+    assert counted["bytes_out"] >= len(PROMPT) and counted["bytes_in"] >= len(PROMPT)
+    methods = ("single", "batch", "kernel", "gather")
+    assert series["gpu_calls"] == {("m", method): counted[f"{method}_calls"] for method in methods}
+    assert sum(series["gpu_calls"].values()) > 0
+    assert {("m", "kernel_refused_jit"), ("m", "unpinned_memory"), ("m", "lost")} <= set(series["gpu_failures"])
+    assert set(series["fallbacks"]) == {("m", "peer_device"), ("m", "out_of_reach"), ("m", "unlisted")}
+    assert decoder.worker.get_kv_connector_stats() is None, "nothing has been copied since"
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -417,6 +417,17 @@ int kvferry_agent_address(const struct kvferry_agent *agent,
 // Any thread. After a fork: `KVFERRY_FORKED`.
 int kvferry_agent_incarnation(const struct kvferry_agent *agent, uint8_t *id, struct kvferry_error *error);
 
+// Copies the agent's counters with their NUL: a JSON object of numbers by name, as in
+// `{"transfers_started":7, …}`. It has those of each GPU with registered memory, too, for all agents of the
+// process: `gpu0_bytes_out` and so on. 4096 bytes are enough without a GPU, and 2048 more for each GPU; with fewer,
+// the error says how many. Names may be added, and their order may change.
+//
+// Any thread. After a fork: `KVFERRY_FORKED`.
+int kvferry_agent_stats(const struct kvferry_agent *agent,
+                        char *buffer,
+                        size_t capacity,
+                        struct kvferry_error *error);
+
 // Registers `len` bytes at `address`. `access` is what peers may do with them. Peers find the region by
 // its `name`, if that is not NULL.
 //

@@ -1,11 +1,11 @@
 //! Agents.
 
 use crate::error::kvferry_error;
-use crate::failure::Failure;
+use crate::failure::{self, Failure};
 use crate::guard;
 use crate::handles;
 use crate::structs::{self, Versioned};
-use kvferry::{Agent, Checksum, Config, Secret, Transports};
+use kvferry::{Agent, Checksum, Config, ErrorKind, Secret, Transports};
 use std::ffi::{c_char, c_int};
 
 /// One kvferry endpoint in a process. A handle, not an address.
@@ -218,4 +218,43 @@ pub unsafe extern "C" fn kvferry_agent_incarnation(
         unsafe { guard::store(id.cast::<[u8; 16]>(), bytes, "the place for the id") }?;
         Ok(0)
     })
+}
+
+/// Copies the agent's counters with their NUL: a JSON object of numbers by name, as in
+/// `{"transfers_started":7, …}`. It has those of each GPU with registered memory, too, for all agents of the
+/// process: `gpu0_bytes_out` and so on. 4096 bytes are enough without a GPU, and 2048 more for each GPU; with fewer,
+/// the error says how many. Names may be added, and their order may change.
+///
+/// Any thread. After a fork: `KVFERRY_FORKED`.
+///
+/// # Safety
+/// `buffer` has `capacity` bytes; `error` is null or a structure whose field `size` is right.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvferry_agent_stats(
+    agent: *const kvferry_agent,
+    buffer: *mut c_char,
+    capacity: usize,
+    error: *mut kvferry_error,
+) -> c_int {
+    guard::run(error, || {
+        let agent = handles::look_up::<Agent, _>(agent)?;
+        let text = stats(&agent)?;
+        // SAFETY: the caller's promise.
+        unsafe { guard::store_text(&text, buffer, capacity, "the text of the counters") }?;
+        Ok(0)
+    })
+}
+
+/// The counters of an agent and of the process's GPUs, as JSON.
+fn stats(agent: &Agent) -> Result<String, Failure> {
+    let internal = |error: serde_json::Error| {
+        Failure::new(failure::code(ErrorKind::Internal), error.to_string())
+    };
+    let mut counters = serde_json::to_value(agent.stats()).map_err(internal)?;
+    if let Some(counters) = counters.as_object_mut() {
+        for (name, value) in kvferry_cuda::Gpu::named_counters() {
+            counters.insert(name, value.into());
+        }
+    }
+    serde_json::to_string(&counters).map_err(internal)
 }

@@ -9,7 +9,8 @@ use kvferry_sys::cuda::{Driver, MemoryKind, classify};
 /// memory functions gave them. The driver says whose memory it is; with a `device`, its number in this process must be
 /// that. The memory stays allocated until the region is unregistered.
 ///
-/// The first range of a GPU makes its stages: address space, of which only what is used is pinned.
+/// The first range of a GPU makes its stages: address space, of which a thread pins a few stages before they are used, and
+/// the others when they are.
 ///
 /// # Errors
 /// If the driver can't be used, or the range is not in an allocation of a GPU; for managed and for host memory; if the GPU

@@ -417,12 +417,8 @@ impl Agent {
         for (name, value) in stats.as_object().into_iter().flatten() {
             counters.set_item(name, value.as_u64())?;
         }
-        for gpu in kvferry_cuda::Gpu::all() {
-            let device = gpu.device();
-            for (name, value) in gpu.counters().each() {
-                counters.set_item(format!("gpu{device}_{name}"), value)?;
-            }
-            counters.set_item(format!("gpu{device}_lost"), u64::from(gpu.is_lost()))?;
+        for (name, value) in kvferry_cuda::Gpu::named_counters() {
+            counters.set_item(name, value)?;
         }
         Ok(counters)
     }

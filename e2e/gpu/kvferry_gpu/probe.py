@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import platform
 import resource
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ def probe(packed: Path, out: Path) -> dict[str, Any]:
     """Probes the machine, and writes the result to probe.json. The result has the key `unavailable` if there is no GPU,
     and `failed` if the probe itself failed.
     """
-    found: dict[str, Any] = {"machine": _machine(), "nvidia_smi": _smi(out)}
+    found: dict[str, Any] = {"machine": _machine(), "folder": _folder(out), "nvidia_smi": _smi(out)}
     ended = process.run([str(packed / "bin" / "gpu_probe")], out / "probe.log", 120)
     try:
         found |= json.loads(ended.output[ended.output.index("{") :])
@@ -51,7 +53,73 @@ def _machine() -> dict[str, Any]:
         said["shared_memory_bytes"] = shutil.disk_usage("/dev/shm").total
     said["nvidia_peermem"] = Path("/sys/module/nvidia_peermem").exists()
     said["nvidia_fs"] = Path("/sys/module/nvidia_fs").exists()
+    said["kernel_module"] = _kernel_module(_read(Path("/proc/driver/nvidia/version")))
+    said["libcufile"] = _libcufile()
     return said
+
+
+def _kernel_module(version: str) -> dict[str, str]:
+    """The kernel's part of the driver, by the first line that it shows: `open` or `closed` sources."""
+    line = next(iter(version.splitlines()), "")
+    if "Kernel Module" not in line:
+        return {"flavour": "none", "version": line}
+    return {"flavour": "open" if "Open Kernel Module" in line else "closed", "version": line}
+
+
+def _libcufile() -> str:
+    """The path of the library for files and GPUs, empty without one: the loader's, the toolkit's, or Python's package."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        known = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, timeout=60, check=False)
+        for line in known.stdout.splitlines():
+            if line.strip().startswith("libcufile.so"):
+                return line.split("=>")[-1].strip()
+    folders = [Path(it) for it in os.environ.get("LD_LIBRARY_PATH", "").split(":") if it]
+    folders += sorted(Path("/usr/local").glob("cuda*/lib64"))
+    folders += sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/lib"))
+    return next((str(file) for folder in folders for file in sorted(folder.glob("libcufile.so*"))), "")
+
+
+def _folder(folder: Path) -> dict[str, Any]:
+    """The disk below a folder, where tests with files and the results are."""
+    said: dict[str, Any] = {"path": str(folder)}
+    number = folder.stat().st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    said["file_system"], said["mounted_from"] = _mount(_read(Path("/proc/self/mountinfo")), device)
+    # The kernel lists block devices only: file systems in memory, on the network and in layers have none.
+    block = Path("/sys/dev/block") / device
+    said["block_device"] = block.resolve().name if block.exists() else ""
+    said["direct_io"] = _direct_io(folder)
+    return said
+
+
+def _mount(text: str, device: str) -> tuple[str, str]:
+    """Kind and source of the file system with this device number."""
+    for line in text.splitlines():
+        fields, _, kind = line.partition(" - ")
+        if fields.split()[2:3] == [device]:
+            name, source = (kind.split() + ["", ""])[:2]
+            return name, source
+    return "", ""
+
+
+def _direct_io(folder: Path) -> str:
+    """`yes` if a file of the folder can be written and read past the page cache, else the kernel's error."""
+    file = folder / f"direct-io-{os.getpid()}"
+    sent = bytes(range(256)) * 16
+    try:
+        with contextlib.ExitStack() as ended:
+            ended.callback(file.unlink, missing_ok=True)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+            ended.callback(os.close, descriptor)
+            # A mapping begins at a page, as such transfers need it.
+            memory = ended.enter_context(mmap.mmap(-1, len(sent)))
+            memory[:] = sent
+            os.pwrite(descriptor, memory, 0)
+            memory[:] = bytes(len(sent))
+            os.preadv(descriptor, [memory], 0)
+            return "yes" if memory[:] == sent else "it reads other bytes than were written"
+    except OSError as error:
+        return str(error)
 
 
 def _read(file: Path) -> str:

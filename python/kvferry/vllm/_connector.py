@@ -40,7 +40,7 @@ from kvferry.vllm._log import logger
 from kvferry.vllm._of_vllm import check_connector
 from kvferry.vllm._settings import Settings
 from kvferry.vllm._siblings import Siblings
-from kvferry.vllm._stats import KVFerryPromMetrics, KVFerryStats
+from kvferry.vllm._stats import AgentCounts, KVFerryPromMetrics, KVFerryStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -622,6 +622,7 @@ class _Worker:
         self._stream: Callable[[], Any] | None = None
         # A prefill's death fails all loads from it.
         self._say = Seldom(logger, "KVFerryConnector: ").say
+        self._counts = AgentCounts()
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         if self._agent is not None:
@@ -753,9 +754,12 @@ class _Worker:
 
     def stats(self) -> KVFerryStats | None:
         loads = self._half.take_loads() if self._half is not None else []
-        if not loads:
+        counted = self._counts.take(self._agent)
+        if not loads and not counted:
             return None
         stats = KVFerryStats()
+        for (what, reason), number in counted.items():
+            stats.count(what, reason, number)
         for request_id, seconds, nbytes, failure in loads:
             if failure is None:
                 stats.loaded(seconds, nbytes)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from kvferry import Agent, Error
 from kvferry.connector import counted_reasons
 
 # Seconds, and bytes from 64 KiB to 64 GiB.
@@ -19,7 +23,31 @@ _REASONED = {
     "failed_loads": "Loads of a request's KV that failed, per rank, by reason.",
     "refused_requests": "Requests whose parameters ask for a handoff, but that get none, by reason.",
     "withdrawn_offers": "Requests of a prefill whose KV was withdrawn, by reason.",
+    "fallbacks": "Transfers of a rank within the host that did not go over local, by reason.",
+    "gpu_bytes": "Bytes that were copied from the GPU (out) and to it (in), per rank.",
+    "gpu_calls": "Calls of the driver that copied memory of the GPU, per rank, by method.",
+    "gpu_failures": "What the GPU or its driver refused or failed, per rank, by reason.",
 }
+# The label of those that have no reason.
+_LABELS = {"gpu_bytes": "direction", "gpu_calls": "method"}
+# By the name in `Agent.stats`, without the GPU's number: the metric, and the value of its label.
+_OF_AGENTS = {
+    **{f"fallbacks_{it}": ("fallbacks", it) for it in ("peer_device", "out_of_reach", "unlisted")},
+    **{f"gpu_bytes_{it}": ("gpu_bytes", it) for it in ("out", "in")},
+    **{f"gpu_{it}_calls": ("gpu_calls", it) for it in ("single", "batch", "kernel", "gather")},
+    **{
+        f"gpu_{it}": ("gpu_failures", it)
+        for it in (
+            *(f"kernel_refused_{reason}" for reason in ("old", "jit", "launch", "memory", "table")),
+            *(f"unpinned_{reason}" for reason in ("memory", "registered", "other")),
+            "failed",
+            "leaked",
+            "lost",
+        )
+    },
+}
+# Seconds between two looks at the counters of an agent.
+_LOOK_EVERY_S = 1.0
 # By the name in `SchedulerHalf.gauges`, which are as they were when something was counted last.
 _GAUGES = {
     "held_blocks": "Blocks of ended requests that a prefill holds for decodes.",
@@ -31,6 +59,36 @@ _PLAIN = {
     "loaded_tokens": "Tokens of a decode's requests whose KV was loaded.",
     "freed_requests": "Requests of a decode whose KV at the prefill was not needed.",
 }
+
+
+class AgentCounts:
+    """What the agent of a rank and its GPUs count, as vLLM takes it: the growth since the last time."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, int] = {}
+        self._due = 0.0
+
+    def take(self, agent: Agent | None) -> Counter[tuple[str, str]]:
+        """Numbers by metric and value of its label. None within a second of the last look."""
+        grown: Counter[tuple[str, str]] = Counter()
+        now = time.monotonic()
+        if agent is None or now < self._due:
+            return grown
+        self._due = now + _LOOK_EVERY_S
+        try:
+            counters = agent.stats()
+        except Error:
+            return grown  # It is shut down.
+        for name, value in counters.items():
+            metric = _OF_AGENTS.get(re.sub(r"^gpu\d+_", "gpu_", name))
+            if metric is not None:
+                before = self._before.get(name, 0)
+                # A GPU without registered memory forgets what it has counted.
+                number = value - before if value >= before else value
+                if number:
+                    grown[metric] += number
+        self._before = counters
+        return grown
 
 
 class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
@@ -136,7 +194,9 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             "load_seconds", "Seconds from the first read of a request's KV to its last, per rank.", _SECONDS
         )
         self._bytes = histogram("load_bytes", "Bytes of KV that a request loaded, per rank.", _BYTES)
-        self._reasoned = {name: counter(name, about, "reason") for name, about in _REASONED.items()}
+        self._reasoned = {
+            name: counter(name, about, _LABELS.get(name, "reason")) for name, about in _REASONED.items()
+        }
         self._plain = {
             name: create_metric_per_engine(counter(name, about), self.per_engine_labelvalues)
             for name, about in _PLAIN.items()
@@ -154,10 +214,10 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             for name, about in _GAUGES.items()
         }
         # A series that begins with its first count has no rate() for it.
-        for name, reasons in counted_reasons().items():
+        counted = [(name, reason) for name, reasons in counted_reasons().items() for reason in reasons]
+        for name, reason in (*counted, *_OF_AGENTS.values()):
             for labelvalues in self.per_engine_labelvalues.values():
-                for reason in reasons:
-                    self._reasoned[name].labels(*labelvalues, reason)
+                self._reasoned[name].labels(*labelvalues, reason)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for seconds in transfer_stats_data["load_seconds"]:

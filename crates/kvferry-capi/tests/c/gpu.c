@@ -33,6 +33,15 @@ static void run_child(kvferry_peer *old, kvferry_batch *batch, kvferry_region *g
     _exit(0);
 }
 
+/* The number of a name in the text of counters. */
+static long number(const char *text, const char *name) {
+    char key[64];
+    snprintf(key, sizeof key, "\"%s\":", name);
+    const char *found = strstr(text, key);
+    CHECK(found != NULL);
+    return atol(found + strlen(key));
+}
+
 int main(int argc, char **argv) {
     CHECK(argc == 2);
     open_driver(argv[1]);
@@ -101,6 +110,19 @@ int main(int argc, char **argv) {
     CHECK(kvferry_transfer_wait(transfer, UINT64_MAX, NULL, &error) == 0);
     CALL("fakecuda_read", (uint64_t, unsigned char *, size_t), memory, source, SIZE);
     CHECK(memcmp(source, target, SIZE) == 0);
+
+    /* The counters, as JSON: the agent's and the GPU's. */
+    static char stats[16384];
+    CHECK(kvferry_agent_stats(a, stats, 16, &error) == KVFERRY_TOO_LARGE && strstr(error.text, "buffer of") != NULL);
+    CHECK(kvferry_agent_stats(NULL, stats, sizeof stats, &error) == KVFERRY_BAD_HANDLE);
+    CHECK(kvferry_agent_stats(a, stats, sizeof stats, &error) == 0);
+    CHECK(strlen(stats) < 4096 + 2048);
+    CHECK(stats[0] == '{' && stats[strlen(stats) - 1] == '}');
+    CHECK(number(stats, "transfers_done") == 2 && number(stats, "fallbacks_peer_device") == 0);
+    CHECK(number(stats, "gpu0_bytes_out") == SIZE && number(stats, "gpu0_bytes_in") == SIZE);
+    CHECK(number(stats, "gpu0_kernel_refused") == 0 && number(stats, "gpu0_lost") == 0);
+    CHECK(kvferry_agent_stats(b, stats, sizeof stats, &error) == 0);
+    CHECK(number(stats, "transfers_done") == 0);
 
     /* Memory of the GPU, named by address: the processor can't touch it. */
     kvferry_region_info info;

@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::finding::{Finding, Group};
-use super::helper::{CudaCopies, CudaFound, CudaMore, Library};
+use super::helper::{CudaCopies, CudaDevice, CudaFound, CudaMore, CudaTried, Library};
 use super::host::{Host, Tries};
 use super::same_host;
 use kvferry_bench::units;
@@ -16,7 +16,9 @@ pub(super) fn check(host: &Host, tries: &Tries) -> Group {
 }
 
 /// The most host memory that the copies of a GPU go through.
-const STAGES_BYTES: u64 = (kvferry_cuda::gpu::STAGES * kvferry_cuda::gpu::STAGE_BYTES) as u64;
+fn stages_bytes() -> u64 {
+    (kvferry_cuda::gpu::stages_max() * kvferry_cuda::gpu::STAGE_BYTES) as u64
+}
 
 const RDMA: &str = "sys/class/infiniband";
 
@@ -132,17 +134,21 @@ fn cuda(host: &Host, tries: &Tries) -> Vec<Finding> {
             let mut words = vec![device.name.clone(), units::bytes(device.memory_bytes)];
             words.push(format!("PCI {}", device.bus));
             words.extend(node.map(|node| format!("NUMA node {node}")));
+            let bar1 = bar1_bytes(host, &device.bus);
+            words.extend(bar1.map(|bytes| format!("BAR1 {}", units::bytes(bytes))));
             words.extend(device.more.as_ref().map(about));
             let finding = Finding::ok("cuda_device", words.join(", ")).of(format!("cuda {index}"));
             let finding = finding
                 .fact("name", device.name.as_str())
                 .fact("memory_bytes", device.memory_bytes)
                 .fact("bus", device.bus.as_str())
-                .fact("numa_node", node);
+                .fact("numa_node", node)
+                .fact("bar1_bytes", bar1);
             findings.push(match &device.more {
                 Some(more) => with_facts(finding, more),
                 None => finding,
             });
+            findings.extend(worked(index, device));
         }
         if !found.devices.is_empty() {
             findings.push(copies(found));
@@ -169,6 +175,118 @@ fn with_facts(finding: Finding, more: &CudaMore) -> Finding {
         .fact("copy_engines", more.copy_engines)
         .fact("dma_buf", more.dma_buf)
         .fact("gpu_direct_rdma", more.gpu_direct_rdma)
+        .fact("vmm", more.vmm)
+        .fact("vmm_export_fd", more.vmm_export_fd)
+        .fact("vmm_export_fabric", more.vmm_export_fabric)
+}
+
+/// Bytes of the window through which other devices of the bus reach the device's memory, by the kernel's list of the
+/// device's resources: first the registers, then this window.
+fn bar1_bytes(host: &Host, bus: &str) -> Option<u64> {
+    let text = host.text(&format!("sys/bus/pci/devices/{bus}/resource"))?;
+    let mut words = text.lines().nth(1)?.split_whitespace();
+    let mut number = || u64::from_str_radix(words.next()?.strip_prefix("0x")?, 16).ok();
+    let (first, last) = (number()?, number()?);
+    let bytes = last.checked_sub(first)?.checked_add(1)?;
+    (last > 0).then_some(bytes)
+}
+
+/// The findings on what was tried on a device: the kernel, pinning, exports, the times of copies.
+fn worked(index: usize, device: &CudaDevice) -> Vec<Finding> {
+    let tried = match &device.tried {
+        None => return Vec::new(),
+        Some(Err(why)) => {
+            let words = format!("copies were not tried: {why}");
+            let fix = "nvidia-smi shows what else uses the GPU; leave 1 GiB of its memory for this, or let it be shared \
+                       (compute mode Default)";
+            return vec![
+                Finding::note("cuda_kernel", words).fix(fix).of(format!("cuda {index} kernel")),
+            ];
+        }
+        Some(Ok(tried)) => tried,
+    };
+    let mut findings = vec![kernel(index, tried), pinning(index, tried)];
+    findings.extend(device.more.as_ref().map(|more| exports(index, more, tried)));
+    findings.push(costs(index, tried));
+    findings
+}
+
+/// The finding whether the driver compiles the kernel that copies small pieces.
+fn kernel(index: usize, tried: &CudaTried) -> Finding {
+    let finding = match &tried.kernel {
+        Ok(()) => Finding::ok("cuda_kernel", "the driver compiles the kernel for small pieces"),
+        Err(why) => {
+            let words = format!("small pieces are copied by the copy engine, more slowly: {why}");
+            Finding::note("cuda_kernel", words).fix(
+                "the driver's compiler (libnvidia-ptxjitcompiler.so.1; in a container \
+                 NVIDIA_DRIVER_CAPABILITIES=compute,utility), and a GPU of compute capability 7.0 or later",
+            )
+        }
+    };
+    let is_accepted = tried.kernel.is_ok();
+    finding
+        .of(format!("cuda {index} kernel"))
+        .fact("accepted", is_accepted)
+        .fact("refusal", tried.kernel.as_ref().err().cloned())
+}
+
+/// The finding how fast the driver pins host memory.
+fn pinning(index: usize, tried: &CudaTried) -> Finding {
+    let finding = match &tried.pinned_per_second {
+        Ok(rate) => Finding::ok(
+            "cuda_pinning",
+            format!("pins {} of host memory a second", units::bytes(*rate)),
+        ),
+        Err(why) => {
+            let words = format!("host memory can't be pinned, copies are slow: {why}");
+            Finding::note("cuda_pinning", words)
+                .fix("ulimit -l unlimited (Docker: --ulimit memlock=-1), and memory for 64 MiB")
+        }
+    };
+    let rate = tried.pinned_per_second.as_ref().ok().copied();
+    finding.of(format!("cuda {index} pinning")).fact("bytes_per_second", rate)
+}
+
+/// The finding how the device's memory can be given to other processes.
+fn exports(index: usize, more: &CudaMore, tried: &CudaTried) -> Finding {
+    let kinds = [
+        ("IPC handles", tried.ipc.is_ok()),
+        ("file descriptors", more.vmm && more.vmm_export_fd),
+        ("fabric handles", more.vmm && more.vmm_export_fabric),
+        ("dma-buf", more.dma_buf),
+    ];
+    let names: Vec<&str> =
+        kinds.iter().filter(|(_, works)| *works).map(|(name, _)| *name).collect();
+    let finding = if names.is_empty() {
+        Finding::missing("cuda_exports", "memory can't be given to other processes")
+            .fix("none needed: kvferry copies through host memory")
+    } else {
+        let words = format!("memory can be given to other processes as {}", names.join(", "));
+        Finding::ok("cuda_exports", words)
+    };
+    finding
+        .of(format!("cuda {index} exports"))
+        .fact("ipc", tried.ipc.is_ok())
+        .fact("ipc_refusal", tried.ipc.as_ref().err().cloned())
+}
+
+/// The finding where the times come from by which kvferry chooses how to copy.
+fn costs(index: usize, tried: &CudaTried) -> Finding {
+    let from = match tried.costs.as_str() {
+        "setting" => "KVFERRY_GPU_METHOD names the only method",
+        "model" => "known for the GPU's model",
+        _ => "not known for the GPU's model: the kernel waits for a measurement",
+    };
+    let then = if tried.is_measured { "; measured in use" } else { "; not measured" };
+    let finding = Finding::ok("cuda_costs", format!("{from}{then}")).note_if(
+        tried.costs == "unknown" && !tried.is_measured,
+        "not known for the GPU's model, and not measured: small pieces are copied without the kernel",
+        "unset KVFERRY_GPU_CALIBRATE",
+    );
+    finding
+        .of(format!("cuda {index} times of copies"))
+        .fact("source", tried.costs.as_str())
+        .fact("measured", tried.is_measured)
 }
 
 /// The finding that names the calls by which kvferry copies memory of GPUs.
@@ -190,7 +308,7 @@ fn copies(found: &CudaFound) -> Finding {
 
 /// The finding whether the host memory of the stages can be pinned.
 fn stages(host: &Host, tries: &Tries, devices: u64) -> Finding {
-    let needed = devices * STAGES_BYTES;
+    let needed = devices * stages_bytes();
     let is_free = same_host::has_ipc_lock(host);
     let words = format!("{} of pinned host memory at most", units::bytes(needed));
     let finding = match tries.memlock {
@@ -290,6 +408,7 @@ mod tests {
             memory_bytes: 141 << 30,
             bus: "0000:1b:00.0".into(),
             more: None,
+            tried: None,
         };
         let copies = Err("CUDA 11.3 is too old".to_owned());
         let found = CudaFound { version: 12080, devices: vec![device], copies };
@@ -302,6 +421,48 @@ mod tests {
         assert_eq!(findings[1].finding, "NVIDIA H200, 141 GiB, PCI 0000:1b:00.0");
         assert_eq!(findings[2].mark, Mark::Bad);
         assert!(findings[2].finding.contains("CUDA 11.3 is too old"), "{findings:?}");
+    }
+
+    #[test]
+    fn the_window_of_the_bus_is_the_second_resource_of_the_device() {
+        let file = "sys/bus/pci/devices/0000:1b:00.0/resource";
+        let text = "0x00000000c0000000 0x00000000c0ffffff 0x0000000000040200\n\
+                    0x0000210000000000 0x0000211fffffffff 0x000000000014220c\n\
+                    0x0000000000000000 0x0000000000000000 0x0000000000000000";
+        let tree = Tree::of(&[(file, text)]);
+        assert_eq!(bar1_bytes(&tree.host(), "0000:1b:00.0"), Some(128 << 30));
+        assert_eq!(bar1_bytes(&tree.host(), "0000:1c:00.0"), None);
+        for text in ["", "0x1 0x2 0x0", "0x1 0x2 0x0\n0x0 0x0 0x0", "0x1 0x2 0x0\nnothing"] {
+            let tree = Tree::of(&[(file, text)]);
+            assert_eq!(bar1_bytes(&tree.host(), "0000:1b:00.0"), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn what_a_device_refuses_is_a_note_with_what_to_do_about_it() {
+        let device = |tried| CudaDevice {
+            name: "NVIDIA H200".into(),
+            memory_bytes: 141 << 30,
+            bus: "0000:1b:00.0".into(),
+            more: None,
+            tried,
+        };
+        let busy = worked(0, &device(Some(Err("CUDA_ERROR_OUT_OF_MEMORY".into()))));
+        assert!(busy.len() == 1 && busy[0].mark == Mark::Note && busy[0].fix.is_some());
+        let refused = || Err("no".to_owned());
+        let tried = CudaTried {
+            kernel: refused(),
+            pinned_per_second: refused(),
+            ipc: refused(),
+            costs: "unknown".into(),
+            is_measured: false,
+        };
+        let findings = worked(0, &device(Some(Ok(tried))));
+        assert_eq!(findings.len(), 3, "{findings:?}");
+        for finding in findings {
+            assert!(finding.mark == Mark::Note && finding.fix.is_some(), "{finding:?}");
+        }
+        assert!(worked(0, &device(None)).is_empty());
     }
 
     #[test]

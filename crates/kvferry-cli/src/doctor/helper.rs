@@ -6,6 +6,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child as Process, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use kvferry_cuda::gpu::{CostSource, Trial};
 use kvferry_sys::cuda::{DeviceInfo, Driver};
 use kvferry_sys::vendor::{self, Unavailable};
 use serde::de::DeserializeOwned;
@@ -70,6 +71,20 @@ pub(super) struct CudaDevice {
     pub(super) bus: String,
     /// `None` if kvferry can't use the driver.
     pub(super) more: Option<CudaMore>,
+    /// What was tried, or why the driver refuses to use the device. `None` if kvferry can't use the driver.
+    pub(super) tried: Option<Result<CudaTried, String>>,
+}
+
+/// What works on a device, or why not.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct CudaTried {
+    pub(super) kernel: Result<(), String>,
+    pub(super) pinned_per_second: Result<u64, String>,
+    pub(super) ipc: Result<(), String>,
+    /// Where the times of copies come from: `setting`, `model` or `unknown`.
+    pub(super) costs: String,
+    /// Times are measured while the device is used.
+    pub(super) is_measured: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,6 +97,12 @@ pub(super) struct CudaMore {
     pub(super) dma_buf: bool,
     /// Whether NVIDIA's own module can export the device's memory to network cards.
     pub(super) gpu_direct_rdma: bool,
+    /// The driver maps memory in chunks, as expandable segments do.
+    pub(super) vmm: bool,
+    /// Such memory can be given to another process as a file descriptor.
+    pub(super) vmm_export_fd: bool,
+    /// Such memory can be given to another host as a fabric handle.
+    pub(super) vmm_export_fabric: bool,
 }
 
 /// The helper's side.
@@ -115,12 +136,16 @@ fn cuda() -> Result<CudaFound, Unavailable> {
         Err(why) => Err(why.to_string()),
     };
     let known = driver.ok().and_then(|driver| driver.devices().ok()).unwrap_or_default();
-    let mut infos = known.iter().map(|device| device.info().ok().map(more));
-    let devices = cuda.devices.into_iter().map(|device| CudaDevice {
-        name: device.name,
-        memory_bytes: device.memory_bytes,
-        bus: device.bus,
-        more: infos.next().flatten(),
+    let mut known = known.into_iter();
+    let devices = cuda.devices.into_iter().map(|device| {
+        let known = known.next();
+        CudaDevice {
+            name: device.name,
+            memory_bytes: device.memory_bytes,
+            bus: device.bus,
+            more: known.and_then(|it| it.info().ok()).map(more),
+            tried: known.map(|it| Trial::of(it).map(tried).map_err(|refused| refused.to_string())),
+        }
     });
     Ok(CudaFound { version: cuda.version, devices: devices.collect(), copies })
 }
@@ -133,6 +158,24 @@ fn more(info: DeviceInfo) -> CudaMore {
         copy_engines: info.copy_engines,
         dma_buf: info.dma_buf,
         gpu_direct_rdma: info.gpu_direct_rdma,
+        vmm: info.vmm,
+        vmm_export_fd: info.vmm_export_fd,
+        vmm_export_fabric: info.vmm_export_fabric,
+    }
+}
+
+fn tried(trial: Trial) -> CudaTried {
+    let costs = match trial.costs {
+        CostSource::Setting => "setting",
+        CostSource::Model => "model",
+        _ => "unknown",
+    };
+    CudaTried {
+        kernel: trial.kernel,
+        pinned_per_second: trial.pinned_per_second,
+        ipc: trial.ipc,
+        costs: costs.to_owned(),
+        is_measured: trial.is_measured,
     }
 }
 

@@ -117,7 +117,9 @@ mod tests {
 
     use kvferry_sys::net::InterfaceAddress;
 
-    use super::helper::{CudaCopies, CudaDevice, CudaFound, CudaMore, Library, VerbsFound};
+    use super::helper::{
+        CudaCopies, CudaDevice, CudaFound, CudaMore, CudaTried, Library, VerbsFound,
+    };
     use super::*;
 
     /// Files of an imaginary kernel. Removed on drop.
@@ -242,7 +244,17 @@ mod tests {
                             copy_engines: 3,
                             dma_buf: true,
                             gpu_direct_rdma: true,
+                            vmm: true,
+                            vmm_export_fd: true,
+                            vmm_export_fabric: false,
                         }),
+                        tried: Some(Ok(CudaTried {
+                            kernel: Ok(()),
+                            pinned_per_second: Ok(8 << 30),
+                            ipc: Ok(()),
+                            costs: "model".into(),
+                            is_measured: true,
+                        })),
                     }],
                     copies: Ok(CudaCopies { batch_call: true }),
                 },

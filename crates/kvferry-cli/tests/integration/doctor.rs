@@ -75,7 +75,20 @@ fn gpus_are_described_and_how_kvferry_copies_their_memory() {
         );
         assert!(gpu["facts"]["copy_engines"].as_u64().is_some_and(|n| n > 0), "{gpu}");
         assert!(gpu["finding"].as_str().is_some_and(|text| text.contains("compute ")), "{gpu}");
+        for fact in ["vmm", "vmm_export_fd", "vmm_export_fabric"] {
+            assert!(gpu["facts"][fact].is_boolean(), "{fact}: {gpu}");
+        }
     }
+    for id in ["cuda_kernel", "cuda_pinning", "cuda_exports", "cuda_costs"] {
+        let each = of(id);
+        assert_eq!(each.len(), 2, "{id}: {report}");
+        assert!(each.iter().all(|finding| finding["mark"] == "ok"), "{each:?}");
+    }
+    assert_eq!(finding(&report, "cuda_kernel")["facts"]["accepted"], true);
+    assert_eq!(finding(&report, "cuda_exports")["facts"]["ipc"], true);
+    let pinning = &finding(&report, "cuda_pinning")["facts"]["bytes_per_second"];
+    assert!(pinning.as_u64().is_some_and(|rate| rate > 0), "{pinning}");
+    assert_eq!(finding(&report, "cuda_costs")["facts"]["measured"], true);
     assert_eq!(finding(&report, "cuda_copies")["facts"]["batch_call"], true);
     assert_eq!(finding(&report, "cuda_stages")["facts"]["bytes"], 512 << 20);
 
@@ -84,6 +97,31 @@ fn gpus_are_described_and_how_kvferry_copies_their_memory() {
     let settings = "devices=1,version=12.2";
     let (_, report) = run(command.env("KVFERRY_LIBCUDA", old).env("FAKECUDA", settings));
     assert_eq!(finding(&report, "cuda_copies")["mark"], "note");
+}
+
+#[test]
+fn what_the_driver_of_a_gpu_refuses_is_a_note_with_its_reason_and_its_fix() {
+    let refusals = [
+        ("jit_refused", "cuda_kernel", "the driver refuses the kernel", "compiler"),
+        ("pin_oom", "cuda_pinning", "OUT_OF_MEMORY", "memlock"),
+        ("context_oom", "cuda_kernel", "not tried", "nvidia-smi"),
+    ];
+    for (fault, id, why, fix) in refusals {
+        let mut command = doctor(&[]);
+        command.env("KVFERRY_LIBCUDA", kvferry_fakecuda::control::library_path());
+        let (_, report) = run(command.env("FAKECUDA", format!("devices=1,{fault}=1:ever")));
+        let found = finding(&report, id);
+        let has =
+            |field: &str, part: &str| found[field].as_str().is_some_and(|it| it.contains(part));
+        assert!(found["mark"] == "note" && has("finding", why) && has("fix", fix), "{found}");
+        assert_eq!(finding(&report, "cuda_copies")["mark"], "ok", "{fault}");
+    }
+    let mut command = doctor(&[]);
+    command.env("KVFERRY_LIBCUDA", kvferry_fakecuda::control::library_path());
+    command.env("KVFERRY_GPU_METHOD", "batch");
+    let (_, report) = run(command.env("FAKECUDA", "devices=1"));
+    assert_eq!(finding(&report, "cuda_costs")["facts"]["source"], "setting");
+    assert_eq!(finding(&report, "cuda_costs")["facts"]["measured"], false);
 }
 
 #[test]

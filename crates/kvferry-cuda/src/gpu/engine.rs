@@ -32,6 +32,9 @@ use std::time::Instant;
 /// the thread from its copies.
 const WAITS_REST: u32 = 8;
 
+/// Why a GPU is lost whose thread has ended.
+const PANICKED: &str = "the thread that copies has panicked";
+
 pub(super) struct Engine {
     shared: Arc<Shared>,
     out: Lanes,
@@ -52,9 +55,22 @@ pub(super) struct Engine {
 impl Engine {
     /// Serves the GPU until its last memory is gone.
     pub(super) fn run(shared: &Arc<Shared>) {
-        let engine = match Self::new(shared) {
+        let mut pins = Pins::new(shared, Settings::get().pin_ahead);
+        match catch_unwind(AssertUnwindSafe(|| pins.pin_until_work(shared))) {
+            Ok(true) => {}
+            Ok(false) => return,
+            Err(_) => {
+                shared.lose(PANICKED);
+                return refuse(shared, &cuda::Error::NotSupported("a thread"));
+            }
+        }
+        let engine = match Self::new(shared, pins) {
             Ok(engine) => engine,
-            Err(error) => return refuse(shared, &error),
+            Err(error) => {
+                // What was pinned ahead is not any more.
+                shared.counts.pinned_stages.store(0, Relaxed);
+                return refuse(shared, &error);
+            }
         };
         // What the driver has must not be dropped by a panic.
         let mut engine = std::mem::ManuallyDrop::new(engine);
@@ -65,14 +81,14 @@ impl Engine {
             }
             Ok(_) => {}
             Err(_) => {
-                shared.lose("the thread that copies has panicked");
+                shared.lose(PANICKED);
                 refuse(shared, &cuda::Error::NotSupported("a thread"));
                 engine.fail_all();
             }
         }
     }
 
-    fn new(shared: &Arc<Shared>) -> Result<Self, cuda::Error> {
+    fn new(shared: &Arc<Shared>, pins: Pins) -> Result<Self, cuda::Error> {
         let settings = Settings::get();
         let (calibrator, calibration) = Calibrator::new(&shared.context, settings);
         shared.calibration.lock().clone_from(&calibration);
@@ -82,7 +98,7 @@ impl Engine {
             shared: Arc::clone(shared),
             waits: Vec::new(),
             waits_due: Instant::now(),
-            pins: Pins::default(),
+            pins,
             kernels: Kernels::new(&shared.context, settings),
             calibrator,
             calibration,
@@ -111,11 +127,20 @@ impl Engine {
             if has_ended {
                 self.pace.begin_anew(Instant::now());
             }
+            self.pin_ahead();
             self.calibrate();
             // Comes last, because transfers wait for the steps above.
             shared.ended.clear();
         }
         shared.counts.read().leaked > 0
+    }
+
+    /// Pins a stage before it is used, if one is due and nothing is copied or waited for.
+    fn pin_ahead(&mut self) {
+        let is_idle = self.out.is_idle() && self.into.is_idle() && self.waits.is_empty();
+        if is_idle && self.pins.is_due() {
+            self.pins.pin_next(&self.shared);
+        }
     }
 
     /// Measures one point of the calibration, if one is due and nothing is copied.
@@ -162,7 +187,7 @@ impl Engine {
             if is_idle && inbox.has_ended {
                 return false;
             }
-            if is_idle && self.calibrator.is_due() {
+            if is_idle && (self.calibrator.is_due() || self.pins.is_due()) {
                 return true;
             }
             if pause.is_zero() {
@@ -320,7 +345,16 @@ impl Engine {
 
 /// Notes that the kernel, or the memory that it gathers in, is not used again.
 fn refuse_kernel(shared: &Shared, refusal: &Refusal) {
-    Counts::add(&shared.counts.kernel_refused, 1);
+    let counts = &shared.counts;
+    let by_reason = match refusal {
+        Refusal::TooOld(..) => &counts.kernel_refused_old,
+        Refusal::Load(_) => &counts.kernel_refused_jit,
+        Refusal::Driver(_) => &counts.kernel_refused_launch,
+        Refusal::Staging(_) => &counts.kernel_refused_memory,
+        Refusal::Table(_) => &counts.kernel_refused_table,
+    };
+    Counts::add(&counts.kernel_refused, 1);
+    Counts::add(by_reason, 1);
     refusal.driver().into_iter().for_each(|error| _ = shared.is_lost_by(error));
     let device = shared.device;
     tracing::warn!(device, %refusal, "small pieces of the GPU's memory are copied by the copy engine, more slowly");

@@ -204,12 +204,14 @@ fn index(direction: Direction) -> usize {
 
 impl Loaded {
     fn new(context: &Context, blocks_max: Option<u32>) -> Result<Self, Refusal> {
-        let info = context.device().info()?;
+        // What fails here is a refusal of the kernel, not of a launch.
+        let info = context.device().info().map_err(LoadError::from)?;
         let (major, minor) = info.compute_capability;
         if (major, minor) < OLDEST_CAPABILITY {
             return Err(Refusal::TooOld(major, minor));
         }
-        let function = Module::load_ptx(context, ptx::TEXT)?.function(ptx::ENTRY)?;
+        let module = Module::load_ptx(context, ptx::TEXT)?;
+        let function = module.function(ptx::ENTRY).map_err(LoadError::from)?;
         // The driver takes this many blocks times `INSIDE`.
         let named = blocks_max.map(|blocks| blocks.min(1 << 16));
         let part = (info.multiprocessors / MULTIPROCESSORS_PER_BLOCK).clamp(1, BLOCKS_MAX);

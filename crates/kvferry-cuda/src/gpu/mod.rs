@@ -5,7 +5,7 @@
 //! ends, and the stages are unpinned, when the last memory of the GPU is dropped.
 //!
 //! Wake-up: [`kvferry::Device`]'s methods put work into an inbox and wake the thread; they never call the driver. Without
-//! work the thread sleeps without a time limit. While the driver has work, the thread asks for events: without pause at
+//! work the thread pins a few stages, one by one, and then sleeps without a time limit. While the driver has work, the thread asks for events: without pause at
 //! first, then at intervals that grow with the time that the work takes.
 //!
 //! Order: edges are waited for here, before a transfer takes a stage, never by a stream of copies. So no stream waits for
@@ -26,6 +26,7 @@ mod pins;
 mod settings;
 mod submit;
 mod tables;
+mod trial;
 
 use crate::calibration::Calibration;
 use crate::edge::{Edge, Ended};
@@ -43,7 +44,8 @@ use std::sync::{Arc, OnceLock, Weak};
 
 /// Bytes of a stage: large enough for the bus's rate, small enough that a transfer's copies and its network overlap.
 pub const STAGE_BYTES: usize = 4 << 20;
-/// Stages of a GPU, at most; only those that were used are pinned. 256 MiB.
+/// Stages of a GPU, at most, unless `KVFERRY_GPU_STAGES` says otherwise. Only those that were used, and a few more, are
+/// pinned. 256 MiB.
 pub const STAGES: usize = 64;
 /// Pieces of one batch, at most: a stage of blocks of 1 KiB.
 pub const PIECES_MAX: usize = 4096;
@@ -53,6 +55,12 @@ const LANES: usize = 2;
 
 #[doc(hidden)]
 pub use settings::Settings;
+pub use trial::{CostSource, Trial};
+
+/// Stages of a GPU, at most, in this process.
+pub fn stages_max() -> usize {
+    Settings::get().stages()
+}
 
 /// A GPU's context, its stages, and the thread that copies.
 pub struct Gpu {
@@ -108,7 +116,8 @@ impl Gpu {
             };
         }
         let device = context.device().ordinal();
-        let stages = StagePool::new(STAGE_BYTES, STAGES)
+        let settings = Settings::get();
+        let stages = StagePool::new(STAGE_BYTES, settings.stages())
             .map_err(|error| Error::Host { device, why: error.to_string() })?;
         if let Some(node) = context.device().numa_node()
             && let Err(error) = stages.prefer_node(node)
@@ -130,6 +139,10 @@ impl Gpu {
         });
         let gpu = Arc::new(Self { shared });
         gpus.push(Arc::downgrade(&gpu));
+        if settings.pin_ahead > 0 {
+            // The thread pins stages. If it does not start, the first copy tries again.
+            let _ = gpu.shared.give(|_| {});
+        }
         Ok(gpu)
     }
 
@@ -162,6 +175,20 @@ impl Gpu {
     /// Counts of what the GPU has done.
     pub fn counters(&self) -> Counters {
         self.shared.counts.read()
+    }
+
+    /// The counters of all GPUs of which this process has memory registered, by the names in agents' statistics, such as
+    /// `gpu0_bytes_out`. `gpu0_lost` is 1 for a GPU that is lost to this process.
+    pub fn named_counters() -> Vec<(String, u64)> {
+        let mut named = Vec::new();
+        for gpu in Self::all() {
+            let device = gpu.device();
+            let counters = gpu.counters();
+            let lost = ("lost", u64::from(gpu.is_lost()));
+            let each = counters.each().chain([lost]);
+            named.extend(each.map(|(name, value)| (format!("gpu{device}_{name}"), value)));
+        }
+        named
     }
 
     /// The costs of copies on this GPU: measured, or assumed until they are. [`Calibration::device`] tells which.
@@ -348,14 +375,30 @@ counters! {
     kernel_calls,
     /// Launches of the kernel that gathered or scattered inside the GPU's memory.
     gather_calls,
-    /// Refusals of the driver for which the kernel, or gathering by it, is not used again.
+    /// Refusals for which the kernel, or gathering by it, is not used again: the sum of those by reason.
     kernel_refused,
+    /// Those because the GPU is older than the kernel's text.
+    kernel_refused_old,
+    /// Those because the driver does not compile the kernel.
+    kernel_refused_jit,
+    /// Those because launches failed.
+    kernel_refused_launch,
+    /// Those because the GPU has no memory to gather or scatter in.
+    kernel_refused_memory,
+    /// Those because there is no pinned host memory for the tables of jobs.
+    kernel_refused_table,
     /// Bytes of the GPU's memory that copies are gathered and scattered in.
     staging_bytes,
     /// Stages that are pinned.
     pinned_stages,
-    /// Stages that could not be pinned: copies are slow, and go one by one.
+    /// Stages that could not be pinned: copies are slow, and go one by one. The sum of those by reason.
     unpinned_stages,
+    /// Those for which memory, or the limit of locked memory, does not suffice.
+    unpinned_memory,
+    /// Those whose memory another library of the process has pinned.
+    unpinned_registered,
+    /// Those that the driver refuses for another reason.
+    unpinned_other,
     /// Waits for edges that have ended.
     edges,
     /// Batches that failed.

@@ -1,4 +1,5 @@
-//! Pins stages, each when it is used first.
+//! Pins stages: the first ones while nothing is copied, since the driver may let a call that pins memory wait for a kernel
+//! that is held; the others when they are used first.
 
 #![allow(unsafe_code, reason = "the driver pins memory of the stage pool")]
 
@@ -7,10 +8,20 @@ use kvferry::DeviceCopy;
 use kvferry_sys::HostSpan;
 use kvferry_sys::cuda::HostRegistration;
 
+/// Codes of the driver: `CUDA_ERROR_OUT_OF_MEMORY` and `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`.
+const OUT_OF_MEMORY: i32 = 2;
+const ALREADY_REGISTERED: i32 = 712;
+
 /// Registrations of the stages, indexed as the pool has them. A stage is a registration of its own, so that no copy
 /// crosses two.
-#[derive(Debug, Default)]
-pub(super) struct Pins(Vec<Pin>);
+#[derive(Debug)]
+pub(super) struct Pins {
+    stages: Vec<Pin>,
+    /// The first stage that may still have to be pinned ahead.
+    next: usize,
+    /// The end of the stages that are pinned ahead.
+    ahead: usize,
+}
 
 #[derive(Debug, Default)]
 enum Pin {
@@ -33,17 +44,56 @@ pub(super) enum Pinned {
 }
 
 impl Pins {
+    /// No stage is pinned yet, and `ahead` of them will be before they are used.
+    pub(super) fn new(shared: &Shared, ahead: usize) -> Self {
+        let stages: Vec<Pin> = (0..shared.stages.stages()).map(|_| Pin::default()).collect();
+        let ahead = ahead.min(stages.len());
+        Self { stages, next: 0, ahead }
+    }
+
+    /// True if a stage may have to be pinned ahead.
+    pub(super) fn is_due(&self) -> bool {
+        self.next < self.ahead
+    }
+
+    /// Pins the next stage ahead. None is pinned any more after a refusal, or once the GPU is lost.
+    pub(super) fn pin_next(&mut self, shared: &Shared) {
+        let next = (self.next..self.ahead).find(|at| matches!(self.stages[*at], Pin::Unused));
+        self.next = self.ahead;
+        if let Some(at) = next.filter(|_| shared.lost().is_none()) {
+            self.stages[at] = Self::register(shared, at);
+            if matches!(self.stages[at], Pin::Pinned { .. }) {
+                self.next = at + 1;
+            }
+        }
+    }
+
+    /// Pins stages ahead, and then waits, until work has come. False: the last memory is gone.
+    pub(super) fn pin_until_work(&mut self, shared: &Shared) -> bool {
+        let mut inbox = shared.inbox.lock();
+        while inbox.copies.is_empty() && inbox.waits.is_empty() {
+            if inbox.has_ended {
+                return false;
+            }
+            if self.is_due() {
+                drop(inbox);
+                self.pin_next(shared);
+                inbox = shared.inbox.lock();
+            } else {
+                inbox = shared.changed.wait(inbox, None);
+            }
+        }
+        true
+    }
+
     /// Pins the stage of a batch, unless it was pinned before.
     pub(super) fn pin(&mut self, shared: &Shared, copy: &DeviceCopy) -> Pinned {
         let begin = shared.stages.as_ptr() as usize;
         let index = (copy.as_ptr() as usize - begin) / STAGE_BYTES;
-        if self.0.len() <= index {
-            self.0.resize_with(index + 1, Pin::default);
+        if matches!(self.stages[index], Pin::Unused) {
+            self.stages[index] = Self::register(shared, index);
         }
-        if matches!(self.0[index], Pin::Unused) {
-            self.0[index] = Self::register(shared, index);
-        }
-        match self.0[index] {
+        match self.stages[index] {
             Pin::Pinned { is_mapped: true, .. } => Pinned::Mapped,
             Pin::Pinned { .. } => Pinned::Yes,
             Pin::Unused | Pin::Refused => Pinned::No,
@@ -63,7 +113,14 @@ impl Pins {
                 Pin::Pinned { _until_drop: registration, is_mapped }
             }
             Err(error) => {
-                Counts::add(&shared.counts.unpinned_stages, 1);
+                let counts = &shared.counts;
+                let by_reason = match error.code() {
+                    Some(OUT_OF_MEMORY) => &counts.unpinned_memory,
+                    Some(ALREADY_REGISTERED) => &counts.unpinned_registered,
+                    _ => &counts.unpinned_other,
+                };
+                Counts::add(&counts.unpinned_stages, 1);
+                Counts::add(by_reason, 1);
                 let device = shared.device;
                 tracing::warn!(
                     device,

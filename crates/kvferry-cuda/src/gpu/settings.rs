@@ -1,11 +1,19 @@
 //! Settings of the environment.
 
+use super::STAGES;
 use crate::cost::Method;
 use kvferry_sys::sync::Mutex;
 use std::env;
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
-/// How GPUs copy, for measurements and tests. A GPU takes the settings when its thread starts.
+/// Stages that are pinned before they are used: 32 MiB, as many as a transfer with a file has.
+const PIN_AHEAD: usize = 8;
+/// The fewest and the most stages that a setting may name: 8 MiB to 4 GiB.
+const STAGES_ALLOWED: RangeInclusive<usize> = 2..=1024;
+
+/// How GPUs copy, for measurements and tests. A GPU takes its number of stages when its first range is registered, and
+/// the other settings when its thread starts to copy. The default is what tests begin with: it pins nothing ahead.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Settings {
     /// `KVFERRY_GPU_METHOD`: `copy`, `batch`, `kernel` or `gather` makes all copies that it can, however long they take.
@@ -14,6 +22,10 @@ pub struct Settings {
     pub is_uncalibrated: bool,
     /// `KVFERRY_GPU_BLOCKS`: the most blocks of a launch of the kernel.
     pub blocks_max: Option<u32>,
+    /// `KVFERRY_GPU_STAGES`: the stages of a GPU, at most.
+    pub stages: Option<usize>,
+    /// `KVFERRY_GPU_PIN_AHEAD`: stages that are pinned before they are used, while the GPU has nothing to copy.
+    pub pin_ahead: usize,
     /// The longest time of all measurements together, and of each one. Each point is then measured once. Tests need
     /// this for a fake GPU, which takes longer than a real one.
     pub patience: Option<Duration>,
@@ -34,8 +46,12 @@ impl Settings {
         })
     }
 
+    pub(super) fn stages(&self) -> usize {
+        self.stages.unwrap_or(STAGES)
+    }
+
     fn of(variable: impl Fn(&str) -> Option<String>) -> Self {
-        let mut settings = Self::default();
+        let mut settings = Self { pin_ahead: PIN_AHEAD, ..Self::default() };
         let mut read = |name, parse: fn(&mut Self, &str) -> Option<()>| {
             let value = variable(name).filter(|value| !value.is_empty());
             if let Some(value) = value.filter(|value| parse(&mut settings, value).is_none()) {
@@ -64,6 +80,16 @@ impl Settings {
             settings.blocks_max = Some(value.parse().ok().filter(|blocks| *blocks > 0)?);
             Some(())
         });
+        read("KVFERRY_GPU_STAGES", |settings, value| {
+            let stages = value.parse::<usize>().ok();
+            settings.stages = Some(stages.filter(|stages| STAGES_ALLOWED.contains(stages))?);
+            Some(())
+        });
+        read("KVFERRY_GPU_PIN_AHEAD", |settings, value| {
+            let stages = value.parse::<usize>().ok();
+            settings.pin_ahead = stages.filter(|stages| stages <= STAGES_ALLOWED.end())?;
+            Some(())
+        });
         settings
     }
 }
@@ -81,13 +107,22 @@ mod tests {
                 found.map(|(_, value)| value.to_owned())
             })
         };
-        assert_eq!(of(""), Settings::default());
-        let all = "KVFERRY_GPU_METHOD=gather KVFERRY_GPU_CALIBRATE=off KVFERRY_GPU_BLOCKS=12";
-        let method = Some(Method::Gather);
-        let wanted =
-            Settings { method, is_uncalibrated: true, blocks_max: Some(12), patience: None };
-        assert_eq!(of(all), wanted);
-        let bad = "KVFERRY_GPU_METHOD=Kernel KVFERRY_GPU_CALIBRATE=0 KVFERRY_GPU_BLOCKS=0";
-        assert_eq!(of(bad), Settings::default());
+        let unset = Settings { pin_ahead: 8, ..Settings::default() };
+        assert_eq!((of(""), unset.stages()), (unset, 64));
+        let all = "KVFERRY_GPU_METHOD=gather KVFERRY_GPU_CALIBRATE=off KVFERRY_GPU_BLOCKS=12 \
+                   KVFERRY_GPU_STAGES=2 KVFERRY_GPU_PIN_AHEAD=0";
+        let wanted = Settings {
+            method: Some(Method::Gather),
+            is_uncalibrated: true,
+            blocks_max: Some(12),
+            stages: Some(2),
+            pin_ahead: 0,
+            patience: None,
+        };
+        assert_eq!((of(all), wanted.stages()), (wanted, 2));
+        let bad = "KVFERRY_GPU_METHOD=Kernel KVFERRY_GPU_CALIBRATE=0 KVFERRY_GPU_BLOCKS=0 \
+                   KVFERRY_GPU_STAGES=1 KVFERRY_GPU_PIN_AHEAD=1025";
+        assert_eq!(of(bad), unset);
+        assert_eq!(of("KVFERRY_GPU_STAGES=1025 KVFERRY_GPU_PIN_AHEAD=-1"), unset);
     }
 }

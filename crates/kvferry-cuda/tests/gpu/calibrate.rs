@@ -14,8 +14,14 @@ use std::time::Duration;
 const BATCHES: usize = 16;
 
 /// Settings for a fake GPU, which interprets its kernels: each point is measured once, and may take any time.
-const PATIENT: Settings =
-    Settings { method: None, is_uncalibrated: false, blocks_max: None, patience: Some(PATIENCE) };
+const PATIENT: Settings = Settings {
+    method: None,
+    is_uncalibrated: false,
+    blocks_max: None,
+    stages: None,
+    pin_ahead: 0,
+    patience: Some(PATIENCE),
+};
 
 /// The time after which a measurement that waits for a kernel is given up: longer than a thread stops before.
 const STUCK: Duration = Duration::from_secs(5);

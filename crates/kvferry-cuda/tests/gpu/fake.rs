@@ -21,8 +21,9 @@ impl FakeMachine {
             // SAFETY: they are set once, and kvferry reads them after that.
             unsafe {
                 std::env::set_var("KVFERRY_LIBCUDA", &path);
-                // Tests of calibrations turn measurements on.
+                // Tests of calibrations turn measurements on, and tests of pins the stages that are pinned ahead.
                 std::env::set_var("KVFERRY_GPU_CALIBRATE", "off");
+                std::env::set_var("KVFERRY_GPU_PIN_AHEAD", "0");
             }
             Fake::load(&path).expect("the fake driver loads")
         });

@@ -121,6 +121,12 @@ fn memory_that_can_not_be_pinned_is_copied_one_piece_after_the_other() {
         );
         let counters = counters();
         assert!(counters.unpinned_stages > 0 && counters.pinned_stages == 0, "{counters:?}");
+        let by_reason = match fault {
+            Fault::PinOom => counters.unpinned_memory,
+            Fault::PinTwice => counters.unpinned_registered,
+            _ => counters.unpinned_other,
+        };
+        assert_eq!(by_reason, counters.unpinned_stages, "{fault:?}: {counters:?}");
         assert_eq!(counters.batch_calls, 0, "{fault:?}");
         rig.fake.clear_faults();
         drop((near, far, batch, peer, to));

@@ -199,6 +199,7 @@ fn a_kernel_that_is_refused_is_refused_once_and_its_batches_go_by_copies() {
         }
         let counters = counters();
         assert_eq!((launches(&counters), counters.kernel_refused), (0, 1), "{counters:?}");
+        assert_eq!(counters.kernel_refused_jit, 1, "{counters:?}");
         assert_eq!((counters.failed, counters.staging_bytes), (0, 0), "{counters:?}");
         assert_eq!(rig.fake.counter("call:cuModuleLoadDataEx"), loads + 1, "{method:?}");
         rig.fake.clear_faults();
@@ -219,6 +220,7 @@ fn without_memory_of_the_gpu_to_gather_in_its_pieces_are_copied_singly() {
     pair.peer.write(&batch, &options()).expect("written");
     let counters = counters();
     assert_eq!((counters.kernel_refused, counters.staging_bytes, counters.gather_calls), (1, 0, 0));
+    assert_eq!(counters.kernel_refused_memory, 1, "{counters:?}");
     assert_eq!(counters.failed, 0);
 }
 
@@ -291,6 +293,7 @@ fn a_launch_that_is_refused_is_made_up_for_by_copies_and_three_in_a_row_end_the_
         (0..5).for_each(|_| write());
         let counted = counters();
         assert_eq!((launches(&counted), counted.kernel_refused), (6, 1), "{counted:?}");
+        assert_eq!(counted.kernel_refused_launch, 1, "{counted:?}");
         assert_eq!((counted.failed, counted.leaked), (0, 0), "{counted:?}");
         rig.fake.clear_faults();
         assert_eq!(rig.fake.findings(), Vec::<String>::new());

@@ -16,6 +16,7 @@ mod kit;
 mod machine;
 mod order;
 mod overlap;
+mod pins;
 mod ptx;
 mod real;
 mod refused;

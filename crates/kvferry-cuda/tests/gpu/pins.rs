@@ -1,0 +1,115 @@
+//! Stages are pinned ahead while a GPU has nothing to copy, and there are as many as a setting allows.
+
+use crate::kit::*;
+use kvferry::TransportKind;
+use kvferry_cuda::Method;
+use kvferry_cuda::gpu::{STAGE_BYTES, Settings};
+use kvferry_testkit::pattern::Pattern;
+use kvferry_testkit::{Watchdog, eventually};
+use std::time::Duration;
+
+/// Settings that hold until the value is dropped.
+struct Given;
+
+impl Given {
+    fn new(stages: Option<usize>, pin_ahead: usize) -> Self {
+        // The copy engine pins no memory of its own.
+        let method = Some(Method::Batch);
+        Settings::give(Some(Settings { method, stages, pin_ahead, ..Settings::default() }));
+        Self
+    }
+}
+
+impl Drop for Given {
+    fn drop(&mut self) {
+        Settings::give(None);
+    }
+}
+
+/// Calls of the driver that have pinned memory.
+fn pins(rig: &FakeRig) -> u64 {
+    rig.fake.counter("call:cuMemHostRegister_v2")
+}
+
+#[test]
+fn stages_are_pinned_while_nothing_is_copied_and_the_first_transfers_pin_none() {
+    let _bound = Watchdog::new(LIMIT);
+    for kind in [TransportKind::TCP, TransportKind::LOCAL] {
+        let Some(rig) = FakeRig::new(&[]) else { return };
+        let _given = Given::new(None, 4);
+        let (len, before) = (1 << 20, pins(&rig));
+        let gpu = rig.memory(0, len, 1);
+        let pair = Pair::new(kind, &gpu);
+        eventually("stages are pinned", || counters().pinned_stages == 4);
+        rig.becomes_idle(Duration::from_millis(500));
+        assert_eq!(pins(&rig), before + 4, "{kind}");
+        let batch = whole(&pair.region, &pair.to, len);
+        pair.peer.write(&batch, &options()).expect("written");
+        pair.peer.read(&batch, &options()).expect("read");
+        assert_eq!(pins(&rig), before + 4, "{kind}: a transfer has pinned a stage");
+        assert_eq!(counters().pinned_stages, 4, "{kind}");
+        // An agent with memory of a GPU and without transfers calls no driver.
+        rig.becomes_idle(Duration::from_secs(2));
+        drop((pair, batch, gpu));
+        rig.ends_clean();
+    }
+}
+
+#[test]
+fn stages_that_were_pinned_ahead_and_never_used_are_given_back_with_the_last_memory() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(None, 4);
+    let gpu = rig.memory(0, 1 << 20, 1);
+    let agent = agent(TransportKind::TCP);
+    let region = register(&agent, &gpu);
+    eventually("stages are pinned", || counters().pinned_stages == 4);
+    assert_eq!(rig.fake.counter("streams"), 0, "nothing is copied");
+    agent.unregister(&region).expect("nothing copies");
+    drop((region, agent, gpu));
+    rig.ends_clean();
+}
+
+#[test]
+fn two_stages_move_64_mib_both_ways_and_no_more_memory_is_pinned() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(Some(2), 8);
+    let len = 64 << 20;
+    let gpu = rig.memory(0, len, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    eventually("stages are pinned", || counters().pinned_stages == 2);
+    let batch = whole(&pair.region, &pair.to, len);
+    pair.peer.write(&batch, &options()).expect("written");
+    let sent = Pattern::new(1).bytes(len);
+    let mut got = vec![0; len];
+    pair.to.read_at(0, &mut got).expect("inside");
+    assert!(got == sent, "out");
+    let sent = Pattern::new(2).bytes(len);
+    pair.to.write_at(0, &sent).expect("inside");
+    pair.peer.read(&batch, &options()).expect("read");
+    assert!(rig.bytes(&gpu, 0, len) == sent, "in");
+    assert_eq!(rig.fake.counter("host_registered_bytes"), 2 * STAGE_BYTES as u64);
+    assert_eq!((counters().pinned_stages, counters().unpinned_stages), (2, 0));
+    drop((pair, batch, gpu));
+    rig.ends_clean();
+}
+
+#[test]
+fn a_stage_that_can_not_be_pinned_ahead_ends_the_pinning_and_no_transfer() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(None, 4);
+    rig.fake.fault(kvferry_fakecuda::Fault::PinOom, 2, 1);
+    let len = 1 << 20;
+    let gpu = rig.memory(0, len, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    eventually("a stage is refused", || counters().unpinned_stages == 1);
+    rig.becomes_idle(Duration::from_millis(500));
+    assert_eq!((counters().pinned_stages, counters().unpinned_memory), (1, 1));
+    pair.peer.write(&whole(&pair.region, &pair.to, len), &options()).expect("written");
+    let mut got = vec![0; len];
+    pair.to.read_at(0, &mut got).expect("inside");
+    assert!(got == Pattern::new(1).bytes(len));
+    rig.fake.clear_faults();
+}
