@@ -293,6 +293,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "context_destroyed": (IS_LOST, ""),
     "illegal_address": (IS_LOST, ""),
     "launch_failed": (IS_LOST, ""),
+    "device_removed": (IS_LOST, ""),
     "event_never_signals": (HANGS, ""),
     "stream_stalls": (HANGS, ""),
 }

@@ -130,6 +130,15 @@ impl DriverError {
                     | CUDA_ERROR_UNKNOWN
         )
     }
+
+    /// Whether the error, of a call on a context that exists, means that the device is gone. CUDA documents these errors for
+    /// calls that name a device: there they say that it can't be used now, or is not there, and nothing of a context.
+    pub fn is_device_gone(&self) -> bool {
+        matches!(
+            self.code,
+            CUDA_ERROR_DEVICE_UNAVAILABLE | CUDA_ERROR_NO_DEVICE | CUDA_ERROR_INVALID_DEVICE
+        )
+    }
 }
 
 impl fmt::Display for DriverError {
@@ -188,6 +197,11 @@ impl Error {
     /// Whether the device is lost to this process.
     pub fn is_sticky(&self) -> bool {
         matches!(self, Self::Driver(error) if error.is_sticky())
+    }
+
+    /// Whether the error, of a call on a context that exists, means that the device can't be used any more.
+    pub fn is_fatal(&self) -> bool {
+        matches!(self, Self::Driver(error) if error.is_sticky() || error.is_device_gone())
     }
 
     /// The driver's code, if the driver refused a call.
