@@ -106,6 +106,7 @@ pub(super) const CUDA_ERROR_INVALID_CONTEXT: CUresult = 201;
 pub(super) const CUDA_ERROR_ECC_UNCORRECTABLE: CUresult = 214;
 pub(super) const CUDA_ERROR_NVLINK_UNCORRECTABLE: CUresult = 220;
 pub(super) const CUDA_ERROR_CONTAINED: CUresult = 226;
+pub(super) const CUDA_ERROR_INVALID_HANDLE: CUresult = 400;
 pub(super) const CUDA_ERROR_NOT_READY: CUresult = 600;
 pub(super) const CUDA_ERROR_ILLEGAL_ADDRESS: CUresult = 700;
 pub(super) const CUDA_ERROR_LAUNCH_TIMEOUT: CUresult = 702;
