@@ -10,6 +10,7 @@ mod fallbacks;
 mod faults;
 mod files;
 mod hardware;
+mod inputs;
 mod kernel;
 mod kit;
 mod machine;
