@@ -5,6 +5,7 @@
 mod absent;
 mod bytes;
 mod calibrate;
+mod contexts;
 mod fake;
 mod fallbacks;
 mod faults;
