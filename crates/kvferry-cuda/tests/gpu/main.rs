@@ -20,6 +20,7 @@ mod ptx;
 mod real;
 mod refused;
 mod released;
+mod segments;
 mod stress;
 mod suite;
 
