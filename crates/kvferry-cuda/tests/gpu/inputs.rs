@@ -90,7 +90,7 @@ fn an_address_of_a_gpu_is_refused_as_host_memory_with_what_to_register() {
         }
     }
     assert!(agent.regions().is_empty());
-    register(&agent, &gpu);
+    let _region = register(&agent, &gpu);
 }
 
 /// The error of an order for a batch, which stays as it is.
