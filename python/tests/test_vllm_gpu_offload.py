@@ -296,6 +296,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "context_destroyed": (IS_LOST, ""),
     "illegal_address": (IS_LOST, ""),
     "launch_failed": (IS_LOST, ""),
+    "device_removed": (IS_LOST, ""),
     "stream_stalls": (HANGS, ""),
 }
 # Faults that strike no job, with the reason.

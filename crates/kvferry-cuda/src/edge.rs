@@ -3,6 +3,7 @@
 #![allow(unsafe_code, reason = "streams and events of other libraries are named by raw handles")]
 
 use crate::error::Error;
+use crate::gpu::Gpu;
 use kvferry::After;
 use kvferry_sys::cuda::{self, Context, Driver, Event, RawEvent, RawStream, Stream};
 use kvferry_sys::sync::Mutex;
@@ -90,11 +91,20 @@ impl Edge {
     /// stream of the calling thread.
     ///
     /// # Errors
-    /// If the driver can't be used, or the stream is in a graph capture.
+    /// If the driver can't be used, the stream is in a graph capture, or the GPU is lost.
     ///
     /// # Safety
     /// The stream exists and is not destroyed during the call.
     pub unsafe fn after_stream(stream: RawStream, device: i32) -> Result<Self, Error> {
+        // SAFETY: the caller promised that the stream exists.
+        unsafe { Self::of_stream(stream, device) }.map_err(|error| Gpu::explain(device, error))
+    }
+
+    /// The same, with the driver's own errors.
+    ///
+    /// # Safety
+    /// The contract of [`Edge::after_stream`].
+    unsafe fn of_stream(stream: RawStream, device: i32) -> Result<Self, Error> {
         let driver = Driver::get()?;
         let mut context = Context::primary(driver.device(device)?)?;
         if !stream.is_default() {
@@ -114,11 +124,20 @@ impl Edge {
     /// The work before the last record of the event, of the GPU `device`.
     ///
     /// # Errors
-    /// If the driver can't be used, or the event was recorded in a graph capture.
+    /// If the driver can't be used, the event was recorded in a graph capture, or the GPU is lost.
     ///
     /// # Safety
     /// The event exists and is not destroyed during the call.
     pub unsafe fn after_event(event: RawEvent, device: i32) -> Result<Self, Error> {
+        // SAFETY: the caller promised that the event exists.
+        unsafe { Self::of_event(event, device) }.map_err(|error| Gpu::explain(device, error))
+    }
+
+    /// The same, with the driver's own errors.
+    ///
+    /// # Safety
+    /// The contract of [`Edge::after_event`].
+    unsafe fn of_event(event: RawEvent, device: i32) -> Result<Self, Error> {
         let context = Context::primary(Driver::get()?.device(device)?)?;
         // A stream for each: one whose event never happens must not hold up another.
         let stream = Stream::new(&context)?;

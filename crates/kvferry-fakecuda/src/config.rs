@@ -20,6 +20,8 @@ pub(crate) struct Config {
     pub(crate) step_us: u64,
     /// The factor of the times of a stream that the fault `stream_slow` has struck.
     pub(crate) slow_times: u64,
+    /// The error of a device that the fault `device_removed` has struck.
+    pub(crate) removed_code: i32,
     /// Bits `1 << a * 8 + b`: device ordinal a reaches device ordinal b.
     pub(crate) peers: u64,
     /// The most bytes of one host registration.
@@ -88,6 +90,7 @@ impl Default for Config {
             delay_us: 20,
             step_us: 0,
             slow_times: 100,
+            removed_code: 46,
             peers: u64::MAX,
             pin_limit: 512 << 30,
             pin_total: u64::MAX,
@@ -154,6 +157,7 @@ impl Config {
             "delay_us" => self.delay_us = number(value)?,
             "step_us" => self.step_us = number(value)?,
             "slow_times" => self.slow_times = number(value)?,
+            "removed_code" => self.removed_code = number(value)?,
             "peers" => self.peers = peers(value)?,
             "pin_limit" => self.pin_limit = bytes(value)?,
             "pin_total" => self.pin_total = bytes(value)?,

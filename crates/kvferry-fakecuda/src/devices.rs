@@ -17,6 +17,8 @@ pub(crate) struct Device {
     pub(crate) busy: [usize; Engine::COUNT],
     /// Bit d: `cuCtxEnablePeerAccess` lets kernels of this device reach device d.
     pub(crate) enabled: u8,
+    /// The error of each new context, once the device is gone.
+    pub(crate) removed: Option<Error>,
 }
 
 /// A primary context that is alive.
@@ -31,7 +33,8 @@ pub(crate) struct Primary {
 
 impl Device {
     pub(crate) fn new(physical: usize) -> Self {
-        Self { physical, used: 0, primary: None, busy: [0; Engine::COUNT], enabled: 0 }
+        let busy = [0; Engine::COUNT];
+        Self { physical, used: 0, primary: None, busy, enabled: 0, removed: None }
     }
 
     /// An identity that depends on the physical device only.

@@ -29,6 +29,9 @@ pub enum Fault {
     IllegalAddress,
     /// A copy, an entry of a batch, or a kernel ends with 719, which sticks.
     LaunchFailed,
+    /// The device goes: a copy, an entry of a batch, or a kernel ends with `removed_code`, 46 if it is not set. The error
+    /// sticks, and the device gets no new context.
+    DeviceRemoved,
     /// A recorded event never completes, though its stream goes on.
     EventNeverSignals,
     /// A stream stops before an operation and never goes on.
@@ -82,7 +85,7 @@ pub enum Effect {
 
 impl Fault {
     /// All faults.
-    pub const ALL: [Self; 30] = [
+    pub const ALL: [Self; 31] = [
         Self::NoDevice,
         Self::DriverMismatch,
         Self::MissingSymbol,
@@ -96,6 +99,7 @@ impl Fault {
         Self::ContextDestroyed,
         Self::IllegalAddress,
         Self::LaunchFailed,
+        Self::DeviceRemoved,
         Self::EventNeverSignals,
         Self::StreamStalls,
         Self::StreamSlow,
@@ -132,6 +136,7 @@ impl Fault {
             Self::ContextDestroyed => "context_destroyed",
             Self::IllegalAddress => "illegal_address",
             Self::LaunchFailed => "launch_failed",
+            Self::DeviceRemoved => "device_removed",
             Self::EventNeverSignals => "event_never_signals",
             Self::StreamStalls => "stream_stalls",
             Self::StreamSlow => "stream_slow",
@@ -167,7 +172,10 @@ impl Fault {
             Self::StreamOom | Self::EventOom | Self::BatchEntry | Self::ForeignError => {
                 Effect::Fail
             }
-            Self::ContextDestroyed | Self::IllegalAddress | Self::LaunchFailed => Effect::Lose,
+            Self::ContextDestroyed
+            | Self::IllegalAddress
+            | Self::LaunchFailed
+            | Self::DeviceRemoved => Effect::Lose,
             // The event of an edge. In the place of a copy's, its stream tells.
             Self::EventNeverSignals | Self::StreamStalls => Effect::Hang,
             Self::NoDevice | Self::DriverMismatch | Self::MissingSymbol => {

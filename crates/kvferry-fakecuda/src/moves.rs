@@ -56,7 +56,12 @@ impl State {
     }
 
     /// Moves some parts; true when all have moved.
-    pub(crate) fn move_some(&mut self, moving: &mut Move, point: &Arc<Point>) -> Result<bool> {
+    pub(crate) fn move_some(
+        &mut self,
+        device: usize,
+        moving: &mut Move,
+        point: &Arc<Point>,
+    ) -> Result<bool> {
         if !moving.poisoned {
             self.check_reads(moving, point)?;
             for entry in &moving.entries {
@@ -70,7 +75,7 @@ impl State {
             let Some(part) = moving.parts.pop() else { break };
             let entry = &moving.entries[part.entry];
             if part.offset == 0 {
-                self.strike()?;
+                self.strike(device)?;
             }
             let range = part.offset as usize..(part.offset + part.len) as usize;
             let mut buffer;
@@ -101,12 +106,17 @@ impl State {
     }
 
     /// One occasion of the faults that end an operation.
-    fn strike(&mut self) -> Result {
+    fn strike(&mut self, device: usize) -> Result {
         if self.faults.hit(Fault::IllegalAddress) {
             return Err(Error::ILLEGAL_ADDRESS);
         }
         if self.faults.hit(Fault::LaunchFailed) {
             return Err(Error::LAUNCH_FAILED);
+        }
+        if self.faults.hit(Fault::DeviceRemoved) {
+            let error = Error(self.config.removed_code);
+            self.devices[device].removed = Some(error);
+            return Err(error);
         }
         Ok(())
     }
@@ -169,7 +179,7 @@ impl State {
         kernel: &mut Kernel,
         point: &Arc<Point>,
     ) -> Result<bool> {
-        self.strike()?;
+        self.strike(device)?;
         let left = kernel.threads.len().saturating_sub(STEP_THREADS);
         let threads = kernel.threads.split_off(left);
         self.counters.kernel_threads += threads.len() as u64;

@@ -178,7 +178,7 @@ impl State {
                 }
                 Ok(false)
             }
-            Work::Move(moving) => self.move_some(moving, &op.point),
+            Work::Move(moving) => self.move_some(device, moving, &op.point),
             Work::Kernel(kernel) => self.run_some(device, kernel, &op.point),
         };
         if self.config.step_us > 0 {

@@ -230,7 +230,11 @@ fn must_be_host(ranges: &[(*mut u8, usize)], access: Access) -> Result<()> {
                 NotHost::Device { .. } => ErrorKind::Unsupported,
                 _ => ErrorKind::InvalidArgument,
             };
-            let error = Error::new(kind, format!("the range is not host memory: {why}"))
+            let advice = match kind {
+                ErrorKind::Unsupported => "; register it as memory of its GPU",
+                _ => "",
+            };
+            let error = Error::new(kind, format!("the range is not host memory: {why}{advice}"))
                 .with("addr", format_args!("{:#x}", addr as usize))
                 .with("len", len);
             return Err(if ranges.len() > 1 { error.with("range", i) } else { error });

@@ -46,6 +46,11 @@ fn memory_of_gpus_is_moved_in_order() {
 }
 
 #[test]
+fn bad_inputs_about_memory_of_gpus_are_refused_with_what_to_do() {
+    runs_on_the_fake_driver("tests/c/gpu_inputs.c");
+}
+
+#[test]
 fn mooncakes_c_api_moves_memory_of_gpus() {
     runs_on_the_fake_driver("tests/c/transfer_engine_gpu.c");
 }

@@ -19,7 +19,7 @@ use crate::cost::Method;
 use crate::edge::Edge;
 use crate::error::Error;
 use crate::job::{Direction, Job};
-use crate::plan::{Plan, PlanError, Planner};
+use crate::plan::{Plan, PlanError, Planner, make_disjoint};
 use kvferry::{After, DeviceCopy, Happened};
 use kvferry_sys::cuda::{self, Stream};
 use std::io;
@@ -244,7 +244,14 @@ impl Engine {
         loop {
             let allowed = self.capabilities(direction, pinned);
             let (jobs, calibration) = (&self.jobs, &self.calibration);
-            self.planner.plan(jobs, direction, calibration, &allowed, &mut self.plan)?;
+            match self.planner.plan(jobs, direction, calibration, &allowed, &mut self.plan) {
+                // Pieces of the batch have the same bytes, of which either may win.
+                Err(PlanError::Overlap { .. }) => {
+                    make_disjoint(&mut self.jobs);
+                    continue;
+                }
+                planned => planned?,
+            }
             let has = |method| self.plan.steps.iter().any(|step| step.method == method);
             let inside = has(Method::Gather).then_some(direction);
             if !self.make_ready(has(Method::Kernel), inside) {

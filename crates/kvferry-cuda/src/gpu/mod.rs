@@ -167,6 +167,16 @@ impl Gpu {
         }
     }
 
+    /// The error of a call for the GPU of this number: that the GPU is lost, if that is why the driver refuses.
+    pub(crate) fn explain(device: i32, error: Error) -> Error {
+        let Error::Driver(refused) = &error else { return error };
+        let Some(gpu) = Self::all().into_iter().find(|gpu| gpu.device() == device) else {
+            return error;
+        };
+        gpu.shared.is_lost_by(refused);
+        gpu.shared.lost().unwrap_or(error)
+    }
+
     /// Number of the GPU in this process.
     pub fn device(&self) -> i32 {
         self.shared.device
@@ -315,7 +325,7 @@ impl Shared {
     /// report, once, what another library's call has caused.
     fn is_lost_by(&self, error: &cuda::Error) -> bool {
         let is_lost =
-            error.is_sticky() && Event::new(&self.context).is_err_and(|again| again.is_sticky());
+            error.is_fatal() && Event::new(&self.context).is_err_and(|again| again.is_fatal());
         if is_lost {
             self.lose(&error.to_string());
         }

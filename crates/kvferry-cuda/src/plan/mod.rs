@@ -19,6 +19,7 @@ mod alike;
 mod choose;
 mod emit;
 mod gather;
+mod overlaps;
 mod select;
 
 use crate::calibration::{Calibration, CalibrationError};
@@ -26,6 +27,8 @@ use crate::capabilities::Capabilities;
 use crate::cost::Method;
 use crate::job::{Direction, Job};
 use choose::Chooser;
+
+pub use overlaps::make_disjoint;
 
 /// Copies of one plan, at most.
 pub const JOBS_MAX: usize = 1 << 20;

@@ -74,6 +74,46 @@ fn host_memory_and_memory_of_a_gpu_take_part_in_one_batch() {
 }
 
 #[test]
+fn of_two_pairs_that_write_the_same_bytes_of_a_gpu_either_wins_wherever_they_stand_in_the_batch() {
+    const LEN: usize = 4096;
+    let _bound = Watchdog::new(LIMIT);
+    let rig = Rig::new(&[]);
+    // In one stage, and with two stages between them.
+    for (kind, between) in KINDS.into_iter().flat_map(|kind| [(kind, 0), (kind, 8 << 20)]) {
+        let gpu = rig.memory(0, 2 * LEN + between, 1);
+        let Pair { near: _near, far: _far, region, to: from, peer } = Pair::new(kind, &gpu);
+        let mut source = vec![3; 2 * LEN + between];
+        source[..LEN].fill(1);
+        source[LEN..2 * LEN].fill(2);
+        from.write_at(0, &source).expect("inside");
+        let mut batch = kvferry::Batch::new();
+        batch.set_after(kvferry::After::host());
+        // The second half of the first range is the first half of the last one.
+        let ranges = [(0, 0, LEN), (2 * LEN, 2 * LEN, between), (LEN / 2, LEN, LEN)];
+        for (at, remote, len) in ranges.into_iter().filter(|(_, _, len)| *len > 0) {
+            batch
+                .push(&region, at as u64, &from.remote(), remote as u64, len as u64)
+                .expect("inside");
+        }
+        peer.read(&batch, &options()).expect("read");
+        let got = rig.bytes(&gpu, 0, 2 * LEN + between);
+        let all = |range: std::ops::Range<usize>, wanted: &[u8]| {
+            got[range].iter().all(|byte| wanted.contains(byte))
+        };
+        assert!(all(0..LEN / 2, &[1]), "{kind}: {between}");
+        assert!(all(LEN / 2..LEN, &[1, 2]), "{kind}: {between}");
+        assert!(all(LEN..LEN + LEN / 2, &[2]), "{kind}: {between}");
+        assert!(all(2 * LEN..2 * LEN + between, &[3]), "{kind}: {between}");
+        if between == 0 {
+            assert_eq!(rig.findings(), Vec::<String>::new());
+        }
+        // Two stages have no order between them: whichever is copied last wins.
+        rig.clear_findings();
+    }
+    rig.ends_clean();
+}
+
+#[test]
 fn drivers_of_each_version_copy_the_same_bytes_by_the_calls_that_they_have() {
     let _bound = Watchdog::new(LIMIT);
     if FakeRig::new(&[]).is_none() {

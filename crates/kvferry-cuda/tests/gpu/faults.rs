@@ -52,6 +52,59 @@ fn a_sticky_error_ends_all_transfers_of_its_gpu_and_no_others() {
 }
 
 #[test]
+fn a_gpu_that_is_removed_ends_its_transfers_and_what_comes_later_says_that_it_is_lost() {
+    let _bound = Watchdog::new(LIMIT);
+    // What a driver reports then is not documented.
+    for (i, code) in ["46", "100", "101", "4", "214", "999"].into_iter().enumerate() {
+        let Some(rig) = FakeRig::new(&[("removed_code", code)]) else { return };
+        let kind = KINDS[i % 2];
+        let (near, far) = (agent(kind), agent(kind));
+        let (lost, well) =
+            ([1, 2, 3, 4].map(|seed| rig.memory(0, 8192, seed)), rig.memory(1, 8192, 5));
+        let regions = lost.each_ref().map(|it| register(&near, it));
+        let well_region = register(&near, &well);
+        let to = [(); 4].map(|()| far.allocate(8192, Access::READ_WRITE).expect("memory"));
+        let peer = peer_of(&near, &far);
+        let batches = [0, 1, 2, 3].map(|i| scattered(&regions[i], &to[i], 4, 1024));
+        let compute = Stream::new(&rig.context(0)).expect("a stream");
+        rig.fake.hold(ALL_ENGINES);
+        let running = [0, 1, 2, 3].map(|i| match i % 2 {
+            0 => peer.write_async(&batches[i], &options()),
+            _ => peer.read_async(&batches[i], &options()),
+        });
+        eventually("the driver has a copy", || rig.fake.counter("pending") > 0);
+        rig.fake.fault(Fault::DeviceRemoved, 1, 1);
+        rig.release();
+        let is_told = |text: &str| {
+            text.contains(&format!("({code})")) || text.contains("restart the process")
+        };
+        for transfer in &running {
+            let error = ended(transfer).expect_err("the GPU is gone");
+            assert_eq!(error.quiesced(), Some(true), "{code}: {error}");
+            assert_ne!(error.kind(), ErrorKind::Deadline, "{code}: {error}");
+            assert!(is_told(&format!("{error:?}")), "{code}: {error:?}");
+        }
+        let gpu = Gpu::all().into_iter().find(|gpu| gpu.device() == 0).expect("it is in use");
+        assert!(gpu.is_lost() && gpu.counters().leaked == 0, "{code}: {gpu:?}");
+        let later = peer.write(&batches[0], &options()).expect_err("it is lost");
+        assert!(format!("{later:?}").contains("restart the process"), "{code}: {later:?}");
+        let is_lost = |error: Error| matches!(error, Error::Lost { device: 0, .. });
+        assert!(kvferry_cuda::memory(lost[0].address(), 8192, None).is_err_and(is_lost), "{code}");
+        // SAFETY: the stream exists.
+        let edge = unsafe { Edge::after_stream(compute.raw(), 0) };
+        assert!(edge.is_err_and(is_lost), "{code}");
+        peer.write(&scattered(&well_region, &to[0], 4, 1024), &options()).expect("the other GPU");
+        for region in regions.iter().chain([&well_region]) {
+            near.unregister(region).expect("nothing copies");
+        }
+        rig.fake.clear_faults();
+        drop((gpu, running, batches, regions, well_region, compute, lost, well));
+        eventually("no GPU is in use", || Gpu::all().is_empty());
+        assert_eq!(rig.findings(), Vec::<String>::new());
+    }
+}
+
+#[test]
 fn a_batch_call_that_fails_in_the_middle_fails_its_transfer_after_what_it_has_begun() {
     let _bound = Watchdog::new(LIMIT);
     for kind in KINDS {

@@ -5,12 +5,14 @@
 mod absent;
 mod bytes;
 mod calibrate;
+mod contexts;
 mod fake;
 mod fallbacks;
 mod faults;
 mod files;
 mod forked;
 mod hardware;
+mod inputs;
 mod kernel;
 mod kit;
 mod machine;
@@ -21,6 +23,7 @@ mod ptx;
 mod real;
 mod refused;
 mod released;
+mod segments;
 mod stress;
 mod suite;
 

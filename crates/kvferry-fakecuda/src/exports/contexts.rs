@@ -21,6 +21,9 @@ pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxRetain(
             primary.references += 1;
             return context.set(primary.handle);
         }
+        if let Some(error) = session.devices[device].removed {
+            return Err(error);
+        }
         if session.faults.hit(Fault::ContextOom) {
             return Err(Error::OUT_OF_MEMORY);
         }

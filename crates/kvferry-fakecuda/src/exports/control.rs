@@ -99,6 +99,7 @@ pub(crate) unsafe extern "C" fn fakecuda_clear_faults() -> c_int {
             }
         }
         for device in &mut session.devices {
+            device.removed = None;
             if let Some(primary) = &mut device.primary {
                 primary.lost = None;
             }

@@ -118,7 +118,9 @@ fn calls_without_a_context_fail() {
 
 #[test]
 fn an_error_of_the_device_sticks_and_ends_all_waits() {
-    for (fault, code) in [(Fault::IllegalAddress, 700), (Fault::LaunchFailed, 719)] {
+    let sticky =
+        [(Fault::IllegalAddress, 700), (Fault::LaunchFailed, 719), (Fault::DeviceRemoved, 46)];
+    for (fault, code) in sticky {
         let cuda = ready(&[]);
         let (stream, host, device) = parts(cuda);
         cuda.fake.hold(ALL_ENGINES);
@@ -139,6 +141,22 @@ fn an_error_of_the_device_sticks_and_ends_all_waits() {
         assert!(cuda.alloc(LEN).is_ok(), "the other device goes on");
         cuda.fake.clear_faults();
     }
+}
+
+#[test]
+fn a_device_that_is_removed_gets_no_new_context() {
+    let cuda = ready(&[("removed_code", "100")]);
+    let (stream, host, device) = parts(cuda);
+    once(cuda, Fault::DeviceRemoved);
+    cuda.copy(device, host, LEN, stream).unwrap();
+    assert_eq!(cuda.wait_stream(stream), Err(100));
+    assert!(cuda.retain(0).is_ok(), "the one that it has can be retained");
+    cuda.release(0).unwrap();
+    cuda.release(0).unwrap();
+    assert_eq!(cuda.retain(0), Err(100));
+    assert!(cuda.retain(1).is_ok(), "the other device goes on");
+    cuda.fake.clear_faults();
+    assert!(cuda.retain(0).is_ok());
 }
 
 #[test]

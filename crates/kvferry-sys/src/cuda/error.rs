@@ -130,6 +130,15 @@ impl DriverError {
                     | CUDA_ERROR_UNKNOWN
         )
     }
+
+    /// Whether the error, of a call on a context that exists, means that the device is gone. CUDA documents these errors for
+    /// calls that name a device: there they say that it can't be used now, or is not there, and nothing of a context.
+    pub fn is_device_gone(&self) -> bool {
+        matches!(
+            self.code,
+            CUDA_ERROR_DEVICE_UNAVAILABLE | CUDA_ERROR_NO_DEVICE | CUDA_ERROR_INVALID_DEVICE
+        )
+    }
 }
 
 impl fmt::Display for DriverError {
@@ -155,6 +164,10 @@ pub enum Error {
     CapturedEvent(u64),
     /// An event's handle is zero.
     NullEvent,
+    /// The driver has no such stream.
+    UnknownStream(u64),
+    /// The driver has no such event.
+    UnknownEvent(u64),
     /// The driver does not know the address, which is not host memory of this process either: freed, or of
     /// another process.
     UnknownPointer(u64),
@@ -190,10 +203,16 @@ impl Error {
         matches!(self, Self::Driver(error) if error.is_sticky())
     }
 
+    /// Whether the error, of a call on a context that exists, means that the device can't be used any more.
+    pub fn is_fatal(&self) -> bool {
+        matches!(self, Self::Driver(error) if error.is_sticky() || error.is_device_gone())
+    }
+
     /// The driver's code, if the driver refused a call.
     pub fn code(&self) -> Option<i32> {
         match self {
             Self::Driver(error) => Some(error.code),
+            Self::UnknownStream(_) | Self::UnknownEvent(_) => Some(CUDA_ERROR_INVALID_HANDLE),
             _ => None,
         }
     }
@@ -224,7 +243,17 @@ impl fmt::Display for Error {
                     "event {event:#x} was recorded in a graph capture; record one outside of it"
                 )
             }
-            Self::NullEvent => write!(f, "the event's handle is zero"),
+            Self::NullEvent => {
+                write!(f, "the event's handle is zero; record the event before it is named")
+            }
+            Self::UnknownStream(stream) => write!(
+                f,
+                "the CUDA driver has no stream {stream:#x}; name one that exists until the call has returned"
+            ),
+            Self::UnknownEvent(event) => write!(
+                f,
+                "the CUDA driver has no event {event:#x}; name one that exists until the call has returned"
+            ),
             Self::UnknownPointer(address) => write!(
                 f,
                 "{address:#x} is memory neither of a CUDA device nor of this process; was it freed?"
@@ -235,11 +264,13 @@ impl fmt::Display for Error {
             Self::OutOfRange { address, len, base, allocation_len } => write!(
                 f,
                 "{len} bytes at {address:#x} are not within the allocation of {allocation_len} bytes at \
-                 {base:#x}"
+                 {base:#x}; name bytes of one allocation"
             ),
-            Self::BadRange { address, len } => {
-                write!(f, "{len} bytes at {address:#x} are not a range that can be used here")
-            }
+            Self::BadRange { address, len } => write!(
+                f,
+                "{len} bytes at {address:#x} are not a range that can be used here; name bytes of one \
+                 allocation"
+            ),
             Self::NoSuchDevice(which) => {
                 write!(f, "no CUDA device {which} in this process; check CUDA_VISIBLE_DEVICES")
             }

@@ -236,7 +236,7 @@ impl RawStream {
         match asked {
             Ok(()) => Ok(status != CU_STREAM_CAPTURE_STATUS_NONE),
             Err(error) if is_of_capture(&error) => Ok(true),
-            Err(error) => Err(error),
+            Err(error) => Err(self.named_in(error)),
         }
     }
 
@@ -250,8 +250,14 @@ impl RawStream {
     pub unsafe fn context(self, driver: &'static Driver) -> Result<Context> {
         let mut handle = CUcontext::default();
         // SAFETY: the driver writes a handle; the caller promised that the stream exists.
-        unsafe { call!(driver, stream_get_ctx(self.handle(), &raw mut handle)) }?;
+        let asked = unsafe { call!(driver, stream_get_ctx(self.handle(), &raw mut handle)) };
+        asked.map_err(|error| self.named_in(error))?;
         Context::of_handle(driver, handle)
+    }
+
+    /// The error of a call whose only handle is the stream's.
+    fn named_in(self, error: Error) -> Error {
+        if is_unknown(&error) { Error::UnknownStream(self.0) } else { error }
     }
 
     /// Makes later work of the stream wait for an own event: only for events whose work no peer can delay.
@@ -280,7 +286,8 @@ impl RawEvent {
     /// Whether the work before the event's last record has run.
     ///
     /// # Errors
-    /// [`Error::CapturedEvent`] if that was in a graph capture; an error of the event's context, if the driver refuses, or in a forked child.
+    /// [`Error::CapturedEvent`] if that was in a graph capture; [`Error::UnknownEvent`] if the driver reports so; an error of the
+    /// event's context, if the driver refuses, or in a forked child.
     ///
     /// # Safety
     /// The event exists and is not destroyed during the call.
@@ -290,6 +297,7 @@ impl RawEvent {
         // SAFETY: the caller promised that the event exists.
         match ready(unsafe { call!(context.driver(), event_query(event)) }) {
             Err(error) if is_of_capture(&error) => Err(Error::CapturedEvent(self.0)),
+            Err(error) if is_unknown(&error) => Err(Error::UnknownEvent(self.0)),
             answer => answer,
         }
     }
@@ -306,6 +314,11 @@ fn ready(asked: Result<()>) -> Result<bool> {
         Err(Error::Driver(error)) if error.code == CUDA_ERROR_NOT_READY => Ok(false),
         Err(error) => Err(error),
     }
+}
+
+/// Whether the driver refused because it does not know a handle. Drivers promise no such answer.
+fn is_unknown(error: &Error) -> bool {
+    error.code() == Some(CUDA_ERROR_INVALID_HANDLE)
 }
 
 /// Whether the driver refused because of a graph capture.

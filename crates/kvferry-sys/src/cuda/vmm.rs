@@ -80,7 +80,7 @@ impl VmmAllocation {
         match Self::retain(driver, address) {
             Ok(_) => Ok(true),
             Err(Error::NotSupported(_)) => Ok(false),
-            Err(Error::Driver(error)) if !error.is_sticky() => Ok(false),
+            Err(error @ Error::Driver(_)) if !error.is_fatal() => Ok(false),
             Err(error) => Err(error),
         }
     }

@@ -90,6 +90,7 @@ fn an_event_is_recorded_on_a_callers_stream_unless_that_is_in_a_capture() {
         assert_eq!(record(0), Err(Error::Capturing(0)), "a blocking stream is in a capture");
         stub.fail("cuStreamIsCapturing=400");
         assert_eq!(record(0x500).expect_err("no such stream").code(), Some(400));
+        assert_eq!(record(0x500), Err(Error::UnknownStream(0x500)));
         assert!(!stub.work().iter().any(|call| call.starts_with("cuEventRecord")));
         stub.fail("");
         // SAFETY: as above.
@@ -117,6 +118,9 @@ fn a_stream_of_ours_does_not_join_a_capture_through_a_callers_event() {
         assert_eq!(stub.work(), calls);
         stub.fail("cuEventQuery=907");
         assert_eq!(wait(), Err(Error::CapturedEvent(0x77)));
+        assert_eq!(stub.work(), ["cuEventQuery 0x77"]);
+        stub.fail("cuEventQuery=400");
+        assert_eq!(wait(), Err(Error::UnknownEvent(0x77)));
         assert_eq!(stub.work(), ["cuEventQuery 0x77"]);
     });
 }

@@ -5,6 +5,7 @@
 mod contexts;
 mod copies;
 mod device;
+mod errors;
 mod events;
 mod kit;
 mod loading;

@@ -18,8 +18,8 @@ pub(crate) struct RemotePart {
 
 /// Pairs of a local and a remote range of equal length, moved in one transfer.
 ///
-/// The ranges of one batch are moved in any order. Where destinations overlap, either may win. The
-/// number of pairs is not limited.
+/// The ranges of one batch are moved in any order. Where destinations overlap, either may win, in
+/// memory of a device as in host memory. The number of pairs is not limited.
 ///
 /// ```
 /// # use kvferry::{Access, Agent, Batch};

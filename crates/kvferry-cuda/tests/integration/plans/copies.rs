@@ -3,7 +3,7 @@
 use crate::plans::devices::{ALL, LIMITS, STAGING, calibrations, cost, h100, packed, turned};
 use kvferry_cuda::{
     Calibration, Capabilities, Direction, Job, KernelLimits, Method, Plan, PlanError, Planner,
-    Staging, Unit, plan,
+    Staging, Unit, plan, plan::make_disjoint,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -300,6 +300,45 @@ fn jobs_that_cannot_be_copied_are_refused_by_their_index() {
     assert!(matches!(error, PlanError::Overlap { first: 1, second: 0 }), "{error}");
     let error = refused(&[good; 300]);
     assert!(matches!(error, PlanError::Overlap { .. }), "{error}");
+}
+
+/// The sources of each destination byte.
+fn sources_of(jobs: &[Job]) -> BTreeMap<u64, Vec<u64>> {
+    let mut sources = BTreeMap::<u64, Vec<u64>>::new();
+    for (dst, src) in
+        jobs.iter().flat_map(|job| (0..job.len).map(|at| (job.dst + at, job.src + at)))
+    {
+        sources.entry(dst).or_default().push(src);
+    }
+    sources
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(500))]
+
+    #[test]
+    fn jobs_made_disjoint_write_each_byte_once_from_a_source_that_was_named(
+        ranges in prop::collection::vec((0u64..200, 1u64..40), 1..40),
+    ) {
+        // Sources follow each other, as in a stage.
+        let mut end = SOURCES;
+        let mut jobs = Vec::new();
+        for (at, len) in ranges {
+            jobs.push(Job { src: end, dst: TARGETS + at, len });
+            end += len;
+        }
+        let named = sources_of(&jobs);
+        make_disjoint(&mut jobs);
+        let left = sources_of(&jobs);
+        prop_assert!(left.keys().eq(named.keys()), "no byte is left out, and none is added");
+        for (dst, sources) in &left {
+            prop_assert!(sources.len() == 1 && named[dst].contains(&sources[0]), "{dst}");
+        }
+        for (_, calibration) in calibrations() {
+            let planned = plan(&jobs, Direction::In, &calibration, &ALL);
+            prop_assert!(planned.is_ok(), "{planned:?}");
+        }
+    }
 }
 
 #[test]
