@@ -438,6 +438,10 @@ mod tests {
         }
     }
 
+    fn refused<T>() -> Result<T, String> {
+        Err("no".to_owned())
+    }
+
     #[test]
     fn what_a_device_refuses_is_a_note_with_what_to_do_about_it() {
         let device = |tried| CudaDevice {
@@ -449,7 +453,6 @@ mod tests {
         };
         let busy = worked(0, &device(Some(Err("CUDA_ERROR_OUT_OF_MEMORY".into()))));
         assert!(busy.len() == 1 && busy[0].mark == Mark::Note && busy[0].fix.is_some());
-        let refused = || Err("no".to_owned());
         let tried = CudaTried {
             kernel: refused(),
             pinned_per_second: refused(),
