@@ -102,9 +102,24 @@ class Pair:
 
 
 class Suite:
+    title = "core"
+
     def __init__(self, model: str) -> None:
         self.model = model
         self.prompts = Prompts(11)
+
+    def has(self, name: str) -> bool:
+        """Whether a check is one of this suite."""
+        return True
+
+    def more(self) -> Iterator[tuple[str, Callable[[Note], None]]]:
+        """Checks of this suite only."""
+        yield from ()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """What is looked at beside each check."""
+        yield
 
     @contextmanager
     def pair(
@@ -518,18 +533,18 @@ def _say_that_the_weights_are_the_same(engine: Engine) -> None:
     engine.core.set_weight_version("default")
 
 
-def main(model: str, lines: Path, only: str = "") -> int:
+def main(model: str, lines: Path, only: str = "", *, of_suite: type[Suite] = Suite) -> int:
     """`only`: of the checks' names."""
     report = Report()
-    suite = Suite(model)
+    suite = of_suite(model)
     second = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
     # That runner needs Triton for its kernels, the scheduler for it does not.
     vllm.config.vllm.HAS_TRITON = second
 
     def check(name: str, of: Callable[[Note], None]) -> None:
-        if only not in name:
+        if only not in name or not suite.has(name):
             return
-        with report.check(f"core{' V2' if second else ''}: {name}") as note:
+        with report.check(f"{suite.title}{' V2' if second else ''}: {name}") as note, suite.watched():
             of(note)
 
     for name, of in (*offload.checks(suite), *parallelism.checks(suite), *objects.checks(suite)):
@@ -562,6 +577,8 @@ def main(model: str, lines: Path, only: str = "") -> int:
         # The second runner tells its connector nothing then, and the engine ends.
         for layers in (0, 1):
             check(f"a forward pass raises after {layers} layers", partial(raising, suite, layers))
+    for name, of in suite.more():
+        check(name, of)
     check("TP 2 to TP 1", partial(ranks, suite, 2, 1))
     check("TP 1 to TP 2", partial(ranks, suite, 1, 2))
     for sizes in ((4, 2), (2, 4), (4, 1), (1, 4)):
