@@ -424,6 +424,11 @@ def test_what_is_read_of_blocks_while_they_are_overwritten_is_not_used(
         # The kernel is done before the copies that were launched before it.
         prefill.stream.synchronize()
         driver.hold(0)
+        # The second runner's connector has not heard of it yet.
+        until = time.monotonic() + 0.1
+        while time.monotonic() < until:
+            decoder.step()
+        assert "d" not in decoder.received - decoder.failed, "decode took what is overwritten"
 
     preempt(prefill, "p", [1, 2, 8], overwritten)
     held = resume(prefill, lost, 30, [5, 6, 7])
