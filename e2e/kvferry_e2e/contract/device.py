@@ -68,6 +68,8 @@ class Driver:
         self.call("cuInit", c_uint(0))
         count = c_int()
         self.call("cuDeviceGetCount", byref(count))
+        # Those of all engines so far, on which kvferry launches nothing.
+        self.streams: set[int] = set()
         self.contexts: list[c_void_p] = []
         for device in range(count.value):
             self.contexts.append(c_void_p())
@@ -183,6 +185,7 @@ class DeviceCaches(Caches):
         with self._driver.on(self._gpu):
             self._driver.call("cuStreamCreate", byref(handle), c_uint(1))
         self._stream = Stream(self._gpu, handle.value or 0)
+        self._driver.streams.add(self._stream.cuda_stream)
         super().__init__(*parts)
 
     def _allocate(self, kv_cache_config: Any, layout: KVCacheLayout) -> dict[str, Any]:

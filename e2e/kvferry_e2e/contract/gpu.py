@@ -24,12 +24,18 @@ from kvferry_e2e.report import Note, Report, ensure
 
 # KV of these is in memory of the host.
 _HOSTS = ("offload ", "identity ")
+# Here prefill takes blocks from requests that may be read. Neither of vLLM's runners waits for the copies.
+_TAKES = ("prefill is preempted", "caches are reset", "soak")
 
 
 class Suite(cases.Suite):
     title = "core on GPUs"
 
+    # Of the check that runs.
+    _name = ""
+
     def has(self, name: str) -> bool:
+        self._name = name
         return not name.startswith(_HOSTS)
 
     def more(self) -> Iterator[tuple[str, Callable[[Note], None]]]:
@@ -44,6 +50,8 @@ class Suite(cases.Suite):
         driver().take_findings()
         yield
         found = driver().take_findings()
+        if self._name.startswith(_TAKES):
+            found = [it for it in found if not _reads_what_was_taken(it)]
         ensure(not found, f"{len(found)} findings of the driver, the first one: {found[:1]}")
 
     @contextmanager
@@ -52,6 +60,18 @@ class Suite(cases.Suite):
     ) -> Iterator[cases.Pair]:
         with super().pair(prefill={"gpu": 0, **(prefill or {})}, decode={"gpu": 1, **(decode or {})}, **both) as pair:
             yield pair
+
+
+def _reads_what_was_taken(finding: str) -> bool:
+    """Whether kvferry reads what an engine writes later: blocks that another request has by then. Nothing that was read
+    is used, or the check finds wrong KV. Without prefill's edge the engine writes first; without decode's, kvferry does
+    not read.
+    """
+    both = re.findall(r"of stream 0x([0-9a-f]+) (reads|writes)", finding)
+    if [verb for _, verb in both] != ["reads", "writes"]:
+        return False
+    reader, writer = (int(stream, 16) in driver().streams for stream, _ in both)
+    return writer and not reader
 
 
 def on_gpus(suite: Suite, asynchronous: bool, note: Note) -> None:
