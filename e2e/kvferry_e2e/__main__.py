@@ -538,12 +538,12 @@ def nixl_phases(run: Run) -> None:
 PARTS: dict[str, Callable[[Run], None]] = {
     "core": contract_phase,
     "core-v2": lambda run: contract_of(run, "1"),
-    "core-gpu": device_contract_phase,
     "routers": router_phases,
     "survival": survival_phases,
     "models": model_phases,
     "offload": offload_phases,
     "weights": weights_phases,
+    "core-gpu": device_contract_phase,
     "soak": soak_phases,
     "sglang": sglang_phases,
 }

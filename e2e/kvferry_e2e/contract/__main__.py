@@ -569,6 +569,8 @@ def main(model: str, lines: Path, only: str = "", *, of_suite: type[Suite] = Sui
         check(f"caches are reset{how}", partial(reset_while_running, suite, asynchronous))
         check(f"made-up parameters{how}", partial(made_up, suite, asynchronous))
         check(f"prefill ends{how}", partial(prefill_ends, suite, asynchronous))
+    for name, of in suite.more():
+        check(name, of)
     check("not cached while it loads", partial(not_cached_while_loading, suite))
     check("unknown handoffs", partial(unknown, suite))
     check("the first token stops", partial(first_token_stops, suite))
@@ -577,8 +579,6 @@ def main(model: str, lines: Path, only: str = "", *, of_suite: type[Suite] = Sui
         # The second runner tells its connector nothing then, and the engine ends.
         for layers in (0, 1):
             check(f"a forward pass raises after {layers} layers", partial(raising, suite, layers))
-    for name, of in suite.more():
-        check(name, of)
     check("TP 2 to TP 1", partial(ranks, suite, 2, 1))
     check("TP 1 to TP 2", partial(ranks, suite, 1, 2))
     for sizes in ((4, 2), (2, 4), (4, 1), (1, 4)):
