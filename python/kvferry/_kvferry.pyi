@@ -106,7 +106,7 @@ class _CupyStream(Protocol):
 # waited. An integer is the handle of a stream.
 _Order: TypeAlias = _TorchStream | _TorchEvent | _Stream | _CupyStream | int | Literal["host"]
 _After: TypeAlias = _Order | list[_Order] | tuple[_Order, ...]
-# "cuda", "cuda:1", "cpu", a torch.device, or the number of a GPU in this process.
+# "cuda", "cuda:1", "cpu", a torch.device, the number of a GPU in this process, its UUID or its address on the PCI bus.
 _Device: TypeAlias = str | int | object
 # Integers of 64 bits without a sign.
 _Sequence: TypeAlias = Sequence[SupportsIndex] | _Array

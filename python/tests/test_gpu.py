@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import kvferry
 import pytest
@@ -250,6 +251,57 @@ def test_what_is_no_gpu_memory_is_refused(driver: Driver, agent: kvferry.Agent) 
         agent.register((array.address, 16), device="tpu")
     with pytest.raises(ValueError, match="not on that device"):
         agent.register(host, device="cuda")
+
+
+def names(driver: Driver, device: int) -> tuple[str, str]:
+    """The UUID and the PCI address of a GPU, as the driver has them."""
+    uuid, address = (ctypes.c_ubyte * 16)(), ctypes.create_string_buffer(32)
+    driver.call("cuDeviceGetUuid_v2", ctypes.byref(uuid), ctypes.c_int(device))
+    driver.call("cuDeviceGetPCIBusId", address, ctypes.c_int(len(address)), ctypes.c_int(device))
+    return f"GPU-{UUID(bytes=bytes(uuid))}", address.value.decode()
+
+
+def test_a_gpu_is_named_by_its_uuid_or_its_pci_address(driver: Driver, agent: kvferry.Agent) -> None:
+    arrays = [Array(driver, NBYTES, device=device) for device in (0, 1)]
+    for array, other in zip(arrays, reversed(arrays), strict=True):
+        for name in names(driver, array.device):
+            for device in (name, name.upper(), f"cuda:{name}"):
+                for buffer in (array, (array.address, NBYTES), Exported(array, (NBYTES // 2,), (1,))):
+                    agent.unregister(agent.register(buffer, device=device))
+                (region,) = agent.register_batch([(array.address, NBYTES)], device=device)
+                agent.unregister(region)
+            with pytest.raises(kvferry.InvalidArgumentError, match=f"not of GPU {array.device}"):
+                agent.register(other, device=name)
+    seen = ", ".join(f"{device} ({', '.join(names(driver, device))})" for device in (0, 1))
+    for unknown in ("GPU-07070707-0707-0707-0707-070707070707", "0000:77:00.0", "cuda:77"):
+        with pytest.raises(kvferry.InvalidArgumentError) as caught:
+            agent.register(arrays[0], device=unknown)
+        text = str(caught.value)
+        assert f"no CUDA device {unknown.removeprefix('cuda:')} in this process" in text
+        assert f"which sees {seen};" in text
+    for malformed in ("GPU-0707", "0000:77", "cuda:", "cuda:GPU-", "cuda:-1"):
+        with pytest.raises(ValueError, match="device must be"):
+            agent.register(arrays[0], device=malformed)
+    assert agent.regions() == []
+
+
+VISIBLE = """
+    import kvferry
+    from fake_gpu import Array, Driver
+
+    array = Array(Driver(), 4096, device={ordinal})
+    with kvferry.Agent("named") as agent:
+        agent.register(array, device="{uuid}")
+        print("done")
+"""
+
+
+@pytest.mark.parametrize(("visible", "ordinal"), [("0,1", 1), ("1,0", 0), ("1", 0)])
+def test_a_uuid_means_the_same_gpu_whichever_gpus_a_process_sees(driver: Driver, visible: str, ordinal: int) -> None:
+    uuid, _ = names(driver, 1)
+    env = {"PYTHONPATH": str(Path(__file__).parent), "KVFERRY_LIBCUDA": str(LIBRARY), "CUDA_VISIBLE_DEVICES": visible}
+    ended = run_python(VISIBLE.format(uuid=uuid, ordinal=ordinal), env=env)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
 
 
 def test_gpu_memory_without_its_device_is_no_host_memory(driver: Driver, agent: kvferry.Agent) -> None:

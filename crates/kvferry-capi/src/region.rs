@@ -190,6 +190,45 @@ pub unsafe extern "C" fn kvferry_region_register_cuda(
     })
 }
 
+/// Registers memory of a GPU as `kvferry_region_register_cuda` does. `device` names the GPU that owns it: by its UUID,
+/// such as `GPU-8c1b1a5e-…` of `nvidia-smi -L`, by its address on the PCI bus, such as `0000:1b:00.0`, or by its number
+/// in this process. UUID and address are the same in all processes, whatever `CUDA_VISIBLE_DEVICES` is.
+///
+/// `KVFERRY_INVALID_ARGUMENT`: also if no GPU that this process sees has the name; the error's text lists those that it
+/// sees.
+///
+/// Any thread. After a fork: `KVFERRY_FORKED`.
+///
+/// # Safety
+/// `device` is text; `name` is null or text; `error` is null or a structure whose field `size` is right.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvferry_region_register_cuda_device(
+    agent: *const kvferry_agent,
+    address: u64,
+    len: usize,
+    device: *const c_char,
+    access: u32,
+    name: *const c_char,
+    region: *mut *mut kvferry_region,
+    error: *mut kvferry_error,
+) -> c_int {
+    guard::run(error, || {
+        let access = access_of(access)?;
+        // SAFETY: the caller's promise.
+        let device = unsafe { guard::text(device, "the GPU's name") }?;
+        let register = |agent: &Agent| {
+            let memory = device
+                .parse::<kvferry_cuda::DeviceName>()
+                .map_err(kvferry_cuda::Error::Driver)
+                .and_then(|name| kvferry_cuda::memory_on(address, len as u64, name))
+                .map_err(|error| Failure::invalid(error.to_string()))?;
+            Ok(agent.register_device(memory.with_process_addresses(), access)?)
+        };
+        // SAFETY: the caller's promise.
+        unsafe { make(agent, name, region, register) }
+    })
+}
+
 /// Allocates `len` zeroed bytes and registers them; `kvferry_region_unregister` frees them. From 1 MiB
 /// on, agents of the same user on this host map the memory, which is the fastest way to copy.
 ///

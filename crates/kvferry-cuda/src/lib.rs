@@ -39,6 +39,7 @@ pub use edge::Edge;
 pub use error::Error;
 pub use gpu::{Counters, Gpu};
 pub use job::{Direction, Job, Unit};
-pub use memory::memory;
+pub use kvferry_sys::cuda::{DeviceName, DeviceUuid, PciAddress};
+pub use memory::{memory, memory_on};
 pub use order::{Order, after, devices, edges, order};
 pub use plan::{Plan, PlanError, Planner, Step, plan};

@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn a_location_names_a_gpu_by_cuda_and_a_number() {
-        for location in ["cuda", "cuda:0", "cuda:11"] {
+        for location in ["cuda", "cuda:0", "cuda:11", "cuda:GPU-1b", "cuda:0000:1b:00.0"] {
             assert!(names_gpu(location), "{location}");
         }
         for location in ["", "*", "cpu:0", "cudax:0", "0:cuda"] {

@@ -84,7 +84,10 @@ fn register_span(
             let (address, len) = (span.addr as u64, span.len as u64);
             // Detached: the first call loads the driver, which takes up to seconds.
             let memory = py
-                .detach(|| kvferry_cuda::memory(address, len, device))
+                .detach(|| match device {
+                    Some(name) => kvferry_cuda::memory_on(address, len, name),
+                    None => kvferry_cuda::memory(address, len, None),
+                })
                 .map_err(|e| error::invalid(py, &e.to_string()))?;
             agent.register_device(memory, access)
         }
@@ -236,8 +239,8 @@ impl Agent {
     /// its `name`, if it has one.
     ///
     /// Memory of a GPU is that of a torch tensor on CUDA, of an object with `__cuda_array_interface__` or
-    /// `__dlpack__`, or a pair with `device` "cuda", "cuda:1" or a number. Transfers of it name in `after`
-    /// what they come after.
+    /// `__dlpack__`, or a pair with `device` "cuda", "cuda:1", a number, a UUID ("GPU-…") or an address on
+    /// the PCI bus ("0000:1b:00.0"). Transfers of it name in `after` what they come after.
     #[pyo3(signature = (buffer, access = "rw", *, name = None, device = None))]
     fn register(
         &self,

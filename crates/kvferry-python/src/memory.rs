@@ -3,6 +3,7 @@
 use crate::error;
 use crate::shared::Shared;
 use kvferry::Access;
+use kvferry_cuda::DeviceName;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -261,29 +262,27 @@ pub(crate) struct Span {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     Host,
-    /// A GPU: the one of this number in this process, or the one that the driver says.
-    Gpu(Option<i32>),
+    /// A GPU: the one of this name, or the one that the driver says.
+    Gpu(Option<DeviceName>),
 }
 
 impl Place {
-    /// A number, "cuda", "cuda:1" or "cpu"; None for the host.
+    /// A number, "cuda", "cuda:1", a UUID, a PCI address or "cpu"; None for the host.
     pub(crate) fn of(device: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
         let Some(device) = device else { return Ok(Self::Host) };
         if let Ok(number) = device.extract::<i32>() {
-            return Ok(Self::Gpu(Some(number)));
+            return Ok(Self::Gpu(Some(DeviceName::Ordinal(number))));
         }
         // torch.device, too.
         let text = device.str()?.to_string();
-        let (kind, number) = match text.split_once(':') {
-            Some((kind, number)) => (kind, Some(number)),
-            None => (text.as_str(), None),
-        };
-        let number = number.map(str::parse::<i32>).transpose();
-        match (kind, number) {
-            ("cuda", Ok(number)) => Ok(Self::Gpu(number)),
-            ("cpu", Ok(_)) => Ok(Self::Host),
-            _ => Err(PyValueError::new_err(format!(
-                "device must be \"cpu\", \"cuda\" or \"cuda:N\", not {text:?}"
+        let host = text.strip_prefix("cpu:").map_or(text == "cpu", |it| it.parse::<i32>().is_ok());
+        match text.parse::<DeviceName>() {
+            _ if host => Ok(Self::Host),
+            _ if text == "cuda" => Ok(Self::Gpu(None)),
+            Ok(name) => Ok(Self::Gpu(Some(name))),
+            Err(_) => Err(PyValueError::new_err(format!(
+                "device must be \"cpu\", \"cuda\", \"cuda:N\", a UUID (\"GPU-…\") or an address on the PCI bus \
+                 (\"0000:1b:00.0\"), not {text:?}"
             ))),
         }
     }
@@ -304,7 +303,9 @@ impl Span {
             // The object does not say which: the driver does.
             (Some(..0), Place::Gpu(_)) => place,
             (Some(..0), Place::Host) => Place::Gpu(None),
-            (Some(number), _) => Place::Gpu(Some(number)),
+            // The driver tells whether the GPU of that name has the object's number.
+            (Some(_), Place::Gpu(Some(DeviceName::Uuid(_) | DeviceName::Pci(_)))) => place,
+            (Some(number), _) => Place::Gpu(Some(DeviceName::Ordinal(number))),
         };
         let fits =
             place == Place::Host || place == own || (place == Place::Gpu(None) && gpu.is_some());

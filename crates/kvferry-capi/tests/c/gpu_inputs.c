@@ -106,6 +106,45 @@ static void ranges_are_refused(uint64_t memory) {
     CALL("cuMemFree_v2", (uint64_t), managed);
 }
 
+static int register_on(const char *device, uint64_t memory, kvferry_region **region) {
+    return kvferry_region_register_cuda_device(a, memory, SIZE, device, BOTH, NULL, region, &error);
+}
+
+static uint64_t memory_of_second_gpu(void) {
+    void *popped;
+    CALL("cuCtxPushCurrent_v2", (void *), context_of(1));
+    uint64_t memory = memory_of_gpu();
+    CALL("cuCtxPopCurrent_v2", (void **), &popped);
+    return memory;
+}
+
+/* The names of the fake driver's two GPUs. */
+static void a_gpu_is_named_by_uuid_address_or_number(uint64_t memory) {
+    const char *names[2][3] = {
+        {"GPU-6b766665-7272-792d-6661-6b6563756400", "0000:10:00.0", "0"},
+        {"GPU-6b766665-7272-792d-6661-6b6563756401", "0000:11:00.0", "1"},
+    };
+    const char *unknown[] = {"GPU-07070707-0707-0707-0707-070707070707", "0000:77:00.0", "7"};
+    uint64_t memories[2] = {memory, memory_of_second_gpu()};
+    kvferry_region *region;
+    for (size_t gpu = 0; gpu < 2; gpu++) {
+        for (size_t i = 0; i < 3; i++) {
+            CHECK(register_on(names[gpu][i], memories[gpu], &region) == 0);
+            CHECK(kvferry_region_unregister(region, &error) == 0);
+            CHECK(register_on(names[gpu][i], memories[1 - gpu], &region) == KVFERRY_INVALID_ARGUMENT);
+            has(names[gpu][i], gpu == 0 ? "not of GPU 0" : "not of GPU 1");
+            CHECK(register_on(unknown[i], memories[gpu], &region) == KVFERRY_INVALID_ARGUMENT);
+            has(unknown[i], "no CUDA device");
+            has(unknown[i], names[0][0]);
+            has(unknown[i], names[1][1]);
+        }
+    }
+    CHECK(register_on("GPU-", memory, &region) == KVFERRY_INVALID_ARGUMENT);
+    has("no name", "names no CUDA device");
+    CHECK(register_on(NULL, memory, &region) == KVFERRY_INVALID_ARGUMENT);
+    has("NULL", "the GPU's name is NULL");
+}
+
 static void order(kvferry_transfer_options *options, const kvferry_after *after) {
     memset(options, 0, sizeof *options);
     options->size = sizeof *options;
@@ -220,6 +259,7 @@ int main(int argc, char **argv) {
     CALL("cuCtxPushCurrent_v2", (void *), context_of(0));
     uint64_t memory = memory_of_gpu();
     ranges_are_refused(memory);
+    a_gpu_is_named_by_uuid_address_or_number(memory);
 
     kvferry_region *gpu, *target;
     kvferry_remote remote;

@@ -3,6 +3,7 @@
 use super::abi::*;
 use super::error::{Error, Result};
 use super::load::{Driver, call};
+use super::name::DeviceName;
 use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
 
@@ -107,7 +108,7 @@ impl Driver {
     /// If there is none, or in a forked child.
     pub fn device(&'static self, ordinal: i32) -> Result<Device> {
         if !(0..self.device_count()?).contains(&ordinal) {
-            return Err(Error::NoSuchDevice(ordinal.to_string()));
+            return Err(self.no_such_device(&DeviceName::Ordinal(ordinal)));
         }
         let mut handle = 0;
         // SAFETY: the driver writes one integer.
@@ -121,19 +122,6 @@ impl Driver {
     /// If the driver refuses, or in a forked child.
     pub fn devices(&'static self) -> Result<Vec<Device>> {
         (0..self.device_count()?).map(|ordinal| self.device(ordinal)).collect()
-    }
-
-    /// The device of that UUID.
-    ///
-    /// # Errors
-    /// If this process sees none, or in a forked child.
-    pub fn device_by_uuid(&'static self, uuid: DeviceUuid) -> Result<Device> {
-        for device in self.devices()? {
-            if device.uuid()? == uuid {
-                return Ok(device);
-            }
-        }
-        Err(Error::NoSuchDevice(uuid.to_string()))
     }
 }
 

@@ -191,8 +191,15 @@ pub enum Error {
         /// Bytes of the range.
         len: u64,
     },
-    /// No device of this process has that UUID or number.
-    NoSuchDevice(String),
+    /// No device that this process sees has that name.
+    NoSuchDevice {
+        /// The number, UUID or address that was named.
+        name: String,
+        /// The devices that the process sees: number, UUID and address of each.
+        seen: Vec<String>,
+    },
+    /// The text names no device: it is neither a number nor a UUID nor an address.
+    BadDeviceName(String),
     /// The text is not what the driver takes: it has a zero byte.
     BadText,
 }
@@ -271,9 +278,16 @@ impl fmt::Display for Error {
                 "{len} bytes at {address:#x} are not a range that can be used here; name bytes of one \
                  allocation"
             ),
-            Self::NoSuchDevice(which) => {
-                write!(f, "no CUDA device {which} in this process; check CUDA_VISIBLE_DEVICES")
-            }
+            Self::NoSuchDevice { name, seen } => write!(
+                f,
+                "no CUDA device {name} in this process, which sees {}; check CUDA_VISIBLE_DEVICES",
+                if seen.is_empty() { "none".to_owned() } else { seen.join(", ") }
+            ),
+            Self::BadDeviceName(text) => write!(
+                f,
+                "{text:?} names no CUDA device; name one by its number, its UUID (GPU-…) or its address on the \
+                 PCI bus (0000:1b:00.0)"
+            ),
             Self::BadText => write!(f, "the text has a zero byte"),
         }
     }

@@ -19,6 +19,7 @@ mod host_memory;
 mod ipc;
 mod kernel;
 mod load;
+mod name;
 mod pointer;
 mod stream;
 mod table;
@@ -34,6 +35,7 @@ pub use host_memory::HostRegistration;
 pub use ipc::{IpcHandle, IpcMapping, allocation_at};
 pub use kernel::{Function, Grid, LoadError, Module, launch};
 pub use load::Driver;
+pub use name::{DeviceName, PciAddress};
 pub use pointer::{MemoryKind, PointerInfo, classify};
 pub use stream::{Event, RawEvent, RawStream, Stream};
 pub use vmm::{

@@ -301,9 +301,16 @@ fn a_device_is_described() {
         assert_eq!(info.rdma_writes_ordering, WritesOrdering::Owner);
         assert!(info.dma_buf && info.host_register && info.vmm && info.vmm_export_fd);
         assert!(!info.vmm_export_fabric, "the driver does not know the attribute");
-        assert_eq!(driver().device_by_uuid(info.uuid), Ok(devices[1]));
-        let unknown = driver().device_by_uuid(DeviceUuid([7; 16])).expect_err("there is none");
-        assert!(unknown.to_string().contains("GPU-07070707"), "{unknown}");
+        let named = |name: &str| driver().device_named(name.parse().expect("a name"));
+        for name in ["1", "GPU-a1a1a1a1-a1a1-a1a1-a1a1-a1a1a1a1a1a1", "0000:1c:00.0"] {
+            assert_eq!(named(name), Ok(devices[1]), "{name}");
+        }
+        for name in ["2", "GPU-07070707-0707-0707-0707-070707070707", "0000:1d:00.0"] {
+            let unknown = named(name).expect_err("there is none").to_string();
+            assert!(unknown.contains(&format!("no CUDA device {name} in")), "{unknown}");
+            let seen = "1 (GPU-a1a1a1a1-a1a1-a1a1-a1a1-a1a1a1a1a1a1, 0000:1c:00.0)";
+            assert!(unknown.contains(seen) && unknown.contains("sees 0 ("), "{unknown}");
+        }
         assert!(driver().device(2).is_err() && driver().device(-1).is_err());
         assert_eq!(devices[0].has_primary_context(), Ok(true));
         assert_eq!(devices[1].has_primary_context(), Ok(false));
