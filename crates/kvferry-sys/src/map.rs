@@ -114,6 +114,22 @@ impl Mapping {
         if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
+    /// Gives the pages of a part of the mapping back to the system. Its bytes are zero afterwards.
+    ///
+    /// # Errors
+    /// The kernel's, as for memory that is locked: the pages then stay as they are.
+    ///
+    /// # Panics
+    /// If the part is not inside the mapping.
+    pub fn give_back(&self, offset: usize, len: usize) -> io::Result<()> {
+        let part = self.span(offset, len);
+        // SAFETY: the part is inside the mapping, to whose bytes no reference exists. The kernel refuses what is not whole
+        // pages.
+        let given =
+            unsafe { rustix::mm::madvise(part.as_ptr().cast(), len, Advice::LinuxDontNeed) };
+        Ok(given?)
+    }
+
     /// Start address of the mapping.
     pub fn as_ptr(&self) -> *mut u8 {
         self.base.as_ptr()
@@ -217,6 +233,23 @@ mod tests {
         let policy = maps.lines().find(|line| line.starts_with(&begin)).expect("the mapping");
         assert!(policy.contains(" prefer:0 "), "{policy}");
         assert!(policy.contains("N0="), "{policy}");
+    }
+
+    #[test]
+    fn pages_that_were_given_back_are_zero_and_taken_anew() {
+        let (page, len) = (rustix::param::page_size(), 16 * rustix::param::page_size());
+        let mapping = Mapping::kept_from_children(len).expect("memory");
+        mapping.span(0, len).copy_from(&vec![7; len]);
+        assert_eq!(taken(&mapping), len);
+        mapping.give_back(page, 8 * page).expect("whole pages");
+        assert_eq!(taken(&mapping), len - 8 * page);
+        let mut bytes = vec![1; len];
+        mapping.span(0, len).copy_to(&mut bytes);
+        let given = page..9 * page;
+        assert!(
+            bytes.iter().enumerate().all(|(at, byte)| *byte == 7 * u8::from(!given.contains(&at)))
+        );
+        mapping.give_back(1, page).expect_err("no whole pages");
     }
 
     #[test]

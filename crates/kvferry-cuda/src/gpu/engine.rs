@@ -55,7 +55,7 @@ pub(super) struct Engine {
 impl Engine {
     /// Serves the GPU until its last memory is gone.
     pub(super) fn run(shared: &Arc<Shared>) {
-        let mut pins = Pins::new(shared, Settings::get().pin_ahead);
+        let mut pins = Pins::new(shared, Settings::get());
         match catch_unwind(AssertUnwindSafe(|| pins.pin_until_work(shared))) {
             Ok(true) => {}
             Ok(false) => return,
@@ -126,8 +126,10 @@ impl Engine {
             [&mut self.out, &mut self.into].into_iter().for_each(|it| it.fail_queue(&shared));
             if has_ended {
                 self.pace.begin_anew(Instant::now());
+                self.pins.note_use();
             }
             self.pin_ahead();
+            self.unpin_idle();
             self.calibrate();
             // Comes last, because transfers wait for the steps above.
             shared.ended.clear();
@@ -140,6 +142,14 @@ impl Engine {
         let is_idle = self.out.is_idle() && self.into.is_idle() && self.waits.is_empty();
         if is_idle && self.pins.is_due() {
             self.pins.pin_next(&self.shared);
+        }
+    }
+
+    /// Unpins a stage if nothing was copied for long, and nothing is copied or waited for.
+    fn unpin_idle(&mut self) {
+        let is_idle = self.out.is_idle() && self.into.is_idle() && self.waits.is_empty();
+        if is_idle && !self.calibrator.is_ending() {
+            self.pins.unpin_idle(&self.shared);
         }
     }
 
@@ -195,7 +205,11 @@ impl Engine {
                 std::thread::yield_now();
                 return true;
             }
-            inbox = shared.changed.wait(inbox, (!is_idle).then_some(pause));
+            let limit = if is_idle { self.pins.until_unpinned() } else { Some(pause) };
+            if is_idle && limit.is_some_and(|limit| limit.is_zero()) {
+                return true;
+            }
+            inbox = shared.changed.wait(inbox, limit);
             if !is_idle {
                 break;
             }

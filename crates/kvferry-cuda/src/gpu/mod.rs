@@ -5,7 +5,8 @@
 //! ends, and the stages are unpinned, when the last memory of the GPU is dropped.
 //!
 //! Wake-up: [`kvferry::Device`]'s methods put work into an inbox and wake the thread; they never call the driver. Without
-//! work the thread pins a few stages, one by one, and then sleeps without a time limit. While the driver has work, the thread asks for events: without pause at
+//! work the thread pins a few stages, one by one, and then sleeps without a time limit, or once until the stages that copies
+//! have pinned beyond these are to be unpinned. While the driver has work, the thread asks for events: without pause at
 //! first, then at intervals that grow with the time that the work takes.
 //!
 //! Order: edges are waited for here, before a transfer takes a stage, never by a stream of copies. So no stream waits for
@@ -44,8 +45,8 @@ use std::sync::{Arc, OnceLock, Weak};
 
 /// Bytes of a stage: large enough for the bus's rate, small enough that a transfer's copies and its network overlap.
 pub const STAGE_BYTES: usize = 4 << 20;
-/// Stages of a GPU, at most, unless `KVFERRY_GPU_STAGES` says otherwise. Only those that were used, and a few more, are
-/// pinned. 256 MiB.
+/// Stages of a GPU, at most, unless `KVFERRY_GPU_STAGES` says otherwise. Only those that were used lately, and a few more,
+/// are pinned. 256 MiB.
 pub const STAGES: usize = 64;
 /// Pieces of one batch, at most: a stage of blocks of 1 KiB.
 pub const PIECES_MAX: usize = 4096;
@@ -420,5 +421,9 @@ counters! {
 impl Counts {
     fn add(count: &AtomicU64, n: u64) {
         count.fetch_add(n, Relaxed);
+    }
+
+    fn subtract(count: &AtomicU64, n: u64) {
+        count.fetch_sub(n, Relaxed);
     }
 }

@@ -1,12 +1,15 @@
 //! Pins stages: the first ones while nothing is copied, since the driver may let a call that pins memory wait for a kernel
-//! that is held; the others when they are used first.
+//! that is held; the others when they are used first. The others are unpinned, one by one, once nothing was copied for a
+//! while, and pinned again when they are used again.
 
 #![allow(unsafe_code, reason = "the driver pins memory of the stage pool")]
 
+use super::settings::Settings;
 use super::{Counts, STAGE_BYTES, Shared};
 use kvferry::DeviceCopy;
 use kvferry_sys::HostSpan;
 use kvferry_sys::cuda::HostRegistration;
+use std::time::{Duration, Instant};
 
 /// Codes of the driver: `CUDA_ERROR_OUT_OF_MEMORY` and `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`.
 const OUT_OF_MEMORY: i32 = 2;
@@ -21,6 +24,14 @@ pub(super) struct Pins {
     next: usize,
     /// The end of the stages that are pinned ahead.
     ahead: usize,
+    /// Stages behind those that are pinned.
+    beyond: usize,
+    /// Time without a copy after which they are unpinned. `None`: never.
+    unpin_after: Option<Duration>,
+    /// Time at which they are unpinned. `None`: none is to be before the next copy.
+    idle_at: Option<Instant>,
+    /// The first stage that may then have to be unpinned.
+    unpin_from: usize,
 }
 
 #[derive(Debug, Default)]
@@ -44,11 +55,19 @@ pub(super) enum Pinned {
 }
 
 impl Pins {
-    /// No stage is pinned yet, and `ahead` of them will be before they are used.
-    pub(super) fn new(shared: &Shared, ahead: usize) -> Self {
+    /// No stage is pinned yet.
+    pub(super) fn new(shared: &Shared, settings: Settings) -> Self {
         let stages: Vec<Pin> = (0..shared.stages.stages()).map(|_| Pin::default()).collect();
-        let ahead = ahead.min(stages.len());
-        Self { stages, next: 0, ahead }
+        let ahead = settings.pin_ahead.min(stages.len());
+        Self {
+            stages,
+            next: 0,
+            ahead,
+            beyond: 0,
+            unpin_after: settings.unpin_after,
+            idle_at: None,
+            unpin_from: ahead,
+        }
     }
 
     /// True if a stage may have to be pinned ahead.
@@ -66,6 +85,37 @@ impl Pins {
                 self.next = at + 1;
             }
         }
+    }
+
+    /// Notes that copies use stages now.
+    pub(super) fn note_use(&mut self) {
+        let unpin_after = self.unpin_after.filter(|_| self.beyond > 0);
+        self.idle_at = unpin_after.and_then(|after| Instant::now().checked_add(after));
+        self.unpin_from = self.ahead;
+    }
+
+    /// Time until stages are unpinned if nothing is copied before; `None` if none will be.
+    pub(super) fn until_unpinned(&self) -> Option<Duration> {
+        self.idle_at.map(|at| at.saturating_duration_since(Instant::now()))
+    }
+
+    /// Unpins the next stage, if nothing was copied for long. One that a transfer has stays pinned until after the next copy.
+    pub(super) fn unpin_idle(&mut self, shared: &Shared) {
+        if !self.until_unpinned().is_some_and(|time| time.is_zero()) {
+            return;
+        }
+        while shared.lost().is_none() && self.unpin_from < self.stages.len() {
+            let at = self.unpin_from;
+            self.unpin_from += 1;
+            let pin = &mut self.stages[at];
+            let is_pinned = matches!(pin, Pin::Pinned { .. });
+            if is_pinned && shared.stages.give_up(at, || *pin = Pin::Unused) {
+                self.beyond -= 1;
+                Counts::subtract(&shared.counts.pinned_stages, 1);
+                return;
+            }
+        }
+        self.idle_at = None;
     }
 
     /// Pins stages ahead, and then waits, until work has come. False: the last memory is gone.
@@ -92,6 +142,10 @@ impl Pins {
         let index = (copy.as_ptr() as usize - begin) / STAGE_BYTES;
         if matches!(self.stages[index], Pin::Unused) {
             self.stages[index] = Self::register(shared, index);
+            if index >= self.ahead && matches!(self.stages[index], Pin::Pinned { .. }) {
+                self.beyond += 1;
+                self.note_use();
+            }
         }
         match self.stages[index] {
             Pin::Pinned { is_mapped: true, .. } => Pinned::Mapped,

@@ -9,11 +9,14 @@ use std::time::Duration;
 
 /// Stages that are pinned before they are used: 32 MiB, as many as a transfer with a file has.
 const PIN_AHEAD: usize = 8;
+/// Time without a copy after which the stages beyond those are unpinned.
+const UNPIN_AFTER: Duration = Duration::from_secs(60);
 /// The fewest and the most stages that a setting may name: 8 MiB to 4 GiB.
 const STAGES_ALLOWED: RangeInclusive<usize> = 2..=1024;
 
 /// How GPUs copy, for measurements and tests. A GPU takes its number of stages when its first range is registered, and
-/// the other settings when its thread starts to copy. The default is what tests begin with: it pins nothing ahead.
+/// the other settings when its thread starts to copy. The default is what tests begin with: it pins nothing ahead, and
+/// unpins nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Settings {
     /// `KVFERRY_GPU_METHOD`: `copy`, `batch`, `kernel` or `gather` makes all copies that it can, however long they take.
@@ -26,6 +29,8 @@ pub struct Settings {
     pub stages: Option<usize>,
     /// `KVFERRY_GPU_PIN_AHEAD`: stages that are pinned before they are used, while the GPU has nothing to copy.
     pub pin_ahead: usize,
+    /// `KVFERRY_GPU_UNPIN_AFTER`: time without a copy after which the other stages are unpinned. `None`, or `off`: never.
+    pub unpin_after: Option<Duration>,
     /// The longest time of all measurements together, and of each one. Each point is then measured once. Tests need
     /// this for a fake GPU, which takes longer than a real one.
     pub patience: Option<Duration>,
@@ -51,7 +56,8 @@ impl Settings {
     }
 
     fn of(variable: impl Fn(&str) -> Option<String>) -> Self {
-        let mut settings = Self { pin_ahead: PIN_AHEAD, ..Self::default() };
+        let (pin_ahead, unpin_after) = (PIN_AHEAD, Some(UNPIN_AFTER));
+        let mut settings = Self { pin_ahead, unpin_after, ..Self::default() };
         let mut read = |name, parse: fn(&mut Self, &str) -> Option<()>| {
             let value = variable(name).filter(|value| !value.is_empty());
             if let Some(value) = value.filter(|value| parse(&mut settings, value).is_none()) {
@@ -90,6 +96,13 @@ impl Settings {
             settings.pin_ahead = stages.filter(|stages| stages <= STAGES_ALLOWED.end())?;
             Some(())
         });
+        read("KVFERRY_GPU_UNPIN_AFTER", |settings, value| {
+            settings.unpin_after = match value {
+                "off" => None,
+                seconds => Some(Duration::from_secs(seconds.parse::<u32>().ok()?.into())),
+            };
+            Some(())
+        });
         settings
     }
 }
@@ -107,22 +120,25 @@ mod tests {
                 found.map(|(_, value)| value.to_owned())
             })
         };
-        let unset = Settings { pin_ahead: 8, ..Settings::default() };
+        let unpin_after = Some(Duration::from_secs(60));
+        let unset = Settings { pin_ahead: 8, unpin_after, ..Settings::default() };
         assert_eq!((of(""), unset.stages()), (unset, 64));
         let all = "KVFERRY_GPU_METHOD=gather KVFERRY_GPU_CALIBRATE=off KVFERRY_GPU_BLOCKS=12 \
-                   KVFERRY_GPU_STAGES=2 KVFERRY_GPU_PIN_AHEAD=0";
+                   KVFERRY_GPU_STAGES=2 KVFERRY_GPU_PIN_AHEAD=0 KVFERRY_GPU_UNPIN_AFTER=5";
         let wanted = Settings {
             method: Some(Method::Gather),
             is_uncalibrated: true,
             blocks_max: Some(12),
             stages: Some(2),
             pin_ahead: 0,
+            unpin_after: Some(Duration::from_secs(5)),
             patience: None,
         };
         assert_eq!((of(all), wanted.stages()), (wanted, 2));
         let bad = "KVFERRY_GPU_METHOD=Kernel KVFERRY_GPU_CALIBRATE=0 KVFERRY_GPU_BLOCKS=0 \
-                   KVFERRY_GPU_STAGES=1 KVFERRY_GPU_PIN_AHEAD=1025";
+                   KVFERRY_GPU_STAGES=1 KVFERRY_GPU_PIN_AHEAD=1025 KVFERRY_GPU_UNPIN_AFTER=-1";
         assert_eq!(of(bad), unset);
         assert_eq!(of("KVFERRY_GPU_STAGES=1025 KVFERRY_GPU_PIN_AHEAD=-1"), unset);
+        assert_eq!(of("KVFERRY_GPU_UNPIN_AFTER=off"), Settings { unpin_after: None, ..unset });
     }
 }

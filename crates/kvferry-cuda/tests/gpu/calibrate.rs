@@ -20,6 +20,7 @@ const PATIENT: Settings = Settings {
     blocks_max: None,
     stages: None,
     pin_ahead: 0,
+    unpin_after: None,
     patience: Some(PATIENCE),
 };
 

@@ -1,9 +1,11 @@
-//! Stages are pinned ahead while a GPU has nothing to copy, and there are as many as a setting allows.
+//! Stages are pinned ahead while a GPU has nothing to copy, and there are as many as a setting allows. Those beyond are
+//! unpinned once nothing was copied for a while.
 
 use crate::kit::*;
 use kvferry::TransportKind;
 use kvferry_cuda::Method;
 use kvferry_cuda::gpu::{STAGE_BYTES, Settings};
+use kvferry_fakecuda::control::DEVICE_TO_HOST;
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::{Watchdog, eventually};
 use std::time::Duration;
@@ -24,6 +26,19 @@ impl Drop for Given {
     fn drop(&mut self) {
         Settings::give(None);
     }
+}
+
+/// Times that the GPU's thread has gone to sleep. `None` while it can't be told.
+fn sleeps() -> Option<u64> {
+    let mut threads = std::fs::read_dir("/proc/self/task").expect("this is Linux");
+    let status = threads.find_map(|thread| {
+        let thread = thread.ok()?.path();
+        let name = std::fs::read_to_string(thread.join("comm")).ok()?;
+        let is_gpus = name.trim_end() == "kvferry-gpu";
+        is_gpus.then(|| std::fs::read_to_string(thread.join("status")).ok())?
+    })?;
+    let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))?;
+    line.trim().parse().ok()
 }
 
 /// Calls of the driver that have pinned memory.
@@ -112,4 +127,67 @@ fn a_stage_that_can_not_be_pinned_ahead_ends_the_pinning_and_no_transfer() {
     pair.to.read_at(0, &mut got).expect("inside");
     assert!(got == Pattern::new(1).bytes(len));
     rig.fake.clear_faults();
+}
+
+/// Time without a copy after which stages are unpinned here.
+const BRIEF: Duration = Duration::from_millis(50);
+/// Agents that write at the same time, each from four stages or more.
+const WRITERS: usize = 4;
+
+#[test]
+fn stages_beyond_those_pinned_ahead_are_unpinned_when_the_gpu_is_idle_and_pinned_when_used_again() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let given = Settings {
+        method: Some(Method::Batch),
+        pin_ahead: 8,
+        unpin_after: Some(BRIEF),
+        ..Settings::default()
+    };
+    Settings::give(Some(given));
+    let _given = Given;
+    let len = (64 << 20) / WRITERS;
+    let gpus: Vec<_> = (0..WRITERS).map(|_| rig.memory(0, len, 1)).collect();
+    let pairs: Vec<_> = gpus.iter().map(|gpu| Pair::new(TransportKind::TCP, gpu)).collect();
+    for seed in [2, 3] {
+        eventually("stages are pinned ahead", || counters().pinned_stages == 8);
+        let calls = pins(&rig);
+        gpus.iter().for_each(|gpu| rig.write(gpu, 0, &Pattern::new(seed).bytes(len)));
+        rig.fake.hold(DEVICE_TO_HOST);
+        let transfers: Vec<_> = pairs
+            .iter()
+            .map(|pair| {
+                let batch = whole(&pair.region, &pair.to, len);
+                (pair.peer.write_async(&batch, &options()), batch)
+            })
+            .collect();
+        eventually("copies are held in 16 stages", || counters().pinned_stages >= 16);
+        let used = counters().pinned_stages;
+        std::thread::sleep(10 * BRIEF);
+        assert!(counters().pinned_stages >= used, "a stage that a copy has was unpinned");
+        rig.release();
+        for (transfer, _) in &transfers {
+            ended(transfer).expect("written");
+        }
+        for pair in &pairs {
+            let mut got = vec![0; len];
+            pair.to.read_at(0, &mut got).expect("inside");
+            assert!(got == Pattern::new(seed).bytes(len), "seed {seed}");
+        }
+        assert!(pins(&rig) >= calls + 8, "stages were pinned anew");
+        drop(transfers);
+        let pinned = || rig.fake.counter("host_registered_bytes");
+        eventually("stages are unpinned", || pinned() == 8 * STAGE_BYTES as u64);
+        eventually("they are not counted", || counters().pinned_stages == 8);
+        assert_eq!((counters().unpinned_stages, rig.fake.counter("unpinned_in_use")), (0, 0));
+    }
+    // Nothing wakes the thread any more.
+    rig.becomes_idle(Duration::from_millis(500));
+    eventually("the thread sleeps", || {
+        let before = sleeps();
+        std::thread::sleep(10 * BRIEF);
+        before.is_some() && sleeps() == before
+    });
+    drop((pairs, gpus));
+    rig.ends_clean();
 }

@@ -71,11 +71,25 @@ enum Standing {
 impl State {
     /// Passes a free stage to the first user that waits. Returns the waker to call.
     fn pass(&mut self, stage: usize) -> Option<Wake> {
-        let first = self.waiting.pop_front();
-        let Some(user) = first.and_then(|user| self.users.get_mut(&user)) else {
+        let granted = self.grant(stage);
+        if granted.is_none() {
             self.free.push(stage);
-            return None;
-        };
+        }
+        granted
+    }
+
+    /// Passes a stage as [`State::pass`] does. If no user waits, the stage is used after all others that are free.
+    fn pass_last(&mut self, stage: usize) -> Option<Wake> {
+        let granted = self.grant(stage);
+        if granted.is_none() {
+            self.free.insert(0, stage);
+        }
+        granted
+    }
+
+    fn grant(&mut self, stage: usize) -> Option<Wake> {
+        let first = self.waiting.pop_front();
+        let user = first.and_then(|user| self.users.get_mut(&user))?;
         user.standing = Standing::Granted(stage);
         Some(Arc::clone(&user.wake))
     }
@@ -125,6 +139,25 @@ impl StagePool {
     /// pinned: a device may refuse a copy across two registrations.
     pub fn as_ptr(&self) -> *mut u8 {
         self.memory.as_ptr()
+    }
+
+    /// Gives a stage's memory back to the system, after `unpin`, if no copy and no transfer has the stage; else calls
+    /// nothing. No one gets the stage meanwhile. The stages that have memory are used before it.
+    ///
+    /// Returns whether the stage was free.
+    pub fn give_up(&self, stage: usize, unpin: impl FnOnce()) -> bool {
+        let mut state = self.state();
+        let Some(at) = state.free.iter().position(|free| *free == stage) else { return false };
+        state.free.remove(at);
+        drop(state);
+        unpin();
+        // Where the system refuses, the stage keeps its memory.
+        let _ = self.memory.give_back(stage * self.stage_bytes, self.stage_bytes);
+        let wake = self.state().pass_last(stage);
+        if let Some(wake) = wake {
+            wake();
+        }
+        true
     }
 
     /// Stages that no copy and no transfer has. For leak tests.
@@ -427,6 +460,37 @@ mod tests {
             let start = stage.span(0, stage.room()).as_ptr() as usize;
             assert_eq!(start % PAGE, lead, "{address}, {offset}");
         }
+    }
+
+    #[test]
+    fn a_stage_is_given_up_while_no_one_has_it_and_used_after_the_others() {
+        let pool = StagePool::new(PAGE, 3).expect("memory");
+        let (user, _) = user(&pool);
+        let stage = user.take(0).expect("free");
+        assert_eq!(stage.index, 0);
+        stage.span(0, 1).copy_from(&[7]);
+        assert!(!pool.give_up(0, || panic!("it is in use")));
+        let mut byte = [0];
+        stage.span(0, 1).copy_to(&mut byte);
+        assert_eq!(byte, [7], "its memory stays");
+        drop(stage);
+        let mut unpinned = 0;
+        assert!(pool.give_up(0, || unpinned += 1));
+        assert_eq!((unpinned, pool.free()), (1, 3));
+        let stages = [0, 1, 2].map(|has| user.take(has).expect("free"));
+        assert_eq!([0, 1, 2].map(|at: usize| stages[at].index), [1, 2, 0]);
+        stages[2].span(0, 1).copy_to(&mut byte);
+        assert_eq!(byte, [0], "its memory was given back");
+    }
+
+    #[test]
+    fn a_user_that_waits_meanwhile_is_granted_the_stage_that_was_given_up() {
+        let pool = StagePool::new(PAGE, 1).expect("memory");
+        let (user, woken) = user(&pool);
+        assert!(pool.give_up(0, || assert!(user.take(0).is_none(), "no one gets it meanwhile")));
+        assert_eq!(times(&woken), 1);
+        drop(user.take(0).expect("granted"));
+        assert_eq!(pool.free(), 1);
     }
 
     #[test]
