@@ -48,7 +48,7 @@ enum State {
     /// Nothing is measured, now or later. The memory of measurements stays as long as the thread: to free it, the driver
     /// waits for all work of the device, and a kernel may itself wait for a transfer.
     Over {
-        _kept: Option<Box<Run>>,
+        kept: Option<Box<Run>>,
     },
     /// Measurements begin after `batches` more batches of small pieces.
     Waits {
@@ -67,7 +67,7 @@ enum State {
 
 impl State {
     fn over() -> Self {
-        Self::Over { _kept: None }
+        Self::Over { kept: None }
     }
 }
 
@@ -153,6 +153,17 @@ impl Calibrator {
         matches!(self.state, State::Measures { .. })
     }
 
+    /// Bytes of the device's memory that measurements take.
+    pub(super) fn device_bytes(&self) -> usize {
+        let run = match &self.state {
+            State::Over { kept } => kept.as_deref(),
+            State::Waits { .. } => None,
+            State::Measures { run, .. } => run.as_deref(),
+            State::Ends { run } => Some(&**run),
+        };
+        run.map_or(0, |run| run.memory.device.len())
+    }
+
     /// True if the next point is the first.
     pub(super) fn begins(&self) -> bool {
         matches!(self.state, State::Measures { run: None, .. })
@@ -171,7 +182,7 @@ impl Calibrator {
             return;
         }
         match std::mem::replace(&mut self.state, State::over()) {
-            State::Ends { run } if ended.is_ok() => self.state = State::Over { _kept: Some(run) },
+            State::Ends { run } if ended.is_ok() => self.state = State::Over { kept: Some(run) },
             // The driver does not say whether they have.
             ends => std::mem::forget(ends),
         }
@@ -206,7 +217,7 @@ impl Calibrator {
         let fitted = Calibration::fit(key, &run.samples);
         let measured = fitted.inspect_err(|error| tracing::info!(device, %error, "no calibration"));
         let is_whole = samples >= run.points.len();
-        self.state = State::Over { _kept: Some(run) };
+        self.state = State::Over { kept: Some(run) };
         let mut measured = measured.ok().filter(|_| is_whole)?;
         // The kernel takes as long to scatter as to gather.
         measured.into.gather = measured.out.gather;

@@ -171,6 +171,13 @@ impl Engine {
             shared.calibration.lock().clone_from(&calibration);
             self.calibration = calibration;
         }
+        self.state_memory();
+    }
+
+    /// States how much of the GPU's memory is taken.
+    fn state_memory(&self) {
+        let bytes = self.kernels.staging_bytes() + self.calibrator.device_bytes();
+        self.shared.counts.staging_bytes.store(bytes as u64, Relaxed);
     }
 
     /// Fails what no driver has. The GPU is lost.
@@ -278,8 +285,7 @@ impl Engine {
     fn make_ready(&mut self, kernel: bool, inside: Option<Direction>) -> bool {
         match self.kernels.prepare(kernel, inside) {
             Ok(has_changed) => {
-                let bytes = self.kernels.staging_bytes() as u64;
-                self.shared.counts.staging_bytes.store(bytes, Relaxed);
+                self.state_memory();
                 has_changed
             }
             Err(refusal) => {

@@ -398,7 +398,7 @@ counters! {
     kernel_refused_memory,
     /// Those because there is no pinned host memory for the tables of jobs.
     kernel_refused_table,
-    /// Bytes of the GPU's memory that copies are gathered and scattered in.
+    /// Bytes of the GPU's memory that copies are gathered and scattered in, and that the measurements of copies take.
     staging_bytes,
     /// Stages that are pinned.
     pinned_stages,

@@ -69,6 +69,8 @@ fn a_gpu_is_measured_once_after_some_batches_of_small_pieces() {
     let Some(rig) = FakeRig::new(&[("delay_us", "0")]) else { return };
     Settings::give(Some(PATIENT));
     let writes = Writes::new(&rig, 40, 1024);
+    let allocated = || rig.fake.counter("allocated_bytes");
+    let before = allocated();
     writes.write(BATCHES - 1);
     std::thread::sleep(Duration::from_millis(20));
     assert_eq!(calibration(), Calibration::default(), "as is assumed of an unknown model");
@@ -82,6 +84,9 @@ fn a_gpu_is_measured_once_after_some_batches_of_small_pieces() {
     let has = |costs: &kvferry_cuda::Costs| Method::ALL.map(|method| costs.of(method).is_some());
     assert_eq!(has(&measured.out), [true; 4]);
     assert_eq!(has(&measured.into), [true; 4]);
+    let stated = counters().staging_bytes;
+    assert!(stated >= 2 * kvferry_cuda::samples::BYTES_MAX, "{stated}");
+    assert_eq!(allocated(), before + stated, "all memory that is taken is stated");
     assert_eq!(rig.fake.findings(), Vec::<String>::new());
     drop(writes);
     rig.ends_clean();
