@@ -316,9 +316,11 @@ pub enum GpuRows {
     Peers,
     /// A handoff beside a computation
     Exposed,
+    /// A computation beside copies that never pause
+    Beside,
     /// Processor time
     Cpu,
-    /// The first copy of a process, and pinned memory
+    /// The first copies of a process, measurements of copies, and pinned memory
     First,
     /// Copies to files and back
     File,

@@ -26,6 +26,7 @@ pub fn run(arguments: &[String]) -> Result<(), Failure> {
         ["agents", count] => transfers::sessions::run_agents(number(count)?),
         ["gpu-target", gpu, bytes] => gpu::target::run_child(device(gpu)?, number(bytes)?),
         ["gpu-first", gpu] => gpu::first::run_child(device(gpu)?),
+        ["gpu-pin", gpu] => gpu::stalls::run_child(device(gpu)?),
         ["producer"] => handoffs::producer::run(),
         ["prefill"] => handoffs::engines::run_prefill(),
         ["idle", "store", folder] => idle::run_store(Path::new(folder)),

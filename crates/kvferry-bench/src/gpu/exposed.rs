@@ -13,7 +13,8 @@ use crate::report::Row;
 use crate::stats::Spread;
 use crate::units;
 
-const LAYERS: usize = 32;
+/// Layers of the computation, each a launch.
+pub(super) const LAYERS: usize = 32;
 /// Bytes of a block. The blocks of a layer are scattered as an engine's are.
 const BLOCK: usize = 64 << 10;
 /// The most time that copies take after the last layer is computed, as a part of the time of all copies.
@@ -123,7 +124,8 @@ fn copy_all(link: &Link, layers: &[Batch]) -> Result<Duration, Failure> {
     Ok(began.elapsed())
 }
 
-fn compute_all(compute: &Compute, rounds: u32) -> Result<Duration, Failure> {
+/// Computes all layers. Returns the time.
+pub(super) fn compute_all(compute: &Compute, rounds: u32) -> Result<Duration, Failure> {
     let began = Instant::now();
     for _ in 0..LAYERS {
         compute.start(rounds).map_err(failed)?;

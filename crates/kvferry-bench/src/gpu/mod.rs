@@ -5,6 +5,7 @@
 //! for a transport, and nothing is sent ([`kvferry::staged`]).
 
 mod bench;
+mod beside;
 mod budget;
 mod contiguous;
 mod cpu;
@@ -15,6 +16,7 @@ mod ours;
 mod peers;
 mod rounds;
 mod scattered;
+pub(crate) mod stalls;
 mod tables;
 pub(crate) mod target;
 
@@ -102,6 +104,7 @@ fn run(part: GpuRows, bench: &mut Bench<'_>) -> Result<(), Failure> {
         GpuRows::Scattered => scattered::run(bench),
         GpuRows::Peers => peers::run(bench),
         GpuRows::Exposed => exposed::run(bench),
+        GpuRows::Beside => beside::run(bench),
         GpuRows::Cpu => cpu::run(bench),
         GpuRows::First => first::run(bench),
         GpuRows::File => file::run(bench),
@@ -109,9 +112,9 @@ fn run(part: GpuRows, bench: &mut Bench<'_>) -> Result<(), Failure> {
 }
 
 fn parts(options: &GpuBench) -> Vec<GpuRows> {
-    use GpuRows::{Contiguous, Cpu, Exposed, File, First, Peers, Scattered};
+    use GpuRows::{Beside, Contiguous, Cpu, Exposed, File, First, Peers, Scattered};
     match options.rows.is_empty() {
-        true => vec![Contiguous, Scattered, Peers, Exposed, Cpu, First, File],
+        true => vec![Contiguous, Scattered, Peers, Exposed, Beside, Cpu, First, File],
         false => options.rows.clone(),
     }
 }
@@ -122,6 +125,7 @@ fn name(part: GpuRows) -> &'static str {
         GpuRows::Scattered => "scattered",
         GpuRows::Peers => "peers",
         GpuRows::Exposed => "exposed",
+        GpuRows::Beside => "beside",
         GpuRows::Cpu => "cpu",
         GpuRows::First => "first",
         GpuRows::File => "file",
@@ -131,10 +135,11 @@ fn name(part: GpuRows) -> &'static str {
 /// A part's share of the time, relative to the shares of the other parts.
 fn share(part: GpuRows) -> f64 {
     match part {
-        GpuRows::Contiguous | GpuRows::Cpu => 10.0,
+        GpuRows::Contiguous | GpuRows::Cpu | GpuRows::Beside => 10.0,
         GpuRows::Scattered => 70.0,
         GpuRows::Peers | GpuRows::File => 20.0,
-        GpuRows::Exposed | GpuRows::First => 15.0,
+        GpuRows::Exposed => 15.0,
+        GpuRows::First => 30.0,
     }
 }
 

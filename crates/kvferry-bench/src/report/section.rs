@@ -42,6 +42,7 @@ const TITLES: [(&str, &str); 40] = [
     ("gpu scattered", "Blocks of the GPU's memory, to host memory (out) and back (in)"),
     ("gpu peers", "From GPU to GPU between two processes, beside host memory"),
     ("gpu exposed", "A handoff of layers beside their computation"),
+    ("gpu beside", "A computation beside copies that never pause"),
     ("gpu cpu", "Processor time of copies"),
     ("gpu first", "The first copy of a process, and what it takes"),
     ("gpu file", "Memory of the GPU to a file and back"),

@@ -75,7 +75,31 @@ fn a_quick_bench_measures_every_part_and_names_what_it_leaves_out() {
     assert_eq!(of("idle agent, calls that copy")["figures"][0]["median"], 0.0);
     let calls = of("out, 1024 × 4 KiB, calls that copy")["figures"][0]["median"].as_f64();
     assert!(calls.is_some_and(|calls| (1.0..=9.0).contains(&calls)), "{calls:?}");
-    assert_eq!(rows(&report, "gpu first").len(), 11);
+    let beside = rows(&report, "gpu beside");
+    assert_eq!(beside.len(), 6, "copies in one piece, and of small blocks");
+    for (rows, who, most) in [(&beside[..3], "cuMemcpyAsync", 1.05), (&beside[3..], "gather", 1.1)]
+    {
+        assert_eq!(figures(rows[0]), ["kvferry"]);
+        assert_eq!(figures(rows[1]), ["kvferry", who]);
+        assert_eq!(rows[1]["judged"][0]["required"]["at_most"], most);
+        assert_eq!(rows[2]["unit"], "GB/s");
+    }
+    let first = rows(&report, "gpu first");
+    assert_eq!(first.len(), 18, "{first:?}");
+    let of = |work: &str| {
+        let found =
+            first.iter().find(|row| row["work"].as_str().is_some_and(|it| it.starts_with(work)));
+        *found.unwrap_or_else(|| panic!("{work}: {first:?}"))
+    };
+    for (work, most) in [
+        ("measurements of copies", 50.0),
+        ("agent, registration, first copy and first of 1024 × 4 KiB", 150.0),
+        ("longest copy of 1 MiB while another process pins 16 MiB", 50.0),
+    ] {
+        assert!(!figures(of(work)).is_empty());
+        assert_eq!(of(work)["judged"][0]["required"]["at_most"], most, "{work}");
+    }
+    assert_eq!(figures(of("longest copy")), ["kvferry", "nothing pinned"]);
     let left_out = report["skipped"].as_array().expect("a list");
     let is_refused = left_out
         .iter()

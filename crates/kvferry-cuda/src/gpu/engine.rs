@@ -165,12 +165,15 @@ impl Engine {
         if !is_idle || !self.calibrator.is_due() {
             return;
         }
+        let began = Instant::now();
         while self.calibrator.begins() && self.make_ready(true, None) {}
         let Self { shared, kernels, calibrator, .. } = self;
         if let Some(calibration) = calibrator.step(&shared.context, kernels) {
             shared.calibration.lock().clone_from(&calibration);
             self.calibration = calibration;
         }
+        let took = u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX);
+        Counts::add(&self.shared.counts.measuring_us, took);
         self.state_memory();
     }
 

@@ -400,6 +400,8 @@ counters! {
     kernel_refused_table,
     /// Bytes of the GPU's memory that copies are gathered and scattered in, and that the measurements of copies take.
     staging_bytes,
+    /// Microseconds that the measurements of copies have taken.
+    measuring_us,
     /// Stages that are pinned.
     pinned_stages,
     /// Stages that could not be pinned: copies are slow, and go one by one. The sum of those by reason.
