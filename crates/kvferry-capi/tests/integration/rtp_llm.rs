@@ -13,7 +13,7 @@ type Build = fn(&str, Compiler, Language, &[&str]) -> Option<Program>;
 fn built(build: Build, compiler: Compiler, more: &[&str]) -> Option<Program> {
     let adapter = adapter();
     let (include, source) = (adapter.join("src"), adapter.join("src/adapter.cc"));
-    let flags = [&["-I", text(&include)], more, &[text(&source)]].concat();
+    let flags = [&["-I", text(&include), "-ldl"], more, &[text(&source)]].concat();
     build(text(&adapter.join("tests/main.cc")), compiler, Language::Cpp17, &flags)
 }
 
@@ -22,6 +22,17 @@ fn the_rtp_llm_adapter_does_what_rtp_llms_tests_expect() {
     for compiler in [Compiler::Gcc, Compiler::Clang] {
         if let Some(program) = built(Program::build, compiler, &[]) {
             program.run(&[]);
+        }
+    }
+}
+
+#[test]
+fn the_rtp_llm_adapter_moves_blocks_in_memory_of_a_gpu() {
+    let driver = kvferry_fakecuda::control::library_path();
+    let driver: &'static str = text(&driver).to_owned().leak();
+    for compiler in [Compiler::Gcc, Compiler::Clang] {
+        if let Some(program) = built(Program::build, compiler, &[]) {
+            program.with("KVFERRY_LIBCUDA", driver).run(&["gpu"]);
         }
     }
 }
