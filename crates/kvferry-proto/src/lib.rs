@@ -58,12 +58,11 @@ pub use frame::{
 };
 pub use id::{Incarnation, RegionId, SessionId, StreamId, TransferId};
 pub use keyed::Guard;
-pub use local::LocalPacket;
+pub use local::{CAPABILITY_LOCAL, LocalPacket};
 pub use message::{CONTROL_MAX, Decoder, Message, MessageError, PREAUTH_MAX, StreamHello};
 pub use origin::Origin;
 pub use session::{
-    CAPABILITY_LOCAL, ChecksumPolicy, CloseReason, PeerInfo, Session, SessionConfig, SessionEvent,
-    Side,
+    ChecksumPolicy, CloseReason, PeerInfo, Session, SessionConfig, SessionEvent, Side,
 };
 pub use shares::Shares;
 pub use time::Timestamp;

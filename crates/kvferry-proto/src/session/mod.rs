@@ -62,7 +62,7 @@ use crate::message::{
 };
 use crate::text::{sanitized, truncated};
 use crate::time::Timestamp;
-pub use config::{CAPABILITY_LOCAL, ChecksumPolicy, KEYED_VERSION, SessionConfig, VERSIONS};
+pub use config::{ChecksumPolicy, KEYED_VERSION, SessionConfig, VERSIONS};
 pub use event::{CloseReason, PeerInfo, SessionEvent};
 use handshake::Awaiting;
 use heartbeat::Heartbeat;
