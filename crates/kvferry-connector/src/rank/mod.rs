@@ -289,7 +289,7 @@ impl Rank {
         if actions == 0 || self.is_forked() {
             return;
         }
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         if !matches!(state.notices.back(), Some(Notice::Called)) {
             state.notices.push_back(Notice::Called);
         }
@@ -301,7 +301,7 @@ impl Rank {
         if self.is_forked() {
             return;
         }
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         if state.observer_due.is_none_or(|due| at < due) {
             state.observer_due = Some(at);
             self.shared.changed(state, 1);
@@ -321,7 +321,7 @@ impl Rank {
         if self.is_forked() {
             return Vec::new();
         }
-        self.shared.lock().events.drain(..).collect()
+        self.shared.state.lock().events.drain(..).collect()
     }
 
     /// Waits for the next event; `None` after `timeout`, and at once in a fork.
@@ -330,7 +330,7 @@ impl Rank {
             return None;
         }
         let none = |state: &mut State| state.events.is_empty() && !state.closed;
-        let state = self.shared.lock();
+        let state = self.shared.state.lock();
         self.shared.arrived.wait_while(state, timeout, none).events.pop_front()
     }
 
@@ -340,7 +340,7 @@ impl Rank {
         if self.is_forked() {
             return Vec::new();
         }
-        let state = self.shared.lock();
+        let state = self.shared.state.lock();
         let own = [
             ("peers", state.peers.len()),
             ("mappers", state.mappers.len()),
@@ -359,7 +359,7 @@ impl Rank {
             return false;
         }
         let me = std::thread::current().id();
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         state.closed = true;
         // The thread must end before the rank's thread does.
         let is_driver = state.driver == Some(me);
@@ -388,7 +388,7 @@ impl Rank {
         change: impl FnOnce(&mut State, Timestamp) -> Result<(), Refusal>,
     ) -> Result<(), RankError> {
         self.check_process()?;
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         let changed = change(&mut state, self.shared.now());
         self.shared.changed(state, 1);
         Ok(changed?)

@@ -44,7 +44,7 @@ pub(crate) struct Held<'a>(Option<&'a Arc<Shared>>);
 
 pub(super) struct Shared {
     pub(super) agent: Agent,
-    state: Mutex<State>,
+    pub(super) state: Mutex<State>,
     pub(super) wakeup: Wakeup,
     /// Signals `State::events` and `State::closed`.
     pub(super) arrived: Condvar,
@@ -156,10 +156,6 @@ impl Shared {
         }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     pub(super) fn now(&self) -> Timestamp {
         now()
     }
@@ -182,7 +178,7 @@ impl<'a> Held<'a> {
     /// Without `shared`, there is nothing to hold.
     pub(super) fn new(shared: Option<&'a Arc<Shared>>) -> Self {
         if let Some(shared) = shared {
-            shared.lock().held += 1;
+            shared.state.lock().held += 1;
         }
         Self(shared)
     }
@@ -191,7 +187,7 @@ impl<'a> Held<'a> {
 impl Drop for Held<'_> {
     fn drop(&mut self) {
         let Some(shared) = self.0 else { return };
-        let mut state = shared.lock();
+        let mut state = shared.state.lock();
         state.held -= 1;
         if state.held > 0 {
             return;

@@ -196,7 +196,7 @@ impl Inner {
     }
 
     fn looked_up(&self, address: &ProducerAddress, found: Found) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let waiting = state.names.end(address);
         match found {
             Found::Peers(names) => self.found_peers(&mut state, names, waiting),
@@ -486,7 +486,7 @@ impl Inner {
     }
 
     pub(super) fn consumed(&self, id: &HandoffId, outcome: &Outcome, side_data: SideData) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let Some(fetched) = state.fetched_for.remove(id) else { return };
         let FetchedFor { request, address, bootstrap, cancelled, again } = fetched;
         let (code, detail) = (outcome.code, outcome.detail.clone());
