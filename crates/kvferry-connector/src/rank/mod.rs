@@ -32,7 +32,7 @@ use kvferry_sys::fd;
 use kvferry_sys::sync::Mutex;
 use messages::Handler;
 pub(crate) use peers::host_of;
-use state::{Held, Notice, Shared, State};
+use state::{HeldChanges, Notice, Shared, State};
 use std::sync::{Arc, Weak};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
@@ -312,8 +312,8 @@ impl Rank {
     /// that drops it, which takes no longer than waking another one, many by the rank's thread, so that
     /// an engine's step does not pay for their messages. If the rank's thread runs for another reason,
     /// it carries them out earlier. The guard is dropped without any lock of the observer.
-    pub(crate) fn hold(&self) -> Held<'_> {
-        Held::new((!self.is_forked()).then_some(&self.shared))
+    pub(crate) fn hold(&self) -> HeldChanges<'_> {
+        HeldChanges::new((!self.is_forked()).then_some(&self.shared))
     }
 
     /// Takes the events since the last call; none in a fork.

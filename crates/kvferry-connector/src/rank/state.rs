@@ -40,7 +40,7 @@ pub(super) enum DrivingThread {
 }
 
 /// Changes are carried out when this is dropped. See [`super::Rank::hold`].
-pub(crate) struct Held<'a>(Option<&'a Arc<Shared>>);
+pub(crate) struct HeldChanges<'a>(Option<&'a Arc<Shared>>);
 
 pub(super) struct Shared {
     pub(super) agent: Agent,
@@ -82,7 +82,7 @@ pub(super) struct State {
     pub(super) due: Option<Timestamp>,
     /// When the observer is called by itself.
     pub(super) observer_due: Option<Timestamp>,
-    /// How many [`Held`] there are.
+    /// How many [`HeldChanges`] there are.
     held: usize,
     /// Changes meanwhile.
     changes: usize,
@@ -174,7 +174,7 @@ impl Shared {
     }
 }
 
-impl<'a> Held<'a> {
+impl<'a> HeldChanges<'a> {
     /// Without `shared`, there is nothing to hold.
     pub(super) fn new(shared: Option<&'a Arc<Shared>>) -> Self {
         if let Some(shared) = shared {
@@ -184,7 +184,7 @@ impl<'a> Held<'a> {
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for HeldChanges<'_> {
     fn drop(&mut self) {
         let Some(shared) = self.0 else { return };
         let mut state = shared.state.lock();

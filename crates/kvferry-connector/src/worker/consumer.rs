@@ -2,7 +2,7 @@
 
 use super::bootstrap;
 use super::engines::Lookup;
-use super::names::{Found, LOOKUP_LIMIT};
+use super::names::{LOOKUP_LIMIT, LookupResult};
 use super::producer_engine::{FetchMapper, ProducerEngine};
 use super::state::{Action, FetchedFor, Inner, PendingAction, Stage, State};
 use super::unplanned::Unplanned;
@@ -155,13 +155,13 @@ impl Inner {
                 };
                 let found = if engine.is_bootstrap() {
                     let found = bootstrap::query(&engine, &producers);
-                    Found::Engines(found.map_err(|(code, detail)| failure(code, detail)))
+                    LookupResult::Engines(found.map_err(|(code, detail)| failure(code, detail)))
                 } else {
                     let find = |name: String| {
                         let found = find_peer(&name);
                         (name, found)
                     };
-                    Found::Peers(names.into_iter().map(find).collect())
+                    LookupResult::Peers(names.into_iter().map(find).collect())
                 };
                 if let Some(inner) = me.upgrade() {
                     inner.looked_up(&engine, found);
@@ -195,12 +195,12 @@ impl Inner {
         }
     }
 
-    fn looked_up(&self, address: &ProducerAddress, found: Found) {
+    fn looked_up(&self, address: &ProducerAddress, found: LookupResult) {
         let mut state = self.state.lock();
         let waiting = state.names.end(address);
         match found {
-            Found::Peers(names) => self.found_peers(&mut state, names, waiting),
-            Found::Engines(found) => self.found_engines(&mut state, address, found, waiting),
+            LookupResult::Peers(names) => self.found_peers(&mut state, names, waiting),
+            LookupResult::Engines(found) => self.found_engines(&mut state, address, found, waiting),
         }
         drop(state);
         self.rank().call_observer(1);
