@@ -10,8 +10,8 @@
 //! worker's. Workers call the observer with theirs held; it only wakes the thread.
 
 mod machine;
-#[cfg(test)]
-mod model;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod model;
 mod steps;
 
 use crate::directory::{Directory, DirectoryConfig, DirectoryError};
