@@ -26,7 +26,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command command-dist wheel wheel-published wheel-dist wheel-measured demo test test-tools test-build test-wheel test-rust test-slow test-docs test-python test-yama test-gpu gpu-pack soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-scheduler bench-idle bench-vllm bench-offload bench-sglang bench-gpu bench-builds \
+.PHONY: help build command command-dist wheel wheel-published wheel-dist wheel-measured demo test test-tools test-build test-wheel test-rust test-slow test-docs test-python test-yama test-gpu gpu-pack soak e2e e2e-gpu e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-scheduler bench-idle bench-vllm bench-offload bench-sglang bench-gpu bench-builds \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan test-sanitizers lint lint-rust lint-format lint-clippy lint-deny lint-python \
     doc clean
 
@@ -196,6 +196,9 @@ soak: ## Every fault again and again for SOAK_SECONDS, half of it over each tran
 
 e2e: build ## Run real vLLM, prefill and decode, on kvferry (builds its environment in the cache first)
 	$(call part,end to end,e2e/run $(E2E_ARGS))
+
+e2e-gpu: test-wheel build ## Run vLLM's engine core, its KV in memory of GPUs on the fake driver, on kvferry
+	$(call part,engine core on the fake driver,e2e/run --connector kvferry --parts core-gpu)
 
 e2e-long: build ## The longer checks on real vLLM: other models, a queue of two minutes, a soak, two models restarted in turns
 	$(call part,end to end,e2e/run --connector kvferry --parts models soak survival offload weights --queue-seconds 120 --rounds 50)

@@ -38,7 +38,7 @@ from kvferry_e2e.phases import (
 from kvferry_e2e.phases.connector import Cluster
 from kvferry_e2e.prompts import LENGTHS, Prompts
 from kvferry_e2e.relay import Relay
-from kvferry_e2e.report import Report
+from kvferry_e2e.report import CheckError, Report
 from kvferry_e2e.router import EXAMPLES, Kind, Router, example, routers_environment
 from kvferry_e2e.server import Server, Setup, free_port
 from kvferry_e2e.sglang.environment import sglang_overlay
@@ -50,6 +50,8 @@ CONNECTORS: dict[str, Connector] = {
     "nixl": "NixlConnector",
     "kvferry": "KVFerryConnector",
 }
+# The driver of GPUs that are not there, as `make test-wheel` leaves it.
+FAKE_DRIVER = CHECKOUT / "target" / "test-wheel" / "libkvferry_fakecuda.so"
 # What has vLLM's own connectors import kvferry.
 SHIMS: dict[Connector, dict[str, str]] = {
     "MooncakeConnector": {"KVFERRY_SHIMS": "mooncake"},
@@ -200,20 +202,51 @@ def contract_of(run: Run, *runners: str, only: str = "") -> None:
             only,
         ]
         env = {
-            **os.environ,
-            "PYTHONPATH": f"{CHECKOUT / 'e2e'}:{setup.site}:{moto}",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_HOST_IP": HOST,
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            # A port of the kernel's choice.
-            "VLLM_MOONCAKE_BOOTSTRAP_PORT": "0",
+            **_contract_env(setup, moto),
             "VLLM_USE_V2_MODEL_RUNNER": runner,
             **setup.engine_env,
         }
         with open(setup.folder / f"{name}.log", "w", encoding="utf-8") as log:
             subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=900, check=False)
+        run.report.take(found)
+
+
+def _contract_env(setup: Setup, moto: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{CHECKOUT / 'e2e'}:{setup.site}:{moto}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": HOST,
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        # A port of the kernel's choice.
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT": "0",
+    }
+
+
+def device_contract_phase(run: Run) -> None:
+    """As `contract_phase`, with KV in memory of GPUs on the fake driver: see `kvferry_e2e.contract.gpu`."""
+    setup = run.setup
+    if not FAKE_DRIVER.exists():
+        raise CheckError(f"{FAKE_DRIVER.relative_to(CHECKOUT)} is missing: make test-wheel")
+    moto = moto_overlay(setup.environment, run.report.say)
+    for runner in ("0", "1"):
+        found = setup.folder / f"core-gpu-{runner}.json"
+        command = [str(setup.environment.python), "-m", "kvferry_e2e.contract.gpu", str(setup.environment.model)]
+        env = {
+            **_contract_env(setup, moto),
+            "VLLM_USE_V2_MODEL_RUNNER": runner,
+            "FAKECUDA": "",
+            "FAKECUDA_LIBRARY": str(FAKE_DRIVER),
+            **setup.engine_env,
+        }
+        # The fake has as many GPUs as it is told.
+        env.pop("CUDA_VISIBLE_DEVICES", None)
+        with open(setup.folder / f"core-gpu-{runner}.log", "w", encoding="utf-8") as log:
+            subprocess.run(
+                [*command, str(found)], env=env, stdout=log, stderr=subprocess.STDOUT, timeout=900, check=False
+            )
         run.report.take(found)
 
 
@@ -517,6 +550,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "models": model_phases,
     "offload": offload_phases,
     "weights": weights_phases,
+    "core-gpu": device_contract_phase,
     "soak": soak_phases,
     "sglang": sglang_phases,
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 LIBRARY = Path(__file__).parents[2] / "target" / "test-wheel" / "libkvferry_fakecuda.so"
 # Engines for `Driver.hold`.
 HOST_TO_DEVICE = 1
+DEVICE_TO_HOST = 2
 COMPUTE = 8
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-from fake_gpu import COMPUTE, Array, Driver, Stream
+from fake_gpu import COMPUTE, LIBRARY, Array, Driver, Stream
+from kit import Child
 from kvferry.mooncake import TransferEngine, TransferOpcode
 
 NBYTES = 1 << 16
@@ -84,6 +85,86 @@ def test_layers_on_a_gpu_are_handed_over_as_sglang_does(
     assert near.batch_unregister_memory([array.address for array in ours]) == 0
     for array in ours:
         array.free()
+
+
+DECODE = """
+import ctypes
+from fake_gpu import Array, Driver, Stream
+from kvferry.mooncake import TransferEngine
+
+driver = Driver()
+stream = Stream(driver, 1)
+layers = [Array(driver, {nbytes}, device=1) for _ in range({layers})]
+for layer in layers:
+    layer.content = bytes({nbytes})
+aux = Memory(4096)
+engine = TransferEngine()
+assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0, engine.last_error()
+addresses = [layer.address for layer in layers] + [aux.addr]
+assert engine.batch_register_memory(addresses, [{nbytes}] * {layers} + [4096]) == 0, engine.last_error()
+
+def decode(page, byte):
+    for number, layer in enumerate(layers):
+        stream.run("decode", reads=[(layer.address + 4096 * page, 4096)], expect=byte + number)
+"""
+
+
+def test_layers_on_gpus_of_two_processes_are_handed_over_as_sglang_does(
+    driver: Driver, near: TransferEngine, children: Callable[..., Child]
+) -> None:
+    """Prefill writes each chunk when it is computed, then the metadata. Decode reads the pages, which the next request
+    gets then.
+    """
+    far = children(DECODE.format(nbytes=NBYTES, layers=LAYERS), env={"KVFERRY_LIBCUDA": str(LIBRARY)})
+    port, theirs = far.run("engine.get_rpc_port()"), far.run("addresses")
+    stream = Stream(driver)
+    layers = [Array(driver, NBYTES) for _ in range(LAYERS)]
+    aux, page = bytearray(4096), 4096
+    place = ctypes.addressof(ctypes.c_char.from_buffer(aux))
+    addresses = [layer.address for layer in layers] + [place]
+    assert near.batch_register_memory(addresses, [NBYTES] * LAYERS + [4096]) == 0, near.last_error()
+    remote = f"127.0.0.1:{port}"
+    for request in range(4):
+        byte = 20 * request + 1
+        for chunk in ([(0, 3), (2, 1)], [(3, 9), (4, 10), (5, 11)]):
+            for number, layer in enumerate(layers):
+                writes = [(layer.address + page * here, page) for here, _ in chunk]
+                stream.run("prefill", writes=writes, byte=byte + number)
+            # The scheduler waits for the batch's result before it sends the chunk.
+            stream.synchronize()
+            local = [layer.address + page * here for layer in layers for here, _ in chunk]
+            there = [address + page * to for address in theirs[:LAYERS] for _, to in chunk]
+            assert near.batch_transfer_sync_write(remote, local, there, [page] * len(local)) == 0, near.last_error()
+        aux[:] = bytes([byte]) * 4096
+        assert near.transfer_sync_write(remote, place, theirs[LAYERS], 4096) == 0, near.last_error()
+        assert far.run("aux[0:4096]") == aux
+        for at in (3, 1, 9, 10, 11):
+            far.run(f"decode({at}, {byte})")
+        far.run("stream.synchronize()")
+    assert far.run("driver.findings()") == ""
+    assert far.run("driver.counter('kernel_mismatches')") == 0
+    got = [far.run(f"bytes(layers[{number}].content[::4096])") for number in range(LAYERS)]
+    for number, pages in enumerate(got):
+        assert list(pages) == [byte + number if at in (1, 3, 9, 10, 11) else 0 for at in range(NBYTES // page)]
+    assert near.batch_unregister_memory(addresses) == 0
+    for layer in layers:
+        layer.free()
+
+
+def test_prefill_that_does_not_wait_for_its_gpu_is_found_by_the_driver(
+    loaded: Driver, near: TransferEngine, far: TransferEngine
+) -> None:
+    """The layers' test has a wait without which the driver finds the race."""
+    array, stream, host = Array(loaded, NBYTES), Stream(loaded), bytearray(NBYTES)
+    place = ctypes.addressof(ctypes.c_char.from_buffer(host))
+    assert near.register_memory(array.address, NBYTES) == 0
+    assert far.register_memory(place, NBYTES) == 0
+    stream.run("prefill", writes=[(array.address, NBYTES)], byte=7)
+    assert near.transfer_sync_write(session(far), array.address, place, NBYTES) == 0, near.last_error()
+    assert "kernel `prefill`" in loaded.findings()
+    loaded.clear_findings()
+    assert near.unregister_memory(array.address) == 0
+    array.free()
 
 
 def test_a_location_that_names_a_gpu_and_one_that_does_not_register_alike(driver: Driver, near: TransferEngine) -> None:

@@ -7,12 +7,49 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_gpu import LIBRARY, Array, Driver, Stream
 from kit import Memory, eventually
 from kvferry.nixl import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 from kvferry.nixl._bindings import nixlNotFoundError
 
 ROW = 4096
 ROWS = 32
+
+
+class OnHost(Memory):
+    """A layer in memory of the host, of an engine without a GPU."""
+
+    device = 0
+
+    def compute(self, row: int, byte: int) -> None:
+        self[row * ROW : (row + 1) * ROW] = bytes([byte]) * ROW
+
+    def use(self, row: int, byte: int) -> None:
+        assert self[row * ROW : (row + 1) * ROW] == bytes([byte]) * ROW
+
+    def wait(self) -> None:
+        """Until what was launched is done."""
+
+
+class OnGpu:
+    """A layer in memory of a GPU, which kernels write and read."""
+
+    def __init__(self, driver: Driver, nbytes: int, device: int) -> None:
+        self._array, self._stream = Array(driver, nbytes, device), Stream(driver, device)
+        self._array.content = bytes(nbytes)
+        self.addr, self.nbytes, self.device = self._array.address, nbytes, device
+
+    def __getitem__(self, at: slice) -> bytes:
+        return self._array.content[at]
+
+    def compute(self, row: int, byte: int) -> None:
+        self._stream.run("prefill", writes=[(self.addr + row * ROW, ROW)], byte=byte)
+
+    def use(self, row: int, byte: int) -> None:
+        self._stream.run("decode", reads=[(self.addr + row * ROW, ROW)], expect=byte)
+
+    def wait(self) -> None:
+        self._stream.synchronize()
 
 
 @pytest.fixture(autouse=True)
@@ -142,8 +179,16 @@ def test_tensorrt_llms_order_of_calls() -> None:
         agent.shutdown()
 
 
-def test_sglangs_order_of_calls() -> None:
-    """A back-end made after the agent, host memory registered as VRAM, strided lists, one notification a chunk."""
+@pytest.mark.parametrize("where", ["host", "gpu"])
+def test_sglangs_order_of_calls(where: str) -> None:
+    """A back-end made after the agent, layers registered as VRAM where there is no GPU, too, and metadata as DRAM; strided
+    lists, one notification a chunk and one for the metadata.
+    """
+    driver = None
+    if where == "gpu":
+        assert LIBRARY.exists(), f"{LIBRARY} is missing: make test-wheel"
+        driver = Driver()
+        driver.clear_findings()
     sync = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     agents = []
     for name in ("prefill", "decode"):
@@ -152,15 +197,22 @@ def test_sglangs_order_of_calls() -> None:
         assert "UCX" in agent.get_plugin_list()
         agents.append(agent)
     prefill, decode = agents
-    # Two layers, each with memory of its own.
-    layers = [[Memory(ROW * ROWS) for _ in range(2)] for _ in agents]
-    for agent, own in zip(agents, layers, strict=True):
-        agent.register_memory([(layer.addr, layer.nbytes, 0, "") for layer in own], "VRAM")
+    # Two layers, each with memory of its own: prefill's on one GPU, decode's on another.
+    layers: list[list[OnHost | OnGpu]] = [
+        [OnHost(ROW * ROWS) if driver is None else OnGpu(driver, ROW * ROWS, gpu) for _ in range(2)] for gpu in range(2)
+    ]
+    aux = [Memory(ROW) for _ in agents]
+    for agent, own, metadata in zip(agents, layers, aux, strict=True):
+        agent.register_memory([(layer.addr, layer.nbytes, layer.device, "") for layer in own], "VRAM")
+        agent.register_memory([(metadata.addr, ROW, 0, "")], "DRAM")
     for number, layer in enumerate(layers[0]):
         for at in range(ROWS):
-            layer[at * ROW : (at + 1) * ROW] = bytes([number * ROWS + at + 1]) * ROW
+            layer.compute(at, number * ROWS + at + 1)
+        layer.wait()
     peer = prefill.add_remote_agent(decode.get_agent_metadata()).decode()
-    strided = [np.array([(layer.addr, ROW, 0, ROW, ROWS) for layer in own], dtype=np.uint64) for own in layers]
+    strided = [
+        np.array([(layer.addr, ROW, layer.device, ROW, ROWS) for layer in own], dtype=np.uint64) for own in layers
+    ]
     here, there = prefill.prep_xfer_dlist("", strided[0], "VRAM"), prefill.prep_xfer_dlist(peer, strided[1], "VRAM")
     pages, places = np.array([4, 5, 6, 20]), np.array([0, 1, 2, 31])
     local, remote = np.concatenate((pages, pages + ROWS)), np.concatenate((places, places + ROWS))
@@ -172,6 +224,20 @@ def test_sglangs_order_of_calls() -> None:
             number * ROWS + n for n in (5, 6, 7, -number * ROWS, 21)
         ]
     assert eventually(decode.get_new_notifs) == {"prefill": [b"7_kv_0"]}
+    # The first token.
+    aux[0][0:ROW] = b"\7" * ROW
+    mine, theirs = (prefill.get_xfer_descs([(metadata.addr, ROW, 0)], "DRAM") for metadata in aux)
+    handle = prefill.initialize_xfer("WRITE", mine, theirs, peer, b"7_aux")
+    assert prefill.transfer(handle) != "ERR"
+    done(prefill, handle)
+    assert eventually(decode.get_new_notifs) == {"prefill": [b"7_aux"]}
+    assert aux[1][0:ROW] == aux[0][0:ROW]
+    for number, layer in enumerate(layers[1]):
+        for page, place in zip(pages, places, strict=True):
+            layer.use(int(place), int(number * ROWS + page + 1))
+        layer.wait()
     assert prefill.check_remote_metadata(peer)
     for agent in agents:
         agent.shutdown()
+    if driver is not None:
+        assert driver.findings() == ""

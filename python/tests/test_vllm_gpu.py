@@ -1,5 +1,6 @@
-"""`KVFerryConnector` with caches in memory of GPUs, on the fake driver, called as vLLM's first model runner calls it:
-prefill computes on its stream, decode loads, and the race checker finds accesses that no edge orders.
+"""`KVFerryConnector` with caches in memory of GPUs, on the fake driver, called as vLLM's two model runners call it, with
+synchronous and with asynchronous scheduling: prefill computes on its stream, decode loads, and the race checker finds
+accesses that no edge orders.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ import importlib
 import re
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import vllm_stand_in as vllm
-from fake_gpu import COMPUTE, LIBRARY, Array, Driver, Stream
+from fake_gpu import COMPUTE, DEVICE_TO_HOST, LIBRARY, Array, Driver, Stream
 from kit import NEVER, PATIENCE
 from kvferry._engine.identity.vllm import LayerFacts
 from vllm_stand_in import Request
@@ -25,6 +26,23 @@ BLOCK = HEADS * TOKENS * CONTENT * 4
 LAYER = BLOCKS * BLOCK
 NAMES = [f"model.layers.{at}.attn" for at in range(LAYERS)]
 PROMPT = list(range(10))
+
+
+class Order(NamedTuple):
+    """The order of an engine's calls."""
+
+    # The second model runner launches the kernels that zero and copy blocks before it tells its connector of the step.
+    is_second: bool
+    # A step is launched before the scheduler has the results of the step before it.
+    is_asynchronous: bool
+
+
+ORDERS = {
+    "first": Order(False, False),
+    "first, asynchronous": Order(False, True),
+    "second": Order(True, False),
+    "second, asynchronous": Order(True, True),
+}
 
 
 class FullAttentionSpec:
@@ -60,7 +78,11 @@ class Tensor:
 class Engine:
     """An engine of one GPU: what its scheduler and its runner call."""
 
-    def __init__(self, module: Any, driver: Driver, gpu: int) -> None:
+    def __init__(self, module: Any, driver: Driver, gpu: int, order: Order) -> None:
+        self.order = order
+        # Itself, and the others that take a step when it waits.
+        self.all = [self]
+        self._results: deque[Any] = deque()
         self.stream = Stream(driver, gpu)
         self.array = Array(driver, LAYERS * LAYER, gpu)
         self.array.content = bytes(self.array.nbytes)
@@ -74,6 +96,7 @@ class Engine:
         )
         config = vllm.config(is_kv_producer=False, prefill_context_parallel_size=1)
         config.kv_transfer_config.kv_connector_extra_config = {"timeout": 20}
+        config.use_v2_model_runner = order.is_second
         role = module.KVConnectorRole
         self.worker, self.scheduler = (
             module.KVFerryConnector(config, it, caches) for it in (role.WORKER, role.SCHEDULER)
@@ -87,21 +110,42 @@ class Engine:
     def ranges(self, layer: int, blocks: list[int]) -> list[tuple[int, int]]:
         return [(self.array.address + layer * LAYER + block * BLOCK, BLOCK) for block in blocks]
 
-    def step(self, *new: tuple[str, int, list[int]], launch: Callable[[int], None] | None = None) -> None:
-        """A step. `new`: requests with their tokens and blocks; `launch`: launches a layer."""
+    def step(
+        self,
+        *new: tuple[str, int, list[int]],
+        launch: Callable[[int], None] | None = None,
+        preempted: str | None = None,
+        is_resumed: bool = False,
+        overwrite: Callable[[], None] | None = None,
+    ) -> None:
+        """A step. `new`: requests with their tokens and blocks, or `is_resumed`, those of a preempted request;
+        `launch`: launches a layer; `overwrite`: launches what zeroes and copies blocks before the layers.
+        """
+        # In the second runner a preempted request comes back as a new one.
+        resumed = new if is_resumed and not self.order.is_second else ()
         scheduled = [
-            SimpleNamespace(req_id=request, block_ids=(blocks,), num_computed_tokens=0) for request, _, blocks in new
+            SimpleNamespace(req_id=request, block_ids=(blocks,), num_computed_tokens=0)
+            for request, _, blocks in new
+            if not resumed
         ]
         output = SimpleNamespace(
             num_scheduled_tokens={request: tokens for request, tokens, _ in new},
             scheduled_new_reqs=scheduled,
             scheduled_cached_reqs=SimpleNamespace(
-                req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[]
+                req_ids=[request for request, _, _ in resumed],
+                new_block_ids=[(blocks,) for _, _, blocks in resumed],
+                resumed_req_ids={request for request, _, _ in resumed},
+                num_computed_tokens=[0] * len(resumed),
             ),
-            preempted_req_ids=set(),
+            preempted_req_ids={preempted} if preempted else set(),
         )
         worker, metadata = self.worker, self.scheduler.build_connector_meta(output)
-        worker.handle_preemptions(metadata)
+        if not self.order.is_second:
+            worker.handle_preemptions(metadata)
+        if overwrite is not None:
+            overwrite()
+        if self.order.is_second:
+            worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
         if launch is not None:
             for at, name in enumerate(NAMES):
@@ -113,18 +157,29 @@ class Engine:
         results = worker.get_transfer_results(set())
         results.kv_connector_worker_meta = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
+        self._results.append(results)
+        while len(self._results) > self.order.is_asynchronous:
+            self._update(self._results.popleft())
+
+    def results(self) -> None:
+        """The scheduler gets the results of the last step, and with asynchronous scheduling one more is launched before."""
+        if self._results:
+            self.step()
+
+    def _update(self, results: Any) -> None:
         self.scheduler.update_connector_output(results)
         self.sent |= results.finished_sending
         self.received |= results.finished_recving
         self.failed |= results.failed_recving
 
     def until(self, has_ended: Callable[[], bool], seconds: float = PATIENCE) -> bool:
-        """Runs steps without requests until the condition holds. False if it does not within `seconds`."""
+        """Runs steps of all engines without requests until the condition holds. False if it does not within `seconds`."""
         deadline = time.monotonic() + seconds
         while not has_ended():
             if time.monotonic() > deadline:
                 return False
-            self.step()
+            for engine in self.all:
+                engine.step()
             time.sleep(0.001)
         return True
 
@@ -139,8 +194,14 @@ def driver() -> Driver:
     return Driver()
 
 
+@pytest.fixture(params=ORDERS.values(), ids=ORDERS)
+def order(request: pytest.FixtureRequest) -> Order:
+    found: Order = request.param
+    return found
+
+
 @pytest.fixture
-def engines(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Engine]]:
+def engines(driver: Driver, monkeypatch: pytest.MonkeyPatch, order: Order) -> Iterator[tuple[Engine, Engine]]:
     vllm.install(monkeypatch)
     monkeypatch.setenv("KVFERRY_SILENCE_MS", str(int(NEVER * 1000)))
     module = importlib.import_module("kvferry.vllm._connector")
@@ -152,7 +213,9 @@ def engines(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[E
     monkeypatch.setitem(sys.modules, "torch", torch)
     made: list[Engine] = []
     for gpu in range(2):
-        made.append(Engine(module, driver, gpu))
+        made.append(Engine(module, driver, gpu, order))
+    for engine in made:
+        engine.all = made
     driver.clear_findings()
     yield made[0], made[1]
     driver.hold(0)
@@ -173,6 +236,7 @@ def compute(engine: Engine, request: str, byte: int, blocks: list[int], transfer
         engine.stream.run("prefill", writes=engine.ranges(layer, blocks), byte=byte + layer)
 
     engine.step((request, len(PROMPT), blocks), launch=launch)
+    engine.results()
     held, params = engine.scheduler.request_finished(made, blocks)
     answer: dict[str, Any] | None = params if held else None
     return answer
@@ -184,14 +248,14 @@ def before_it_is_computed(prefill: Engine) -> dict[str, Any]:
     return {"do_remote_prefill": True, "transfer_id": "x", "remote_host": host, "remote_port": int(port)}
 
 
-def load(engine: Engine, request: str, params: Any, blocks: list[int]) -> Request:
-    """Gives a request blocks and begins its load."""
+def load(engine: Engine, request: str, params: Any, blocks: list[int], preempted: str | None = None) -> Request:
+    """Gives a request blocks and begins its load. `preempted`: whose blocks they were before."""
     made = Request(request, params, list(PROMPT), max_tokens=4)
     engine.scheduler.on_new_request(made)
     assert engine.scheduler.get_num_new_matched_tokens(made, 0) == (len(PROMPT), True)
     given = SimpleNamespace(get_block_ids=lambda: (blocks,))
     engine.scheduler.update_state_after_alloc(made, given, len(PROMPT))
-    engine.step()
+    engine.step(preempted=preempted)
     return made
 
 
@@ -313,6 +377,128 @@ def test_the_copies_of_a_ranks_gpu_are_counted_by_method_and_direction(
     assert {("m", "kernel_refused_jit"), ("m", "unpinned_memory"), ("m", "lost")} <= set(series["gpu_failures"])
     assert set(series["fallbacks"]) == {("m", "peer_device"), ("m", "out_of_reach"), ("m", "unlisted")}
     assert decoder.worker.get_kv_connector_stats() is None, "nothing has been copied since"
+
+
+def begin(engine: Engine, request: str, tokens: int, byte: int, blocks: list[int]) -> Request:
+    """Prefills the first tokens of a prompt that is handed over."""
+    made = Request(request, {"do_remote_decode": True, "transfer_id": "x"}, list(PROMPT))
+    engine.scheduler.on_new_request(made)
+    assert engine.scheduler.get_num_new_matched_tokens(made, 0) == (0, False)
+
+    def launch(layer: int) -> None:
+        engine.stream.run("prefill", writes=engine.ranges(layer, blocks), byte=byte + layer)
+
+    engine.step((request, tokens, blocks), launch=launch)
+    return made
+
+
+def preempt(engine: Engine, request: str, blocks: list[int], then: Callable[[], None] = lambda: None) -> None:
+    """A step that takes blocks from a request and gives them to another, for which it zeroes and computes them. `then`:
+    after it has launched what zeroes them.
+    """
+
+    def overwrite() -> None:
+        every = [it for layer in range(LAYERS) for it in engine.ranges(layer, blocks)]
+        engine.stream.run("zero", writes=every, byte=0)
+        then()
+
+    def launch(layer: int) -> None:
+        engine.stream.run("local", writes=engine.ranges(layer, blocks), byte=200)
+
+    engine.step(("local", len(PROMPT), blocks), launch=launch, preempted=request, overwrite=overwrite)
+
+
+def resume(engine: Engine, made: Request, byte: int, blocks: list[int]) -> bool:
+    """Prefills a preempted request from its first token on, in other blocks, and ends it. Returns whether these are held."""
+
+    def launch(layer: int) -> None:
+        engine.stream.run("prefill", writes=engine.ranges(layer, blocks), byte=byte + layer)
+
+    engine.step((made.request_id, len(PROMPT), blocks), launch=launch, is_resumed=True)
+    engine.results()
+    held: bool = engine.scheduler.request_finished(made, blocks)[0]
+    return held
+
+
+def test_a_prompt_whose_blocks_were_taken_and_overwritten_is_handed_over_as_it_is_computed_again(
+    driver: Driver, engines: tuple[Engine, Engine]
+) -> None:
+    prefill, decoder = engines
+    made = load(decoder, "d", before_it_is_computed(prefill), [9, 3, 4])
+    lost = begin(prefill, "p", 2 * TOKENS, 7, [1, 2])
+    # Decode has read and written what the first attempt computed.
+    assert decoder.until(lambda: bytes_of(decoder, [9, 3])[LAYERS - 1] == {7 + LAYERS - 1})
+    preempt(prefill, "p", [1, 2])
+    resume(prefill, lost, 30, [5, 6, 7])
+    assert decoder.until(lambda: "d" in decoder.received)
+    assert not decoder.failed
+    decode(decoder, [9, 3], 30)
+    assert bytes_of(decoder, [9, 3, 4]) == [{30}, {31}, {32}]
+    finish(decoder, made, [9, 3, 4])
+    assert prefill.until(lambda: "p" in prefill.sent)
+    assert driver.findings() == ""
+
+
+@pytest.mark.parametrize("tokens", [2 * TOKENS, len(PROMPT)], ids=["a part", "the prompt"])
+def test_what_is_read_of_blocks_while_they_are_overwritten_is_not_used(
+    driver: Driver, engines: tuple[Engine, Engine], order: Order, tokens: int
+) -> None:
+    """Neither runner waits for copies of blocks that were taken from a request, so they may copy what is written there."""
+    prefill, decoder = engines
+    made = load(decoder, "d", before_it_is_computed(prefill), [9, 3, 4])
+    driver.hold(DEVICE_TO_HOST)
+    lost = begin(prefill, "p", tokens, 7, [1, 2, 8])
+    prefill.stream.synchronize()
+    assert decoder.until(lambda: driver.counter("pending") > 0), "nothing reads the blocks"
+
+    def overwritten() -> None:
+        # The kernel is done before the copies that were launched before it.
+        prefill.stream.synchronize()
+        driver.hold(0)
+        # The second runner's connector has not heard of it yet.
+        until = time.monotonic() + 0.1
+        while time.monotonic() < until:
+            decoder.step()
+        assert "d" not in decoder.received - decoder.failed, "decode took what is overwritten"
+
+    preempt(prefill, "p", [1, 2, 8], overwritten)
+    held = resume(prefill, lost, 30, [5, 6, 7])
+    assert decoder.until(lambda: "d" in decoder.received)
+    # Of the first runner, the handoff was complete, and can't begin again.
+    if tokens == len(PROMPT) and not order.is_second:
+        assert decoder.failed == {"d"}
+        assert bytes_of(decoder, [9, 3, 4]) == [{0}, {0}, {0}]
+    else:
+        assert not decoder.failed
+        decode(decoder, [9, 3], 30)
+        assert bytes_of(decoder, [9, 3, 4]) == [{30}, {31}, {32}]
+    finish(decoder, made, [9, 3, 4])
+    assert not held or prefill.until(lambda: "p" in prefill.sent)
+    for race in driver.findings().split("\n\n"):
+        assert "D2H copy" in race
+        assert "kernel `zero`" in race or "kernel `local`" in race, race
+
+
+def test_a_load_into_blocks_of_a_preempted_request_comes_after_the_step_that_reads_them(
+    driver: Driver, engines: tuple[Engine, Engine]
+) -> None:
+    prefill, decoder = engines
+    first = load(decoder, "d1", compute(prefill, "p1", 40, [1, 2, 5], "x1"), [1, 2, 3])
+    assert decoder.until(lambda: "d1" in decoder.received)
+    second = compute(prefill, "p2", 60, [4, 6, 7], "x2")
+    driver.hold(COMPUTE)
+    decode(decoder, [1, 2], 40)
+    made = load(decoder, "d2", second, [1, 2, 3], preempted="d1")
+    assert not decoder.until(lambda: "d2" in decoder.received, 0.1), "the blocks are read"
+    driver.hold(0)
+    assert decoder.until(lambda: "d2" in decoder.received)
+    decode(decoder, [1, 2], 60)
+    assert bytes_of(decoder, [1, 2, 3]) == [{60}, {61}, {62}]
+    # The first one's client leaves before it is computed anew.
+    finish(decoder, first, [])
+    finish(decoder, made, [1, 2, 3])
+    assert prefill.until(lambda: {"p1", "p2"} <= prefill.sent)
+    assert driver.findings() == ""
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

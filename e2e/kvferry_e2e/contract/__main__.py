@@ -102,9 +102,24 @@ class Pair:
 
 
 class Suite:
+    title = "core"
+
     def __init__(self, model: str) -> None:
         self.model = model
         self.prompts = Prompts(11)
+
+    def has(self, name: str) -> bool:
+        """Whether a check is one of this suite."""
+        return True
+
+    def more(self) -> Iterator[tuple[str, Callable[[Note], None]]]:
+        """Checks of this suite only."""
+        yield from ()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """What is looked at beside each check."""
+        yield
 
     @contextmanager
     def pair(
@@ -528,18 +543,18 @@ def _say_that_the_weights_are_the_same(engine: Engine) -> None:
     engine.core.set_weight_version("default")
 
 
-def main(model: str, lines: Path, only: str = "") -> int:
+def main(model: str, lines: Path, only: str = "", *, of_suite: type[Suite] = Suite) -> int:
     """`only`: of the checks' names."""
     report = Report()
-    suite = Suite(model)
+    suite = of_suite(model)
     second = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
     # That runner needs Triton for its kernels, the scheduler for it does not.
     vllm.config.vllm.HAS_TRITON = second
 
     def check(name: str, of: Callable[[Note], None]) -> None:
-        if only not in name:
+        if only not in name or not suite.has(name):
             return
-        with report.check(f"core{' V2' if second else ''}: {name}") as note:
+        with report.check(f"{suite.title}{' V2' if second else ''}: {name}") as note, suite.watched():
             of(note)
 
     for name, of in (*offload.checks(suite), *parallelism.checks(suite), *objects.checks(suite)):
@@ -564,6 +579,8 @@ def main(model: str, lines: Path, only: str = "") -> int:
         check(f"caches are reset{how}", partial(reset_while_running, suite, asynchronous))
         check(f"made-up parameters{how}", partial(made_up, suite, asynchronous))
         check(f"prefill ends{how}", partial(prefill_ends, suite, asynchronous))
+    for name, of in suite.more():
+        check(name, of)
     check("not cached while it loads", partial(not_cached_while_loading, suite))
     check("unknown handoffs", partial(unknown, suite))
     check("the first token stops", partial(first_token_stops, suite))

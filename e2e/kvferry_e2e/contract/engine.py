@@ -29,6 +29,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from kvferry_e2e.contract.device import DeviceCaches
 from kvferry_e2e.contract.model import HEAD_SIZE, HEADS, MORE_HEADS, WINDOW, Caches, Sequence, number_of
 
 # "state": a state per sequence; "aligned": a state at the end of each block, which vLLM's prefix cache keeps; "latent":
@@ -55,7 +56,7 @@ class ForwardError(Exception):
 class _Rank:
     """A worker: the caches of one rank and the worker's side of the connector, called in the order of vLLM's runner."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, rank: int, kind: Kind) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, rank: int, kind: Kind, gpu: int | None) -> None:
         # vLLM's workers have a configuration each.
         vllm_config = copy.copy(vllm_config)
         vllm_config.parallel_config = parallel = copy.copy(vllm_config.parallel_config)
@@ -66,7 +67,8 @@ class _Rank:
         heads = {name: heads_of(name, kind) for name in names}
         # A process of vLLM has those of one engine. Here they end with this call.
         projections = [_projection(name, total) for name, total in heads.items()]
-        self.caches = Caches(kv_cache_config, self.rank, parallel, heads)
+        parts = (kv_cache_config, self.rank, parallel, heads)
+        self.caches = Caches(*parts) if gpu is None else DeviceCaches(gpu + rank, *parts)
         self._vllm_config = vllm_config
         self.wrong: list[str] = []
         # Layers after which the next forward pass raises.
@@ -87,6 +89,7 @@ class _Rank:
         del projections
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        self.caches.begins_step()
         # vLLM sends this to another process.
         metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
         # In each step, as vLLM's runners do: connectors end there what reads blocks that the step overwrites.
@@ -122,6 +125,7 @@ class _Rank:
             kv_connector_worker_meta=self.connector.build_connector_worker_meta(),
         )
         self.connector.clear_connector_metadata()
+        self.wrong += self.caches.ends_step()
         places = {name: at for at, name in enumerate(names)}
         return ModelRunnerOutput(names, places, sampled, kv_connector_output=made)
 
@@ -205,6 +209,8 @@ class ModelExecutor(Executor):
 
     supports_pp = True
     kind: Kind = "full"
+    # Of the first rank; None for memory of the host.
+    gpu: int | None = None
     element = torch.float32
     # The numbers of the layers of each stage.
     stages: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3),)
@@ -266,7 +272,9 @@ class ModelExecutor(Executor):
             case "determine_available_memory":
                 return [1 << 26 for _ in ranks]
             case "initialize_from_config":
-                self.ranks = [_Rank(self.vllm_config, config, rank, self.kind) for rank, config in enumerate(args[0])]
+                self.ranks = [
+                    _Rank(self.vllm_config, config, rank, self.kind, self.gpu) for rank, config in enumerate(args[0])
+                ]
             case "get_kv_connector_handshake_metadata":
                 own = [(it, it.connector.get_handshake_metadata()) for it in self.ranks]
                 return [None if made is None else {(it.stage, it.rank): made} for it, made in own]
@@ -309,6 +317,8 @@ class ModelExecutor(Executor):
             rank.connector.shutdown()
         for thread in self._threads:
             thread.shutdown()
+        for rank in self.ranks:
+            rank.caches.close()
 
 
 @dataclass
@@ -330,6 +340,7 @@ class Engine:
         model: str,
         *,
         kind: Kind = "full",
+        gpu: int | None = None,
         element: torch.dtype = torch.float32,
         blocks: int = 128,
         asynchronous: bool = False,
@@ -343,7 +354,8 @@ class Engine:
         extra: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
-        executor = type("ModelExecutor", (ModelExecutor,), {"kind": kind, "element": element, "stages": stages})
+        parts = {"kind": kind, "gpu": gpu, "element": element, "stages": stages}
+        executor = type("ModelExecutor", (ModelExecutor,), parts)
         arguments = EngineArgs(
             model=model,
             dtype="float32",
@@ -448,6 +460,8 @@ class Engine:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def wrong(self) -> list[str]:
+        for rank in self.executor.ranks:
+            rank.wrong += rank.caches.settle()
         return [line for rank in self.executor.ranks for line in rank.wrong]
 
     def close(self) -> None:

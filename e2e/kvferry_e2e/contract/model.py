@@ -70,14 +70,33 @@ class Caches:
         self._dcp = parallel.decode_context_parallel_size
         self._dcp_rank = rank % self._dcp
         self._interleave = parallel.cp_kv_cache_interleave_size
-        layout = KVCacheLayout[kv_cache_config.kv_cache_layout]
-        self.tensors = allocate_kv_cache(kv_cache_config, torch.device("cpu"), layout)
+        self.tensors = self._allocate(kv_cache_config, KVCacheLayout[kv_cache_config.kv_cache_layout])
         self._groups = kv_cache_config.kv_cache_groups
         # Where there are more ranks than heads, several have the same.
         self._heads = {
             layer: [rank * total // ranks + at for at in range(max(1, total // ranks))]
             for layer, total in heads.items()
         }
+
+    def _allocate(self, kv_cache_config: Any, layout: KVCacheLayout) -> dict[str, Any]:
+        tensors: dict[str, Any] = allocate_kv_cache(kv_cache_config, torch.device("cpu"), layout)
+        return tensors
+
+    # What differs for memory of GPUs, where `wrong` says nothing yet.
+
+    def begins_step(self) -> None:
+        """The calling thread launches a step."""
+
+    def ends_step(self) -> list[str]:
+        """What steps before have read and was wrong."""
+        return []
+
+    def settle(self) -> list[str]:
+        """What all steps have read and was wrong."""
+        return []
+
+    def close(self) -> None:
+        """The engine has ended."""
 
     def zero(self, blocks: list[int]) -> None:
         for tensor in self.tensors.values():

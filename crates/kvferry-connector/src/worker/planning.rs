@@ -78,6 +78,8 @@ impl Inner {
     fn planned(&self, pairing: &Arc<Pairing>, engine: Result<Arc<ProducerEngine>, Failure>) {
         let mut is_kept = false;
         loop {
+            // Dropped without the lock.
+            let mut gone = Vec::new();
             let mut state = self.state.lock();
             // Unless this half was closed meanwhile.
             if !state.unplanned.is_planning(pairing) {
@@ -87,27 +89,27 @@ impl Inner {
                 Ok(engine) => engine,
                 Err(failure) => return self.fail_planning(&mut state, failure),
             };
-            let mut gone = Vec::new();
-            if !std::mem::replace(&mut is_kept, true) {
-                // Also if nothing waits for it any more: the next request need not wait as long.
-                gone = state.keep_planned(engine);
-            }
-            // The engine's threads wait for the lock.
             for _ in 0..TICKETS_PER_HOLD {
                 let Some((ticket, learned)) = state.unplanned.next_ticket() else {
+                    if !is_kept {
+                        // Nothing waits for it any more. The next request need not wait as long.
+                        gone.extend(state.keep_planned(engine));
+                    }
                     state.unplanned.end();
                     return;
                 };
                 let Some(pending) = state.learning.remove(&ticket) else { continue };
-                gone.extend(match learned {
-                    Some(learned) => self.run_learned(&mut state, pending, engine, learned),
-                    None => {
-                        self.learn_again(&mut state, pending);
-                        Vec::new()
+                match learned {
+                    Some(learned) => {
+                        is_kept = true;
+                        gone.extend(self.run_learned(&mut state, pending, engine, learned));
                     }
-                });
+                    None => self.learn_again(&mut state, pending),
+                }
             }
             drop(state);
+            // The engine's threads may wait for the lock.
+            std::thread::yield_now();
         }
     }
 

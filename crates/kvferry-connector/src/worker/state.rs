@@ -291,14 +291,6 @@ impl Action {
         std::mem::replace(address, to)
     }
 
-    /// The request of a fetch.
-    pub(super) fn request(&self) -> Option<&str> {
-        match self {
-            Self::Fetch(fetch) => Some(&fetch.request),
-            Self::Claim(_) | Self::Free(_) => None,
-        }
-    }
-
     /// Replaces the fetch of a request by a free, which tells the producer that it is not needed.
     pub(super) fn give_up(&mut self, request: &str, code: WireCode) {
         if let Self::Fetch(fetch) = self
