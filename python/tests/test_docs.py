@@ -1,6 +1,7 @@
 """The documents: their links lead somewhere, what they name exists, and docs/python.md is what is made of the stub and the
 installed package."""
 
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,44 @@ def test_each_link_of_a_page_leads_to_a_file_and_a_heading(page: Path):
         to = (page.parent / name).resolve() if name else page
         assert to.exists(), link
         assert not heading or heading in anchors(to), link
+
+
+A_PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*(?:/|\.(?:c|h|json|md|py|pyi|rs|sh|toml|txt|yml))")
+
+
+def named_paths(page: str) -> set[str]:
+    """What stands between backticks and looks like a file, or like a folder, which ends with a slash."""
+    text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    return {it for it in re.findall(r"`([^`\n]+)`", text) if A_PATH.fullmatch(it)}
+
+
+def parts_of_the_tree() -> set[str]:
+    """The files and folders of the sources, each with a slash before it, and folders with one after it."""
+    found = set()
+    for top in ("adapters", "bench", "crates", "docs", "python"):
+        for folder, names, files in os.walk(ROOT / top):
+            names[:] = [name for name in names if name not in ("__pycache__", "build", "node_modules", "target")]
+            at = "/" + Path(folder).relative_to(ROOT).as_posix() + "/"
+            found |= {at, *(at + name for name in files)}
+    return found
+
+
+def missing_paths(page: str) -> list[str]:
+    """What a page names and the tree has not, in full or from a folder on, such as `session/connect.rs`."""
+    tree = parts_of_the_tree()
+    named = [it for it in named_paths(page) if not (ROOT / it).exists()]
+    return sorted(it for it in named if not any(path.endswith("/" + it) for path in tree))
+
+
+def test_each_path_that_architecture_names_exists():
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    assert len(named_paths(page)) >= 150
+    assert missing_paths(page) == []
+
+
+def test_a_path_that_does_not_exist_is_noticed_and_a_short_one_that_does_is_not():
+    page = "See `session/connect.rs`, `session/connects.rs`, `ession/connect.rs`, `rank/`, `ranks/` and `Job.cutter`."
+    assert missing_paths(page) == ["ession/connect.rs", "ranks/", "session/connects.rs"]
 
 
 def layers(page: str) -> list[str]:

@@ -23,6 +23,7 @@ PERCENT_MAX = 0.02
 # What each works with stands in `subjects.py`.
 SUBJECTS = {
     "halves": "kvferry.connector, scheduler half and worker half",
+    "vllm": "kvferry.vllm, an engine that prefills and one that decodes",
     "nixl": "kvferry.nixl, an agent with a listener and a peer",
     "trtllm": "kvferry.trtllm, a store",
     "prefill": "kvferry.trtllm, a store, and an engine that decodes its prompts",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import resource
@@ -162,6 +163,108 @@ def nixl() -> None:
     serve()
 
 
+# kvferry.vllm, with stand-ins of vLLM's classes.
+
+
+class _Vllm:
+    """The two connectors of an engine of one rank, with a cache of one layer in host memory."""
+
+    def __init__(self, module: Any, *, is_kv_producer: bool) -> None:
+        import vllm_stand_in
+
+        spec = type("FullAttentionSpec", (), {"block_size": TOKENS_PER_BLOCK, "dtype": "torch.float32"})
+        blocks, content = 16, 64
+        caches = vllm_stand_in.caches(spec(), num_blocks=blocks)
+        caches.transfer_group_index_by_layer = {"0": 0}
+        config = vllm_stand_in.config(is_kv_producer=is_kv_producer, prefill_context_parallel_size=1)
+        config.kv_transfer_config.kv_connector_extra_config = {"timeout": PATIENCE_S}
+        role = module.KVConnectorRole
+        self.worker, self.scheduler = (
+            module.KVFerryConnector(config, it, caches) for it in (role.WORKER, role.SCHEDULER)
+        )
+        nbytes = blocks * TOKENS_PER_BLOCK * content * 4
+        self._memory = (ctypes.c_char * nbytes)()
+        at = ctypes.addressof(self._memory)
+        strides = (TOKENS_PER_BLOCK * content, TOKENS_PER_BLOCK * content, content, 1)
+        cache = SimpleNamespace(
+            device=SimpleNamespace(type="cpu", index=None),
+            shape=(blocks, 1, TOKENS_PER_BLOCK, content),
+            dim=lambda: 4,
+            stride=lambda axis: strides[axis],
+            element_size=lambda: 4,
+            data_ptr=lambda: at,
+            untyped_storage=lambda: SimpleNamespace(data_ptr=lambda: at, nbytes=lambda: nbytes),
+        )
+        self.worker.register_kv_caches({"0": cache})
+        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+
+    def step(self, *new: tuple[str, int, list[int]]) -> Any:
+        """A step of new requests, each with its tokens and blocks. Returns what it has ended."""
+        output = SimpleNamespace(
+            num_scheduled_tokens={request: tokens for request, tokens, _ in new},
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=request, block_ids=(blocks,), num_computed_tokens=0)
+                for request, _, blocks in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[]
+            ),
+            preempted_req_ids=set(),
+        )
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(output))
+        self.worker.start_load_kv(None)
+        self.worker.save_kv_layer("0", None, None)
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(set())
+        results.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
+        self.worker.clear_connector_metadata()
+        self.scheduler.update_connector_output(results)
+        return results
+
+
+def vllm() -> None:
+    """Two engines in this process, of which one has loaded a prompt of the other. Routers find the other one."""
+    import vllm_stand_in
+
+    os.environ["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = "0"
+    patch: Any = SimpleNamespace(setitem=dict.__setitem__, delitem=dict.__delitem__)
+    vllm_stand_in.install(patch)
+    layout: Any = importlib.import_module("kvferry.vllm._layout")
+    layout.processor = lambda *_: "made up"
+    module: Any = importlib.import_module("kvferry.vllm._connector")
+    module.check_connector = lambda: None
+    module.of_vllm = lambda *_: SimpleNamespace(properties=lambda: {"model": "made-up"})
+    module._place = lambda _: (module.Place(), 0)
+    prefill, decode = _Vllm(module, is_kv_producer=True), _Vllm(module, is_kv_producer=False)
+    prompt, blocks = list(range(40)), [1, 2, 3]
+    first = vllm_stand_in.Request("p", {"do_remote_decode": True}, prompt)
+    prefill.scheduler.on_new_request(first)
+    prefill.step(("p", len(prompt), blocks))
+    _, params = prefill.scheduler.request_finished(first, blocks)
+    second = vllm_stand_in.Request("d", params, prompt, max_tokens=4)
+    decode.scheduler.on_new_request(second)
+    tokens, _ = decode.scheduler.get_num_new_matched_tokens(second, 0)
+    given = SimpleNamespace(get_block_ids=lambda: (blocks,))
+    decode.scheduler.update_state_after_alloc(second, given, tokens)
+
+    def has_arrived() -> bool:
+        results = decode.step()
+        if results.failed_recving:
+            raise SystemExit("the prompt was not loaded")
+        return bool(results.finished_recving)
+
+    until(has_arrived)
+    decode.scheduler.request_finished(second, blocks)
+
+    def is_given_back() -> bool:
+        decode.step()
+        return bool(prefill.step().finished_sending)
+
+    until(is_given_back)
+    say(None)
+    serve()
+
+
 # kvferry.trtllm, with TensorRT-LLM's side restated.
 
 
@@ -224,10 +327,11 @@ def decode(directory: str, address: str) -> None:
 
 if __name__ == "__main__":
     subject, *arguments = sys.argv[1:]
-    if subject in ("nixl", "nixl_peer", "halves"):
+    if subject in ("nixl", "nixl_peer", "halves", "vllm"):
         arguments = []
     made: dict[str, Callable[..., None]] = {
         "halves": halves,
+        "vllm": vllm,
         "nixl": nixl,
         "nixl_peer": nixl_peer,
         "trtllm": trtllm,

@@ -105,7 +105,7 @@
 // A defect in kvferry.
 #define KVFERRY_INTERNAL 37
 
-// As the environment variable `KVFERRY_CHECKSUM` says, else on between hosts and off on one host.
+// The choice of the environment variable `KVFERRY_CHECKSUM`, else on between hosts and off on one host.
 #define KVFERRY_CHECKSUM_DEFAULT 0
 
 // Payload carries CRC32C checksums with every peer that supports them.
@@ -126,11 +126,11 @@
 // The caller has waited for what uses the memory of GPUs.
 #define KVFERRY_AFTER_HOST 0
 
-// What a stream (`CUstream`, `cudaStream_t`) has when the transfer is started. 0 and 1 are the default stream, 2 the
+// Work that a stream (`CUstream`, `cudaStream_t`) has when the transfer is started. 0 and 1 are the default stream, 2 the
 // calling thread's.
 #define KVFERRY_AFTER_STREAM 1
 
-// What was before an event's (`CUevent`, `cudaEvent_t`) last record.
+// Work before the last record of an event (`CUevent`, `cudaEvent_t`).
 #define KVFERRY_AFTER_EVENT 2
 
 // Past the page cache where ranges and memory are aligned.
@@ -201,7 +201,7 @@ typedef struct kvferry_agent_options {
 // one fills it in, also on success; NULL is allowed.
 typedef struct kvferry_error {
   size_t size;
-  // What the function returned.
+  // The code that the function returned.
   int32_t code;
   // For a transfer that ended early: 1 if it is certain that none of its bytes arrive any more, 0 if
   // that is not certain, -1 if nothing was in progress.
@@ -238,7 +238,7 @@ typedef struct kvferry_remote {
   uint32_t access;
 } kvferry_remote;
 
-// What is known of a connected peer. Set `size` to `sizeof(kvferry_peer_info)`.
+// Facts about a connected peer. Set `size` to `sizeof(kvferry_peer_info)`.
 typedef struct kvferry_peer_info {
   size_t size;
   // The peer's name; cut if it does not fit.
@@ -302,18 +302,18 @@ typedef struct kvferry_transfer_options {
   size_t size;
   // Time for the whole transfer, connecting included; 0 is the agent's.
   uint64_t timeout_ms;
-  // If not NULL, a notification of this name is delivered when all bytes are in place at the peer.
+  // Name of a notification that is delivered when all bytes are in place at the peer. May be NULL.
   const char *notify_name;
   const uint8_t *notify_message;
   size_t notify_len;
   // Streams to divide the batch among; 0: its size decides.
   uint32_t streams;
   uint32_t reserved;
-  // For asynchronous transfers: called at the end. May be NULL.
+  // Called at the end of an asynchronous transfer. May be NULL.
   kvferry_done done;
   // Passed to `done`.
   void *user;
-  // What the transfer comes after, at least one, where local memory is a GPU's. Streams and events exist until the
+  // Work that the transfer comes after, one entry at least, where local memory is a GPU's. Streams and events exist until the
   // call returns.
   const struct kvferry_after *after;
   size_t after_count;
@@ -330,11 +330,11 @@ typedef struct kvferry_notification {
   // Any bytes, and a NUL that `message_len` does not count.
   const uint8_t *message;
   size_t message_len;
-  // What `kvferry_notification_clear` frees.
+  // Memory that `kvferry_notification_clear` frees.
   void *memory;
 } kvferry_notification;
 
-// How a file is opened. Set `size` to `sizeof(kvferry_file_options)`, and the rest to zero: the whole of
+// Options to open a file with. Set `size` to `sizeof(kvferry_file_options)`, and the rest to zero: the whole of
 // an existing file, to be read.
 typedef struct kvferry_file_options {
   size_t size;
@@ -342,7 +342,7 @@ typedef struct kvferry_file_options {
   uint32_t write;
   // 1: made if it does not exist, at least `offset + len` bytes long. Implies `write`.
   uint32_t create;
-  // Where the region begins in the file.
+  // Offset in the file at which the region begins.
   uint64_t offset;
   // Bytes of the region; 0: up to the end.
   uint64_t len;

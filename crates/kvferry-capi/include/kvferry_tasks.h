@@ -14,7 +14,7 @@ typedef struct kvferry_send_task kvferry_send_task;
 // The send and receive tasks of an agent. A handle, not an address.
 typedef struct kvferry_tasks kvferry_tasks;
 
-// What the tasks of an agent hold. Set `size` to `sizeof(kvferry_task_gauges)`.
+// Counts of what the tasks of an agent hold. Set `size` to `sizeof(kvferry_task_gauges)`.
 typedef struct kvferry_task_gauges {
   size_t size;
   // Sends that have not ended.
@@ -75,7 +75,7 @@ int kvferry_tasks_start(const kvferry_agent *agent, struct kvferry_tasks **tasks
 // Any thread; not from a callback. Before the agent is freed. After a fork: `KVFERRY_FORKED`.
 int kvferry_tasks_free(struct kvferry_tasks *tasks, kvferry_error *error);
 
-// How much the tasks hold. All are zero once every task has ended and was freed, and their time has
+// Counts what the tasks hold. All are zero once every task has ended and was freed, and their time has
 // passed.
 //
 // Any thread. After a fork: `KVFERRY_FORKED`.

@@ -124,7 +124,7 @@ int uninstallTransport(transfer_engine_t engine, const char *proto);
 // to it. Memory that the peer registers later belongs to the segment, too.
 segment_id_t openSegment(transfer_engine_t engine, const char *segment_name);
 
-// As `openSegment`, and looks the peer's address up again.
+// Does what `openSegment` does, and looks the peer's address up again.
 segment_id_t openSegmentNoCache(transfer_engine_t engine, const char *segment_name);
 
 // Checks the number. The segment stays open, as with Mooncake.
@@ -157,19 +157,19 @@ int registerLocalMemoryBatch(transfer_engine_t engine,
 // Unregisters ranges, each even if another fails; returns the first failure.
 int unregisterLocalMemoryBatch(transfer_engine_t engine, void **addr_list, size_t addr_len);
 
-// Without effect: what peers register is looked up when bytes move.
+// Has no effect: what peers register is looked up when bytes move.
 int syncSegmentCache(transfer_engine_t engine);
 
-// Without effect: the engine finds its transports by itself.
+// Has no effect: the engine finds its transports by itself.
 int discoverTopology(transfer_engine_t engine);
 
-// Without effect: `openSegment` has connected.
+// Has no effect: `openSegment` has connected.
 int warmupEfaSegment(transfer_engine_t engine, const char *segment_name);
 
 // Reports no adapters: `*count` becomes 0.
 int getNicLoadStats(transfer_engine_t engine, nic_load_stat_t *stats, size_t *count);
 
-// Without effect: kvferry installs no signal handlers. A process that ends with engines open ends cleanly.
+// Has no effect: kvferry installs no signal handlers. A process that ends with engines open ends cleanly.
 void enableGracefulShutdown(transfer_engine_t engine);
 
 // Describes the peers' connections: kvferry lists none. Writes an empty text, or `[]` as JSON.
@@ -191,7 +191,7 @@ int submitTransfer(transfer_engine_t engine,
                    struct transfer_request *entries,
                    size_t count);
 
-// As `submitTransfer`. The message goes to the owner of the first task's segment when all tasks of this
+// Does what `submitTransfer` does. The message goes to the owner of the first task's segment when all tasks of this
 // call are complete, and not if one fails.
 int submitTransferWithNotify(transfer_engine_t engine,
                              batch_id_t batch_id,
@@ -199,7 +199,7 @@ int submitTransferWithNotify(transfer_engine_t engine,
                              size_t count,
                              notify_msg_t notify_msg);
 
-// How far a task is. After `STATUS_FAILED`, `kvferry_last_error` has the reason.
+// Says how far a task is. After `STATUS_FAILED`, `kvferry_last_error` has the reason.
 //
 // Any thread. Does not block, and takes no lock that transfers hold.
 int getTransferStatus(transfer_engine_t engine,

@@ -12,7 +12,7 @@ use std::ffi::{c_char, c_int};
 #[derive(Debug)]
 pub struct kvferry_agent(());
 
-/// As the environment variable `KVFERRY_CHECKSUM` says, else on between hosts and off on one host.
+/// The choice of the environment variable `KVFERRY_CHECKSUM`, else on between hosts and off on one host.
 pub const KVFERRY_CHECKSUM_DEFAULT: c_int = 0;
 /// Payload carries CRC32C checksums with every peer that supports them.
 pub const KVFERRY_CHECKSUM_ON: c_int = 1;

@@ -14,7 +14,7 @@ use std::ffi::{CStr, CString, c_char, c_int};
 #[derive(Clone, Copy)]
 pub struct kvferry_error {
     pub size: usize,
-    /// What the function returned.
+    /// The code that the function returned.
     pub code: i32,
     /// For a transfer that ended early: 1 if it is certain that none of its bytes arrive any more, 0 if
     /// that is not certain, -1 if nothing was in progress.

@@ -27,7 +27,7 @@ pub const KVFERRY_DIRECT_OFF: u32 = 1;
 /// Same as auto, but opening fails where the file system does not have it.
 pub const KVFERRY_DIRECT_REQUIRE: u32 = 2;
 
-/// How a file is opened. Set `size` to `sizeof(kvferry_file_options)`, and the rest to zero: the whole of
+/// Options to open a file with. Set `size` to `sizeof(kvferry_file_options)`, and the rest to zero: the whole of
 /// an existing file, to be read.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -37,7 +37,7 @@ pub struct kvferry_file_options {
     pub write: u32,
     /// 1: made if it does not exist, at least `offset + len` bytes long. Implies `write`.
     pub create: u32,
-    /// Where the region begins in the file.
+    /// Offset in the file at which the region begins.
     pub offset: u64,
     /// Bytes of the region; 0: up to the end.
     pub len: u64,

@@ -24,7 +24,7 @@ pub struct kvferry_notification {
     /// Any bytes, and a NUL that `message_len` does not count.
     pub message: *const u8,
     pub message_len: usize,
-    /// What `kvferry_notification_clear` frees.
+    /// Memory that `kvferry_notification_clear` frees.
     pub memory: *mut c_void,
 }
 

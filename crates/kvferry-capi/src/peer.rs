@@ -14,7 +14,7 @@ use std::time::Duration;
 #[derive(Debug)]
 pub struct kvferry_peer(());
 
-/// What is known of a connected peer. Set `size` to `sizeof(kvferry_peer_info)`.
+/// Facts about a connected peer. Set `size` to `sizeof(kvferry_peer_info)`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct kvferry_peer_info {

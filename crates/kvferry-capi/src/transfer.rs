@@ -53,10 +53,10 @@ unsafe impl Versioned for kvferry_transfer_stats {}
 
 /// The caller has waited for what uses the memory of GPUs.
 pub const KVFERRY_AFTER_HOST: u32 = 0;
-/// What a stream (`CUstream`, `cudaStream_t`) has when the transfer is started. 0 and 1 are the default stream, 2 the
+/// Work that a stream (`CUstream`, `cudaStream_t`) has when the transfer is started. 0 and 1 are the default stream, 2 the
 /// calling thread's.
 pub const KVFERRY_AFTER_STREAM: u32 = 1;
-/// What was before an event's (`CUevent`, `cudaEvent_t`) last record.
+/// Work before the last record of an event (`CUevent`, `cudaEvent_t`).
 pub const KVFERRY_AFTER_EVENT: u32 = 2;
 
 /// Work that a transfer of memory of GPUs comes after. Set all of it, `reserved` to zero.
@@ -77,18 +77,18 @@ pub struct kvferry_transfer_options {
     pub size: usize,
     /// Time for the whole transfer, connecting included; 0 is the agent's.
     pub timeout_ms: u64,
-    /// If not NULL, a notification of this name is delivered when all bytes are in place at the peer.
+    /// Name of a notification that is delivered when all bytes are in place at the peer. May be NULL.
     pub notify_name: *const c_char,
     pub notify_message: *const u8,
     pub notify_len: usize,
     /// Streams to divide the batch among; 0: its size decides.
     pub streams: u32,
     pub reserved: u32,
-    /// For asynchronous transfers: called at the end. May be NULL.
+    /// Called at the end of an asynchronous transfer. May be NULL.
     pub done: kvferry_done,
     /// Passed to `done`.
     pub user: *mut c_void,
-    /// What the transfer comes after, at least one, where local memory is a GPU's. Streams and events exist until the
+    /// Work that the transfer comes after, one entry at least, where local memory is a GPU's. Streams and events exist until the
     /// call returns.
     pub after: *const kvferry_after,
     pub after_count: usize,

@@ -63,7 +63,7 @@ pub(crate) fn with<T>(
     }
 }
 
-/// As [`with`], for calls that return a code, which is negative if they failed. Their reason is kept for
+/// Runs a call as [`with`] does, for calls that return a code, which is negative if they failed. Their reason is kept for
 /// `kvferry_last_error`.
 pub(crate) fn code(
     engine: transfer_engine_t,
@@ -193,7 +193,7 @@ pub unsafe extern "C" fn openSegment(
     })
 }
 
-/// As `openSegment`, and looks the peer's address up again.
+/// Does what `openSegment` does, and looks the peer's address up again.
 ///
 /// # Safety
 /// `segment_name` is text.
@@ -307,19 +307,19 @@ pub unsafe extern "C" fn unregisterLocalMemoryBatch(
     })
 }
 
-/// Without effect: what peers register is looked up when bytes move.
+/// Has no effect: what peers register is looked up when bytes move.
 #[unsafe(export_name = "kvferry_mooncake_syncSegmentCache")]
 pub extern "C" fn syncSegmentCache(engine: transfer_engine_t) -> c_int {
     code(engine, |_| Ok(codes::OK))
 }
 
-/// Without effect: the engine finds its transports by itself.
+/// Has no effect: the engine finds its transports by itself.
 #[unsafe(export_name = "kvferry_mooncake_discoverTopology")]
 pub extern "C" fn discoverTopology(engine: transfer_engine_t) -> c_int {
     code(engine, |_| Ok(codes::OK))
 }
 
-/// Without effect: `openSegment` has connected.
+/// Has no effect: `openSegment` has connected.
 ///
 /// # Safety
 /// Nothing is read.
@@ -350,7 +350,7 @@ pub unsafe extern "C" fn getNicLoadStats(
     })
 }
 
-/// Without effect: kvferry installs no signal handlers. A process that ends with engines open ends cleanly.
+/// Has no effect: kvferry installs no signal handlers. A process that ends with engines open ends cleanly.
 #[unsafe(export_name = "kvferry_mooncake_enableGracefulShutdown")]
 pub extern "C" fn enableGracefulShutdown(engine: transfer_engine_t) {
     let _ = engine;

@@ -136,7 +136,7 @@ pub unsafe extern "C" fn submitTransfer(
     unsafe { submit(engine, batch_id, entries, count, None) }
 }
 
-/// As `submitTransfer`. The message goes to the owner of the first task's segment when all tasks of this
+/// Does what `submitTransfer` does. The message goes to the owner of the first task's segment when all tasks of this
 /// call are complete, and not if one fails.
 ///
 /// # Safety
@@ -181,7 +181,7 @@ unsafe fn texts(message: notify_msg_t) -> Result<(String, Vec<u8>), Failure> {
     Ok((name, bytes(message.msg)))
 }
 
-/// How far a task is. After `STATUS_FAILED`, `kvferry_last_error` has the reason.
+/// Says how far a task is. After `STATUS_FAILED`, `kvferry_last_error` has the reason.
 ///
 /// Any thread. Does not block, and takes no lock that transfers hold.
 ///

@@ -199,7 +199,7 @@ impl Directory {
         if self.is_forked() {
             return;
         }
-        self.shared.lock().closed = true;
+        self.shared.state.lock().closed = true;
         self.shared.wakeup.wake();
         if let Some(thread) = self.thread.lock().take() {
             // It panics only on a broken invariant, and the panic has been reported.
@@ -217,7 +217,7 @@ impl Directory {
         if self.is_forked() {
             return otherwise;
         }
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         let changed = change(&mut state, now());
         self.shared.carry_out(state);
         changed
@@ -235,10 +235,6 @@ impl Drop for Directory {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     fn address(&self, place: Place) -> &str {
         self.follows.get(place.0).map_or("", String::as_str)
     }
@@ -246,7 +242,7 @@ impl Shared {
     /// Keeps the time.
     fn run(self: &Arc<Self>) {
         loop {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             if state.closed {
                 return;
             }
@@ -256,7 +252,7 @@ impl Shared {
             }
             state.subscriber.expire(now);
             self.carry_out(state);
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             state.due = state.next_timeout();
             let left = state.due.map(|due| due.saturating_since(crate::clock::now()));
             drop(state);
@@ -318,7 +314,7 @@ impl Shared {
     }
 
     fn opened(self: &Arc<Self>, place: Place, opened: kvferry::Result<Channel>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.closed {
             return;
         }
@@ -473,7 +469,7 @@ impl MessageHandler for Handler {
                 return kvferry::warn_limited!(peer, %error, "skipped a malformed message");
             }
         };
-        let mut state = shared.lock();
+        let mut state = shared.state.lock();
         if state.closed {
             return;
         }
@@ -493,7 +489,7 @@ impl MessageHandler for Handler {
 
     fn ended(&self, channel: &Channel, error: &Error) {
         let Some(shared) = self.0.upgrade() else { return };
-        let mut state = shared.lock();
+        let mut state = shared.state.lock();
         if let Some(number) = state.numbers.remove(channel) {
             state.followers.remove(&number);
             if let Some(publisher) = &mut state.publisher {

@@ -10,8 +10,8 @@
 //! worker's. Workers call the observer with theirs held; it only wakes the thread.
 
 mod machine;
-#[cfg(test)]
-mod model;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod model;
 mod steps;
 
 use crate::directory::{Directory, DirectoryConfig, DirectoryError};
@@ -215,7 +215,7 @@ impl Exchange {
             ended: Condvar::new(),
             observer,
         });
-        shared.lock().machine.carry(&mut shared.seam(false), None);
+        shared.state.lock().machine.carry(&mut shared.seam(false), None);
         let runner = Arc::downgrade(&shared);
         let wakeup = Arc::clone(&shared.observer);
         let run = move || Shared::run(&runner, &wakeup.wakeup);
@@ -366,7 +366,7 @@ impl Exchange {
 
     /// `None` in a fork, whose lock may be held for ever.
     fn lock(&self) -> Option<MutexGuard<'_, State>> {
-        (!fd::forked_since(self.forks)).then(|| self.shared.lock())
+        (!fd::forked_since(self.forks)).then(|| self.shared.state.lock())
     }
 }
 
@@ -437,7 +437,7 @@ mod tests {
         eventually("the offer is heard", || gauge("heard") == 1);
         let prompt = Prompt { key, identity: PromptId::new(&[], &[1]), blocks: 2 };
         let interrupt = || {
-            exchange.shared.lock().machine.received(0, "d1", false);
+            exchange.shared.state.lock().machine.received(0, "d1", false);
             true
         };
         assert_eq!(exchange.fetch(&prompt, 0, PATIENCE, &interrupt), (None, vec![]));

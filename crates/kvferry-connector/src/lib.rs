@@ -33,6 +33,9 @@ mod clock;
 mod codes;
 mod directory;
 mod exchange;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod metadata;
 mod params;
 mod producers;

@@ -71,6 +71,7 @@ targets! {
     rank_message: decoders::rank_message::message, decoders::rank_message::seeds, 20_000;
     handoff_model: |bytes| models::handoff::MODEL.fuzz(bytes), models::random_seeds, 3_000;
     engine_handshake_model: |bytes| models::engine_handshake::MODEL.fuzz(bytes), models::random_seeds, 1_000;
+    exchange_model: kvferry_connector::fuzzing::exchange, models::random_seeds, 1_000;
     admission_model: |bytes| models::admission::MODEL.fuzz(bytes), models::random_seeds, 4_000;
     outbox_model: |bytes| models::parts::OUTBOX.fuzz(bytes), models::random_seeds, 400;
     inbox_model: |bytes| models::parts::INBOX.fuzz(bytes), models::random_seeds, 100;

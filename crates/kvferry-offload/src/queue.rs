@@ -5,7 +5,7 @@
 
 use crate::carry::Directory;
 use kvferry_blocks::{Action, Discard, Outcome, Tier, Transfer, TransferId, TransferMode};
-use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
+use kvferry_sys::sync::{Condvar, Mutex};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -68,17 +68,13 @@ pub(crate) struct Queue {
 }
 
 impl Queue {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     pub(crate) fn submit(&self, actions: impl IntoIterator<Item = Action>) {
         let mut actions = actions.into_iter().peekable();
         if actions.peek().is_none() {
             return;
         }
         let (mut for_memory, mut ready) = (false, 0);
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let ended = state.finished.len();
         for action in actions {
             let (directory, task) = match action {
@@ -131,7 +127,7 @@ impl Queue {
 
     /// The next copy within memory, when there is one. None: the driver ends.
     pub(crate) fn next_in_memory(&self) -> Option<Transfer> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             if state.is_closed {
                 return None;
@@ -146,7 +142,7 @@ impl Queue {
     /// The next tasks of a directory, when there are any. They are removals, or one copy to or from a
     /// file, or copies of one direction to or from a block store, each of another block. None: the driver ends.
     pub(crate) fn next_run(&self, page_bytes: impl Fn(u16) -> u64) -> Option<Run> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         loop {
             if state.is_closed {
                 return None;
@@ -164,7 +160,7 @@ impl Queue {
 
     /// Returns a directory's state after a run.
     pub(crate) fn put_back(&self, path: Arc<str>, directory: Box<Directory>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let line = state.lines.get_mut(&path).expect("a taken line stays");
         line.directory = Some(directory);
         line.is_taken = false;
@@ -176,7 +172,7 @@ impl Queue {
     }
 
     pub(crate) fn finish(&self, ended: impl IntoIterator<Item = (TransferId, Outcome)>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let before = state.finished.len();
         state.finished.extend(ended);
         let count = state.finished.len() - before;
@@ -186,19 +182,19 @@ impl Queue {
     }
 
     pub(crate) fn take_finished(&self, most: usize) -> Vec<(TransferId, Outcome)> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let count = state.finished.len().min(most);
         state.finished.drain(..count).collect()
     }
 
     pub(crate) fn under_way(&self) -> usize {
-        self.lock().under_way
+        self.state.lock().under_way
     }
 
     /// Waits until a copy has ended that was not taken yet. False: none is under way, or `timeout` has passed.
     pub(crate) fn wait(&self, timeout: Duration) -> bool {
         let until = Instant::now() + timeout;
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         while state.finished.is_empty() {
             let left = until.saturating_duration_since(Instant::now());
             if state.under_way == 0 || left.is_zero() {
@@ -211,7 +207,7 @@ impl Queue {
 
     /// Threads end after what they carry out now. What was not begun has failed.
     pub(crate) fn close(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.is_closed = true;
         let State { memory, lines, .. } = &mut *state;
         let mut left: Vec<TransferId> = memory.drain(..).map(|transfer| transfer.id).collect();
@@ -231,7 +227,7 @@ impl Queue {
 
     /// Takes the states that lines have kept, to be closed.
     pub(crate) fn take_directories(&self) -> Vec<Directory> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let lines = state.lines.values_mut();
         lines
             .flat_map(|line| [line.directory.take(), line.leaves.take()])

@@ -18,7 +18,7 @@
 use crate::code::WireCode;
 use crate::id::{SessionId, StreamId};
 use crate::keyed::{Seal, Seals};
-use crate::session::Side;
+use crate::side::Side;
 use blake3::hazmat::{self, HasherExt};
 use std::fmt;
 use std::sync::LazyLock;

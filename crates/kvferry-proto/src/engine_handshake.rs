@@ -152,7 +152,7 @@ enum Finding {
     /// The answer to a question. For a refused engine, also the reason.
     Answer(EngineHandshakeMessage, Option<String>),
     /// The producing engine that an answer describes.
-    Heard(Result<Heard, Misfit>),
+    Heard(Result<EngineAnswers, Misfit>),
 }
 
 /// Why two engines do not fit.
@@ -183,12 +183,12 @@ struct Meeting {
     connected: bool,
     /// The connection is lost: when the handshake fails, and with which code.
     lost: Option<(Timestamp, WireCode)>,
-    heard: Option<Heard>,
+    heard: Option<EngineAnswers>,
 }
 
 /// What the producing engine has answered so far.
 #[derive(Debug)]
-struct Heard {
+struct EngineAnswers {
     engine: EngineId,
     routing: Routing,
     addresses: Vec<String>,
@@ -457,7 +457,7 @@ impl EngineHandshakes {
             (Some(known), _) => Ok(known),
             (None, Finding::Heard(heard)) => heard,
             // What was known when the examination began has been forgotten since.
-            (None, _) => Heard::new(own, &it),
+            (None, _) => EngineAnswers::new(own, &it),
         };
         let mut heard = match heard {
             Ok(heard) => heard,
@@ -482,7 +482,7 @@ impl EngineHandshakes {
             return self.end(from, &Err(Failure { code, detail, addresses }));
         }
         if heard.missing(own.rank).is_empty() {
-            let Heard { engine, routing, addresses, cards } = heard;
+            let EngineAnswers { engine, routing, addresses, cards } = heard;
             return self.end(from, &Ok(Arc::new(Pairing { engine, routing, addresses, cards })));
         }
         self.keep_heard(from, origin, heard);
@@ -499,7 +499,7 @@ impl EngineHandshakes {
 
     /// Keeps what a producing engine has answered so far. If there is no room for it, ends the handshakes with the engines
     /// that have most of it.
-    fn keep_heard(&mut self, from: PeerId, origin: Origin, heard: Heard) {
+    fn keep_heard(&mut self, from: PeerId, origin: Origin, heard: EngineAnswers) {
         let Some(meeting) = self.meetings.get_mut(&from) else { return };
         self.cards.add(&from, origin, from.0, heard.bytes());
         meeting.heard = Some(heard);
@@ -513,7 +513,7 @@ impl EngineHandshakes {
     }
 
     /// Forgets what a producing engine has answered so far, and returns it.
-    fn forget_heard(&mut self, peer: PeerId) -> Option<Heard> {
+    fn forget_heard(&mut self, peer: PeerId) -> Option<EngineAnswers> {
         self.cards.remove(&peer);
         self.meetings.get_mut(&peer)?.heard.take()
     }
@@ -547,7 +547,9 @@ impl Examination {
         if let Some(own) = self.own.as_ref().filter(|_| !self.is_known) {
             self.finding = match &self.message {
                 EngineHandshakeMessage::Introduce(introduce) => own.answer(introduce),
-                EngineHandshakeMessage::Introduced(it) => Finding::Heard(Heard::new(own, it)),
+                EngineHandshakeMessage::Introduced(it) => {
+                    Finding::Heard(EngineAnswers::new(own, it))
+                }
                 _ => Finding::None,
             };
         }
@@ -608,7 +610,7 @@ impl Meeting {
     }
 }
 
-impl Heard {
+impl EngineAnswers {
     fn new(own: &OwnEngine, it: &Introduced) -> Result<Self, Misfit> {
         compare_models(&it.model, &own.model)?;
         let layouts = |detail: String| (WireCode::LayoutMismatch, detail);

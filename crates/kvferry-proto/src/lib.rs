@@ -42,6 +42,7 @@ pub mod plan;
 pub mod rank_message;
 pub mod session;
 mod shares;
+mod side;
 pub mod tasks;
 mod text;
 mod time;
@@ -58,13 +59,11 @@ pub use frame::{
 };
 pub use id::{Incarnation, RegionId, SessionId, StreamId, TransferId};
 pub use keyed::Guard;
-pub use local::LocalPacket;
+pub use local::{CAPABILITY_LOCAL, LocalPacket};
 pub use message::{CONTROL_MAX, Decoder, Message, MessageError, PREAUTH_MAX, StreamHello};
 pub use origin::Origin;
-pub use session::{
-    CAPABILITY_LOCAL, ChecksumPolicy, CloseReason, PeerInfo, Session, SessionConfig, SessionEvent,
-    Side,
-};
+pub use session::{ChecksumPolicy, CloseReason, PeerInfo, Session, SessionConfig, SessionEvent};
 pub use shares::Shares;
+pub use side::Side;
 pub use time::Timestamp;
 pub use turns::Turns;

@@ -21,6 +21,9 @@ use thiserror::Error;
 
 const MAGIC: [u8; 4] = *b"KVFL";
 
+/// The capability bit of agents that take part in transfers within one host.
+pub const CAPABILITY_LOCAL: u64 = 1;
+
 /// The label of the proofs in the hello and in `Offer`.
 pub const PROOF: ProofLabel = ProofLabel::new("local");
 

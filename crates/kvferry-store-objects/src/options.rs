@@ -50,14 +50,14 @@ pub(crate) struct Options {
     away_min: Duration,
     away_max: Duration,
     /// Options of the object store; keys are in lower case.
-    pub(crate) others: Others,
+    pub(crate) others: ObjectStoreOptions,
 }
 
 /// Options of the object store. Values may be secrets: `Debug` shows keys only.
 #[derive(Clone, Default)]
-pub(crate) struct Others(pub(crate) Vec<(String, String)>);
+pub(crate) struct ObjectStoreOptions(pub(crate) Vec<(String, String)>);
 
-impl std::fmt::Debug for Others {
+impl std::fmt::Debug for ObjectStoreOptions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_list().entries(self.0.iter().map(|(key, _)| key)).finish()
     }
@@ -78,7 +78,7 @@ impl Default for Options {
             away_after: 3,
             away_min: seconds(1),
             away_max: seconds(60),
-            others: Others::default(),
+            others: ObjectStoreOptions::default(),
         }
     }
 }

@@ -61,7 +61,7 @@ impl Owners {
     pub fn is_caller_trusted(&self, local: SocketAddr, peer: SocketAddr) -> io::Result<bool> {
         match self.lookup(peer, local)? {
             // Not the other end of an accepted connection: another socket that listens at its address, or connects from it.
-            Found { state: LISTEN | SYN_SENT, .. } => {
+            SocketEntry { state: LISTEN | SYN_SENT, .. } => {
                 let what = "another socket is at the peer's address";
                 Err(io::Error::new(io::ErrorKind::NotFound, what))
             }
@@ -77,7 +77,7 @@ impl Owners {
     /// If no process has the peer's socket open, or the kernel does not tell.
     pub fn is_target_trusted(&self, local: SocketAddr, peer: SocketAddr) -> io::Result<bool> {
         match self.lookup(peer, local)? {
-            Found { inode: 0, state: ESTABLISHED | SYN_RECEIVED, .. } => {
+            SocketEntry { inode: 0, state: ESTABLISHED | SYN_RECEIVED, .. } => {
                 self.listener(peer)?.is_trusted()
             }
             found => found.is_trusted(),
@@ -85,7 +85,7 @@ impl Owners {
     }
 
     /// The socket that listens at an address.
-    fn listener(&self, at: SocketAddr) -> io::Result<Found> {
+    fn listener(&self, at: SocketAddr) -> io::Result<SocketEntry> {
         let nobody: IpAddr = match at.ip().to_canonical() {
             IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
             IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
@@ -93,7 +93,7 @@ impl Owners {
         self.lookup(at, SocketAddr::new(nobody, 0))
     }
 
-    fn lookup(&self, from: SocketAddr, to: SocketAddr) -> io::Result<Found> {
+    fn lookup(&self, from: SocketAddr, to: SocketAddr) -> io::Result<SocketEntry> {
         self.0.lock().ask(from, to)
     }
 }
@@ -112,14 +112,14 @@ fn no_owner() -> io::Error {
 
 /// A socket, as the kernel describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Found {
+struct SocketEntry {
     state: u8,
     uid: u32,
     /// 0 if no process has the socket open.
     inode: u32,
 }
 
-impl Found {
+impl SocketEntry {
     fn is_trusted(self) -> io::Result<bool> {
         if self.inode == 0 {
             return Err(no_owner());
@@ -138,7 +138,7 @@ struct Diag {
 impl Diag {
     /// Asks for the socket that is bound to `from` and connected to `to`; if there is none, for the one that
     /// listens at `from`.
-    fn ask(&mut self, from: SocketAddr, to: SocketAddr) -> io::Result<Found> {
+    fn ask(&mut self, from: SocketAddr, to: SocketAddr) -> io::Result<SocketEntry> {
         self.questions = self.questions.wrapping_add(1);
         let request = request(self.questions, from, to);
         let netlink = self.netlink.as_raw_fd();
@@ -221,7 +221,7 @@ fn u32_at(answer: &[u8], at: usize) -> io::Result<u32> {
     bytes.copied().map(u32::from_ne_bytes).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-fn parse(answer: &[u8]) -> io::Result<Found> {
+fn parse(answer: &[u8]) -> io::Result<SocketEntry> {
     let kind = (u32_at(answer, 4)? & 0xffff) as u16;
     if i32::from(kind) == libc::NLMSG_ERROR {
         let errno = u32_at(answer, HEADER)?.cast_signed();
@@ -231,7 +231,7 @@ fn parse(answer: &[u8]) -> io::Result<Found> {
         return Err(io::ErrorKind::InvalidData.into());
     }
     let (uid, inode) = (u32_at(answer, AT_UID)?, u32_at(answer, AT_INODE)?);
-    Ok(Found { state: answer[AT_STATE], uid, inode })
+    Ok(SocketEntry { state: answer[AT_STATE], uid, inode })
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Log lines of the code under test.
 
-use kvferry_sys::sync::{Mutex, MutexGuard};
+use kvferry_sys::sync::Mutex;
 use std::fmt::{Debug, Write};
 use std::sync::Arc;
 use tracing::field::{Field, Visit};
@@ -25,21 +25,17 @@ impl Journal {
 
     /// Takes all lines.
     pub fn take(&self) -> Vec<String> {
-        std::mem::take(&mut *self.lock())
+        std::mem::take(&mut *self.lines.lock())
     }
 
     /// Takes the lines with this text.
     pub fn take_with(&self, text: &str) -> Vec<String> {
-        self.lock().extract_if(.., |line| line.contains(text)).collect()
+        self.lines.lock().extract_if(.., |line| line.contains(text)).collect()
     }
 
     /// Whether a line that was not taken has all these texts.
     pub fn has(&self, texts: &[&str]) -> bool {
-        self.lock().iter().any(|line| texts.iter().all(|text| line.contains(text)))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<String>> {
-        self.lines.lock()
+        self.lines.lock().iter().any(|line| texts.iter().all(|text| line.contains(text)))
     }
 }
 
@@ -67,7 +63,7 @@ impl Subscriber for Journal {
     fn event(&self, event: &Event<'_>) {
         let mut line = Line(format!("{} ", event.metadata().target()));
         event.record(&mut line);
-        self.lock().push(line.0);
+        self.lines.lock().push(line.0);
     }
 
     fn enter(&self, _: &span::Id) {}

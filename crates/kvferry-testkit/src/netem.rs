@@ -160,14 +160,14 @@ fn port(interface: &str) -> io::Result<OwnedFd> {
 }
 
 /// A frame in flight: its arrival time, its number and its bytes.
-type Held = Reverse<(Instant, u64, Vec<u8>)>;
+type FrameInFlight = Reverse<(Instant, u64, Vec<u8>)>;
 
 /// A direction of the network.
 struct Direction {
     from: Arc<OwnedFd>,
     to: Arc<OwnedFd>,
     impairments: Arc<Impairments>,
-    held: BinaryHeap<Held>,
+    held: BinaryHeap<FrameInFlight>,
     rng: Rng,
     taken: u64,
     /// The highest number of a frame that was delivered.

@@ -13,8 +13,7 @@
 //! | registering memory, and stopping copiers before memory is reused | `memory/` |
 //! | connecting to peers, heartbeats, streams | `session/` |
 //! | the states of a transfer | `transfer/` |
-//! | how a batch crosses TCP | `transport/tcp/` |
-//! | files | `transport/file/` |
+//! | how a batch crosses a network, how it gets to a file | the folder of each transport in `transport/` |
 //! | transports of other crates, such as the one for stock Mooncake peers | [`transport`] |
 //! | the protocols themselves, without I/O | the crate `kvferry-proto` |
 

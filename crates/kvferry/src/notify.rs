@@ -1,7 +1,7 @@
 //! The inbox of notifications from peers.
 
 use crate::error::{Error, Result};
-use crate::sync::{Condvar, Mutex, MutexGuard, OnceLock};
+use crate::sync::{Condvar, Mutex, OnceLock};
 use kvferry_proto::{Limits, WireCode};
 use kvferry_sys::poll::EventFd;
 use std::collections::VecDeque;
@@ -63,17 +63,13 @@ struct Queue {
 }
 
 impl Inbox {
-    fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock()
-    }
-
     /// Queues a notification; `Busy` if the queue is full, `TooLarge` if it exceeds the limit of a
     /// notification.
     pub(crate) fn push(&self, notification: Notification) -> WireCode {
         if notification.wire_len() > Limits::default().notify_max as usize {
             return WireCode::TooLarge;
         }
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         let bytes = queue.bytes + notification.queued_bytes();
         if queue.waiting.len() >= QUEUED_MAX || bytes > QUEUED_BYTES_MAX {
             return WireCode::Busy;
@@ -95,7 +91,7 @@ impl Inbox {
     }
 
     pub(crate) fn drain(&self) -> Vec<Notification> {
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         self.emptied();
         std::mem::take(&mut *queue).waiting.into()
     }
@@ -105,7 +101,7 @@ impl Inbox {
     pub(crate) fn wait(&self, timeout: Duration) -> Result<Option<Notification>> {
         // A timeout beyond the clock's range is infinite.
         let until = Instant::now().checked_add(timeout);
-        let mut queue = self.lock();
+        let mut queue = self.queue.lock();
         loop {
             if let Some(first) = queue.waiting.pop_front() {
                 queue.bytes -= first.queued_bytes();
@@ -128,7 +124,7 @@ impl Inbox {
     /// Ends every wait.
     pub(crate) fn close(&self) {
         // Under the lock: a waiter has either not checked `closed` yet, or is waiting already.
-        let queue = self.lock();
+        let queue = self.queue.lock();
         self.closed.store(true, Ordering::Release);
         drop(queue);
         self.arrived.notify_all();
@@ -141,7 +137,7 @@ impl Inbox {
             // Another thread may have set its own first, which serves as well.
             let _ = self.event.set(event);
         }
-        let queue = self.lock();
+        let queue = self.queue.lock();
         let event = self.event.get().expect("set above");
         if !queue.waiting.is_empty() {
             event.signal();
@@ -166,7 +162,7 @@ mod tests {
             inbox.wait(Duration::ZERO).expect("open").expect("many are queued");
             assert_eq!((push(), push()), (WireCode::Ok, WireCode::Busy), "one place is free");
             assert_eq!(inbox.drain().len(), taken);
-            let bytes = inbox.lock().bytes;
+            let bytes = inbox.queue.lock().bytes;
             assert_eq!((bytes, push()), (0, WireCode::Ok));
         }
     }

@@ -45,7 +45,7 @@ pub(crate) fn default_budget() -> usize {
 #[derive(Debug)]
 pub(crate) struct PeerMemory {
     budget: usize,
-    held: Mutex<Held>,
+    held: Mutex<HeldBytes>,
 }
 
 /// Kind of memory that an account counts.
@@ -59,7 +59,7 @@ pub(crate) enum Memory {
 
 /// Bytes that are held, by their kind.
 #[derive(Debug, Default)]
-struct Held {
+struct HeldBytes {
     received: Part,
     queued: Part,
 }
@@ -120,7 +120,7 @@ impl PeerMemory {
 
     fn change(&self, memory: Memory, peer: Origin, from: usize, to: usize) -> bool {
         let mut held = self.held.lock();
-        let Held { received, queued } = &mut *held;
+        let HeldBytes { received, queued } = &mut *held;
         match memory {
             Memory::Received => {
                 received.change(peer, from, to, self.budget.saturating_sub(queued.total))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import os
 import threading
 import time
@@ -20,7 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import kvferry
+from kvferry._engine.address import join, split
 from kvferry._engine.identity import bounded
+from kvferry._engine.log import logger_of
 from kvferry.connector import Exchange, log_to_stderr, prompt_id
 from kvferry.trtllm._engine_facts import Facts
 from kvferry.trtllm._meta import Part
@@ -28,7 +29,7 @@ from kvferry.trtllm._pages import Group, Pages
 from kvferry.trtllm._settings import HandoffSettings
 from kvferry.trtllm._staging import Arena
 
-logger = logging.getLogger("kvferry.trtllm")
+logger = logger_of("trtllm")
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Handoff:
         if "KVFERRY_LOG" not in os.environ:
             log_to_stderr("warn")
         settings, secret = self._settings, self._settings.secret()
-        host = None if settings.listen is None else settings.listen.rpartition(":")[0] + ":0"
+        host = None if settings.listen is None else join(split(settings.listen)[0], 0)
         self._agents: list[Any] = []
         try:
             # Each rank has an agent of its own. Followers know the address of this one.
@@ -143,8 +144,7 @@ class Handoff:
             for agent in self._agents:
                 agent.shutdown()
             raise
-        listens = self._control.local_address[0]
-        if not (listens.startswith("127.") or listens == "::1" or settings.has_secret()):
+        if settings.is_open_to_hosts(self._control):
             logger.warning(
                 "kvferry.trtllm: every host that reaches %s can read the KV that is handed over; set secret_file on "
                 "all engines",

@@ -40,7 +40,8 @@ class Engine:
         self._waiting += requests
         until = time.monotonic() + _PATIENCE_S
         # Each computes a token at least; KV that does not come is computed a second time.
-        computing, most = 0, 2 * sum(it.prompt_len + it.max_new_tokens for it in requests)
+        all_of_them = (*self._waiting, *self._running)
+        computing, most = 0, 2 * sum(it.prompt_len + it.max_new_tokens for it in all_of_them)
         while self._waiting or self._running or self._saving:
             if self.step():
                 computing += 1

@@ -9,7 +9,7 @@ use kvferry_cuda::raw::{Buffers, Method, Piece};
 
 use super::bench::{Bench, failed};
 use super::ours::{self, Subject};
-use super::rounds::{self, Way, rates};
+use super::rounds::{self, TimedWork, rates};
 use super::tables::Case;
 use crate::failure::Failure;
 use crate::report::Row;
@@ -35,7 +35,7 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<(), Failure> {
         bench.step(&format!("one piece, {name}"));
         case.verify(direction, Method::Single)?;
         case.verify_ours(direction)?;
-        let mut ways: [Way<'_>; 2] = [
+        let mut ways: [TimedWork<'_>; 2] = [
             Box::new(|| ours::copy(direction, &case.batch)),
             Box::new(|| buffers.copy(case.table(direction), Method::Single).map_err(failed)),
         ];
@@ -85,7 +85,7 @@ fn both(
             Ok(())
         })
     };
-    let mut ways: [Way<'_>; 2] = [Box::new(ours), Box::new(raw)];
+    let mut ways: [TimedWork<'_>; 2] = [Box::new(ours), Box::new(raw)];
     let seconds = rounds::run(&mut ways, bench.rounds, &bench.budget, false)?;
     let [ours, raw] = rates(&seconds, u64::from(COPIES) * 2 * bytes as u64);
     let work = format!("both, {} each", units::bytes(bytes as u64));

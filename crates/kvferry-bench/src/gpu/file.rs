@@ -10,7 +10,7 @@ use kvferry_cuda::Direction;
 use kvferry_cuda::raw::{Buffers, Method, Piece, Table};
 
 use super::bench::{Bench, failed};
-use super::rounds::{self, Way, rate};
+use super::rounds::{self, TimedWork, rate};
 use super::tables::{fill_host, is_pattern, scattered, spoil_host};
 use crate::failure::Failure;
 use crate::options::Op;
@@ -157,7 +157,7 @@ fn measure(
     let direction = if op == Op::Write { Direction::Out } else { Direction::In };
     let whole = [Piece { device_at: 0, host_at: 0, len: place.buffers.device_len() }];
     let whole = Table::new(place.buffers, direction, &whole).map_err(failed)?;
-    let mut ways: [Way<'_>; 3] = [
+    let mut ways: [TimedWork<'_>; 3] = [
         Box::new(|| rounds::time(|| place.transfer(op, device))),
         Box::new(|| rounds::time(|| place.transfer(op, host))),
         Box::new(|| place.buffers.copy(&whole, Method::Single).map_err(failed)),

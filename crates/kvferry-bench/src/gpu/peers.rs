@@ -4,7 +4,7 @@ use kvferry_cuda::Direction;
 use kvferry_cuda::raw::{Buffers, Method, Piece, Table};
 
 use super::bench::{Bench, failed};
-use super::rounds::{self, Way, rate};
+use super::rounds::{self, TimedWork, rate};
 use super::tables::{fill_host, is_pattern, scattered, spoil_host};
 use super::target::{Link, Memory};
 use crate::failure::Failure;
@@ -86,7 +86,7 @@ fn measure(
 ) -> Result<Row, Failure> {
     let [device, host] = [Memory::Device, Memory::Host].map(|memory| link.batch(memory, pieces));
     let (device, host) = (device?, host?);
-    let mut ways: [Way<'_>; 3] = [
+    let mut ways: [TimedWork<'_>; 3] = [
         Box::new(|| rounds::time(|| link.transfer(op, &device))),
         Box::new(|| rounds::time(|| link.transfer(op, &host))),
         Box::new(|| buffers.copy(everything, Method::Single).map_err(failed)),

@@ -19,12 +19,12 @@ const TRIAL: usize = 2;
 const SLOW: f64 = 0.6;
 
 /// A way to do the work. Returns the time that it took.
-pub(super) type Way<'a> = Box<dyn FnMut() -> Result<Duration, Failure> + 'a>;
+pub(super) type TimedWork<'a> = Box<dyn FnMut() -> Result<Duration, Failure> + 'a>;
 
 /// Seconds of each way, round by round. The first way has all rounds; slow ones have the first few. Once the budget is
 /// used up, there are fewer rounds.
 pub(super) fn run(
-    ways: &mut [Way<'_>],
+    ways: &mut [TimedWork<'_>],
     rounds: usize,
     budget: &Budget,
     drops_slow: bool,
@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn slow_ways_are_left_out_after_the_trial_and_rounds_once_the_time_is_up() {
-        let way = |ms| -> Way<'static> { Box::new(move || Ok(Duration::from_millis(ms))) };
+        let way = |ms| -> TimedWork<'static> { Box::new(move || Ok(Duration::from_millis(ms))) };
         let mut ways = [way(50), way(3), way(4), way(40)];
         let now = Instant::now();
         let mut budget = Budget::new(now, Duration::from_secs(60), &[1.0]);

@@ -5,7 +5,7 @@ use kvferry_cuda::{Direction, ptx};
 
 use super::bench::{Bench, failed};
 use super::ours::{self, Subject};
-use super::rounds::{self, Way, rate};
+use super::rounds::{self, TimedWork, rate};
 use super::tables::{Case, scattered};
 use crate::failure::Failure;
 use crate::report::{Bound, Figure, Row};
@@ -124,7 +124,7 @@ fn point(
     let work = format!("{way} {name}");
     bench.step(&work);
     case.verify_ours(direction)?;
-    let mut ways: Vec<Way<'_>> = vec![Box::new(|| ours::copy(direction, &case.batch))];
+    let mut ways: Vec<TimedWork<'_>> = vec![Box::new(|| ours::copy(direction, &case.batch))];
     for &method in methods {
         case.verify(direction, method)?;
         let copy = move || case.buffers.copy(case.table(direction), method).map_err(failed);

@@ -100,15 +100,20 @@ mod tests {
 
     #[test]
     fn a_call_that_computes_for_too_long_is_short_and_so_is_one_that_waits() {
-        let mut calls = Calls::default();
-        calls.time("does little", || ());
-        calls.time("sleeps", || std::thread::sleep(std::time::Duration::from_millis(2)));
-        calls.time("computes", || {
-            let until = thread_cpu_us() + 2.0 * HELD_MAX_US;
-            while thread_cpu_us() < until {}
-        });
-        let report = crate::report::Report::new("test/1", false, vec![], calls.rows());
-        let short = report.shortfall().expect("two");
-        assert_eq!(short, "2 of 6 figures miss their bounds: sleeps, waits; computes, CPU max");
+        let shortfall = || {
+            let mut calls = Calls::default();
+            calls.time("does little", || ());
+            calls.time("sleeps", || std::thread::sleep(std::time::Duration::from_millis(2)));
+            calls.time("computes", || {
+                let until = thread_cpu_us() + 2.0 * HELD_MAX_US;
+                while thread_cpu_us() < until {}
+            });
+            let report = crate::report::Report::new("test/1", false, vec![], calls.rows());
+            report.shortfall().expect("two")
+        };
+        let expected = "2 of 6 figures miss their bounds: sleeps, waits; computes, CPU max";
+        // On a busy machine, a call that does little may wait for a processor.
+        let found: Vec<_> = (0..50).map(|_| shortfall()).take_while(|it| it != expected).collect();
+        assert!(found.len() < 50, "{found:?}");
     }
 }

@@ -28,7 +28,7 @@ impl End {
     }
 }
 
-/// Where the outcome of a task goes.
+/// Place to which the outcome of a task goes.
 pub(super) struct Ending {
     pub(super) end: Arc<End>,
     pub(super) done: Option<Done>,

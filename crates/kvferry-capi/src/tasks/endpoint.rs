@@ -60,7 +60,7 @@ pub struct kvferry_task_options {
 // SAFETY: `repr(C)`, begins with its size; zeroes are no function. Other bytes are what the caller wrote.
 unsafe impl Versioned for kvferry_task_options {}
 
-/// What the tasks of an agent hold. Set `size` to `sizeof(kvferry_task_gauges)`.
+/// Counts of what the tasks of an agent hold. Set `size` to `sizeof(kvferry_task_gauges)`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct kvferry_task_gauges {
@@ -257,7 +257,7 @@ pub(crate) fn not_from_callback(endpoint: &Endpoint) -> Result<(), Failure> {
     Ok(())
 }
 
-/// How much the tasks hold. All are zero once every task has ended and was freed, and their time has
+/// Counts what the tasks hold. All are zero once every task has ended and was freed, and their time has
 /// passed.
 ///
 /// Any thread. After a fork: `KVFERRY_FORKED`.

@@ -1,4 +1,4 @@
-//! What peers and transfers report, until the endpoint's thread takes it.
+//! Reports of peers and transfers, until the endpoint's thread takes them.
 
 use super::end::Done;
 use kvferry::{Channel, Message, MessageHandler, Receipt, Transfer};

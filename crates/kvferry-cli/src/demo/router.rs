@@ -47,7 +47,7 @@ const RATE_OVER: Duration = Duration::from_secs(1);
 type Number = usize;
 
 /// An engine's event or failure; `None` at the end of its output.
-type Heard = (Number, Option<Answer<Event>>);
+type EngineOutput = (Number, Option<Answer<Event>>);
 
 /// Fields are dropped in this order: an engine ends when its command pipe is closed.
 struct Engine {
@@ -113,7 +113,7 @@ pub(super) struct Finished {
 pub(super) struct Router<'a> {
     plan: &'a Plan,
     engines: Vec<Engine>,
-    heard: Receiver<Heard>,
+    heard: Receiver<EngineOutput>,
     waiting: VecDeque<(usize, Asked)>,
     flights: HashMap<usize, Flight>,
     outcomes: Vec<Option<Outcome>>,
@@ -511,7 +511,7 @@ impl Engine {
         name: String,
         config: &EngineConfig,
         number: Number,
-        tell: &Sender<Heard>,
+        tell: &Sender<EngineOutput>,
     ) -> Result<Engine, Failure> {
         let mut child = Child::spawn(&["demo-engine"])?;
         let (mut said, commands) = child.take_pipe()?;

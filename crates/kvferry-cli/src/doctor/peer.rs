@@ -147,8 +147,8 @@ fn agent(target: &str, address: SocketAddr, timeout: Duration, bandwidth: bool) 
         }
     };
     let (peer, summary, serves) = match meet(&ours, target, address, timeout) {
-        Met::Agent { peer, summary, serves } => (peer, summary, serves),
-        Met::NoAgent(finding) => return vec![finding],
+        Meeting::Agent { peer, summary, serves } => (peer, summary, serves),
+        Meeting::NoAgent(finding) => return vec![finding],
     };
     findings.push(handshake(&ours, &summary, serves));
     findings.push(transports(&ours, &summary, peer.address(), address, timeout));
@@ -178,7 +178,7 @@ fn start(transports: Option<Transports>) -> Result<Agent, Error> {
     builder.setting("mooncake", !secret).start()
 }
 
-enum Met {
+enum Meeting {
     Agent {
         peer: Peer,
         summary: PeerSummary,
@@ -188,7 +188,7 @@ enum Met {
     NoAgent(Finding),
 }
 
-fn meet(ours: &Agent, target: &str, address: SocketAddr, timeout: Duration) -> Met {
+fn meet(ours: &Agent, target: &str, address: SocketAddr, timeout: Duration) -> Meeting {
     let (tell, told) = mpsc::channel();
     {
         // The address that took a connection; others of the same name may be dead.
@@ -205,11 +205,11 @@ fn meet(ours: &Agent, target: &str, address: SocketAddr, timeout: Duration) -> M
     };
     let error = match greeting {
         Answered::Bench(agent) => return served(connect(ours, &agent, timeout), target),
-        Answered::Other(what) => return Met::NoAgent(other_protocol(what)),
+        Answered::Other(what) => return Meeting::NoAgent(other_protocol(what)),
         Answered::Nothing => {
             let late = || told.recv().expect("the connecting thread sends its result");
             match early.unwrap_or_else(late) {
-                Ok((peer, summary)) => return Met::Agent { peer, summary, serves: false },
+                Ok((peer, summary)) => return Meeting::Agent { peer, summary, serves: false },
                 Err(error) => error,
             }
         }
@@ -222,12 +222,12 @@ fn meet(ours: &Agent, target: &str, address: SocketAddr, timeout: Duration) -> M
         ErrorKind::Deadline,
     ];
     if !unknown.contains(&error.kind()) {
-        return Met::NoAgent(turned_away(&error));
+        return Meeting::NoAgent(turned_away(&error));
     }
     match reach::identify(address, QUIET) {
         Answered::Bench(agent) => served(connect(ours, &agent, timeout), target),
-        Answered::Other(what) => Met::NoAgent(other_protocol(what)),
-        Answered::Nothing => Met::NoAgent(silent(&error)),
+        Answered::Other(what) => Meeting::NoAgent(other_protocol(what)),
+        Answered::Nothing => Meeting::NoAgent(silent(&error)),
     }
 }
 
@@ -237,14 +237,14 @@ fn connect(ours: &Agent, at: &str, timeout: Duration) -> Result<(Peer, PeerSumma
     Ok((peer, summary))
 }
 
-fn served(met: Result<(Peer, PeerSummary), Error>, target: &str) -> Met {
+fn served(met: Result<(Peer, PeerSummary), Error>, target: &str) -> Meeting {
     match met {
-        Ok((peer, summary)) => Met::Agent { peer, summary, serves: true },
+        Ok((peer, summary)) => Meeting::Agent { peer, summary, serves: true },
         Err(error) => {
             let mut finding = turned_away(&error);
             finding.finding =
                 format!("{target} is a bench --serve; its agent: {}", finding.finding);
-            Met::NoAgent(finding)
+            Meeting::NoAgent(finding)
         }
     }
 }

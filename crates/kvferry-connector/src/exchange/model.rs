@@ -11,6 +11,8 @@
 //! or of the directory, are reset or partitioned. Each rank is its handoff machine with a worker in miniature: the real one
 //! needs agents, threads and clocks. So nothing here says that the worker or the driver of an exchange is right, or that a
 //! caller is woken by its deadline; the tests of real processes do.
+//!
+//! Decisions and faults are read from bytes: random ones in the test below, a fuzzer's in the target `exchange_model`.
 
 mod decode;
 mod prefill;
@@ -26,9 +28,10 @@ use kvferry_proto::engine_handshake::EngineId;
 use kvferry_proto::fuzzing::Script;
 use kvferry_proto::handoff::{HandoffId, HandoffMessage, Limits, PeerId, ReadId};
 use kvferry_proto::layout::Kind;
-use kvferry_proto::{Incarnation, Timestamp, WireCode};
+use kvferry_proto::{Incarnation, Origin, Timestamp, WireCode};
 use prefill::{Computing, Prefill};
 use std::collections::{BTreeMap, VecDeque};
+use std::net::{IpAddr, Ipv4Addr};
 use std::ops::Range;
 use std::time::Duration;
 
@@ -54,6 +57,11 @@ const FAULTS: [(&str, &[&str]); 10] = [
     ("a copy is lost", &["computing", "fetching", "kept"]),
     ("reads are slow", &["fetching"]),
 ];
+
+/// Origin of both engines.
+fn here() -> Origin {
+    Origin::from(IpAddr::V4(Ipv4Addr::LOCALHOST))
+}
 
 const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
@@ -573,6 +581,19 @@ impl<'a> World<'a> {
     }
 }
 
+fn run(bytes: &[u8], met: &mut Met) {
+    let mut world = World::new(bytes, met);
+    while !world.script.is_empty() {
+        world.act();
+    }
+    world.settle();
+}
+
+/// Runs the two engines with decisions and faults from bytes; panics on a finding.
+pub fn exchange(bytes: &[u8]) {
+    run(bytes, &mut Met::default());
+}
+
 #[test]
 fn a_prompt_is_handed_over_whole_or_not_at_all_whatever_fault_strikes_at_whatever_moment() {
     let mut rng = fastrand::Rng::with_seed(7);
@@ -580,13 +601,7 @@ fn a_prompt_is_handed_over_whole_or_not_at_all_whatever_fault_strikes_at_whateve
     for case in 0..1000 {
         let mut bytes = vec![0; rng.usize(50..400)];
         rng.fill(&mut bytes);
-        let run = std::panic::AssertUnwindSafe(|| {
-            let mut world = World::new(&bytes, &mut met);
-            while !world.script.is_empty() {
-                world.act();
-            }
-            world.settle();
-        });
+        let run = std::panic::AssertUnwindSafe(|| run(&bytes, &mut met));
         if let Err(panic) = std::panic::catch_unwind(run) {
             eprintln!("case {case}");
             std::panic::resume_unwind(panic);

@@ -52,10 +52,6 @@ impl Seam for Carrier<'_> {
 }
 
 impl Shared {
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     /// `closed`: nothing is carried to the workers any more.
     pub(super) const fn seam(&self, closed: bool) -> Carrier<'_> {
         Carrier { shared: self, closed }
@@ -69,7 +65,7 @@ impl Shared {
         loop {
             wakeup.wait(None);
             let Some(shared) = shared.upgrade() else { return };
-            let mut state = shared.lock();
+            let mut state = shared.state.lock();
             if state.closed {
                 return;
             }
@@ -125,7 +121,7 @@ impl Shared {
             if runs(&mut guard) {
                 drop(guard);
                 interrupted = is_interrupted();
-                guard = self.lock();
+                guard = self.state.lock();
             }
         }
         let State { machine, closed } = &mut *guard;

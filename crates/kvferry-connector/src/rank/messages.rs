@@ -27,7 +27,7 @@ impl MessageHandler for Handler {
                 shared.received_handshake(channel, message);
             }
             Ok(RankMessage::Reader(ReaderMessage::Reader(reader))) => {
-                let mut state = shared.lock();
+                let mut state = shared.state.lock();
                 if let Some(id) = state.peers.came(channel, &reader.key) {
                     state.producer.met(id);
                 }
@@ -45,7 +45,7 @@ impl MessageHandler for Handler {
 
     fn ended(&self, channel: &Channel, error: &Error) {
         let Some(shared) = self.0.upgrade() else { return };
-        let mut state = shared.lock();
+        let mut state = shared.state.lock();
         let now = shared.now();
         // A session that gave its place to a newer one, or ended for want of memory: its peer lives.
         let is_displaced = error.kind() == ErrorKind::Busy;
@@ -75,7 +75,7 @@ impl MessageHandler for Handler {
 
 impl Shared {
     fn received_handoff(&self, channel: &Channel, message: HandoffMessage) {
-        let (mut state, now) = (self.lock(), self.now());
+        let (mut state, now) = (self.state.lock(), self.now());
         let origin = Origin::from(channel.peer_ip());
         let is_for_producer = match &message {
             HandoffMessage::Ask(_) | HandoffMessage::Confirm(_) => true,
@@ -91,7 +91,7 @@ impl Shared {
     }
 
     fn received_handshake(&self, channel: &Channel, message: HandshakeMessage) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let is_question = matches!(message, HandshakeMessage::Introduce(_));
         let from = match is_question {
             true => Some(state.peers.reader(channel)),
@@ -113,7 +113,7 @@ impl Shared {
     }
 
     fn opened(self: &Arc<Self>, address: &str, opened: kvferry::Result<Channel>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let now = self.now();
         // The end of a channel that has ended by now would not be reported again.
         let opened = opened.and_then(|channel| channel.end().cloned().map_or(Ok(channel), Err));

@@ -32,7 +32,7 @@ use kvferry_sys::fd;
 use kvferry_sys::sync::Mutex;
 use messages::Handler;
 pub(crate) use peers::host_of;
-use state::{Held, Notice, Shared, State};
+use state::{HeldChanges, Notice, Shared, State};
 use std::sync::{Arc, Weak};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
@@ -289,7 +289,7 @@ impl Rank {
         if actions == 0 || self.is_forked() {
             return;
         }
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         if !matches!(state.notices.back(), Some(Notice::Called)) {
             state.notices.push_back(Notice::Called);
         }
@@ -301,7 +301,7 @@ impl Rank {
         if self.is_forked() {
             return;
         }
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         if state.observer_due.is_none_or(|due| at < due) {
             state.observer_due = Some(at);
             self.shared.changed(state, 1);
@@ -312,8 +312,8 @@ impl Rank {
     /// that drops it, which takes no longer than waking another one, many by the rank's thread, so that
     /// an engine's step does not pay for their messages. If the rank's thread runs for another reason,
     /// it carries them out earlier. The guard is dropped without any lock of the observer.
-    pub(crate) fn hold(&self) -> Held<'_> {
-        Held::new((!self.is_forked()).then_some(&self.shared))
+    pub(crate) fn hold(&self) -> HeldChanges<'_> {
+        HeldChanges::new((!self.is_forked()).then_some(&self.shared))
     }
 
     /// Takes the events since the last call; none in a fork.
@@ -321,7 +321,7 @@ impl Rank {
         if self.is_forked() {
             return Vec::new();
         }
-        self.shared.lock().events.drain(..).collect()
+        self.shared.state.lock().events.drain(..).collect()
     }
 
     /// Waits for the next event; `None` after `timeout`, and at once in a fork.
@@ -330,7 +330,7 @@ impl Rank {
             return None;
         }
         let none = |state: &mut State| state.events.is_empty() && !state.closed;
-        let state = self.shared.lock();
+        let state = self.shared.state.lock();
         self.shared.arrived.wait_while(state, timeout, none).events.pop_front()
     }
 
@@ -340,7 +340,7 @@ impl Rank {
         if self.is_forked() {
             return Vec::new();
         }
-        let state = self.shared.lock();
+        let state = self.shared.state.lock();
         let own = [
             ("peers", state.peers.len()),
             ("mappers", state.mappers.len()),
@@ -359,7 +359,7 @@ impl Rank {
             return false;
         }
         let me = std::thread::current().id();
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         state.closed = true;
         // The thread must end before the rank's thread does.
         let is_driver = state.driver == Some(me);
@@ -388,7 +388,7 @@ impl Rank {
         change: impl FnOnce(&mut State, Timestamp) -> Result<(), Refusal>,
     ) -> Result<(), RankError> {
         self.check_process()?;
-        let mut state = self.shared.lock();
+        let mut state = self.shared.state.lock();
         let changed = change(&mut state, self.shared.now());
         self.shared.changed(state, 1);
         Ok(changed?)

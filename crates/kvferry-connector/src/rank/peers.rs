@@ -240,10 +240,12 @@ impl Peers {
         let (needed, up) = counts.get_or_insert_with(|| {
             (self.count(Place::takes_room), self.count(Place::takes_session))
         });
-        // Sessions that open, which may lead nowhere, take no room from a session that there is.
+        // Sessions that open, which may lead nowhere, do not keep out one that there is.
         let is_up = |place: &Place| place.takes_room() && place.is_up();
+        let may_be_beyond = before_is_up && needed.all() < limit - limit / 8;
         let has_room = needed.has_room_for(host, limit)
-            || (before_is_up && self.count(is_up).has_room_for(host, limit));
+            || (may_be_beyond && self.count(is_up).has_room_for(host, limit / 2));
+        let may_be_spare = may_be_spare && up.all() < limit + SPARE_MAX + OPENING_TO_TELL_MAX;
         let is_spare = || {
             let spare = self.count(|place| place.is_needed() && place.spare);
             may_be_spare && spare.has_room_for(host, SPARE_MAX)
@@ -277,6 +279,8 @@ impl Peers {
         for id in ids.drain(..) {
             if let Some((_, place)) = self.place_of(id) {
                 place.reserved = false;
+                // It may be one to forget.
+                self.changed |= !place.takes_session();
             }
         }
         self.reserved = ids;
@@ -405,8 +409,8 @@ impl Peers {
 
     /// Peers to open a channel to; each counts as being opened from now on. The machines have said what they need.
     pub(super) fn take_unmet(&mut self, now: Timestamp) -> Vec<(String, Peer)> {
-        self.changed = false;
         self.settle();
+        self.changed = false;
         let mut unmet = Vec::new();
         for (address, place) in &mut self.places {
             if place.is_watched() && !place.opening && !place.is_up() {

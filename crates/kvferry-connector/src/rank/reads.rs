@@ -71,7 +71,7 @@ impl Shared {
         from: PeerId,
         slice: Slice,
     ) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let mapper = state.mappers.remove(id);
         let place = state.peers.place_of(from);
         let place = place.map(|(address, place)| (address.to_owned(), place.peer.clone()));
@@ -97,7 +97,7 @@ impl Shared {
                 (bytes, peer.read_async(&batch, &Options { timeout, ..Options::default() }))
             })
         });
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.mappers.insert(id.clone(), mapper);
         if let Ok(Some((bytes, transfer))) = begun {
             let id = id.clone();
@@ -112,7 +112,7 @@ impl Shared {
 
     /// The thread that drives the machines calls it, and goes on.
     fn read_ended(&self, read: ReadId, result: Result<(), (WireCode, String)>) {
-        self.lock().consumer.read_ended(read, result, self.now());
+        self.state.lock().consumer.read_ended(read, result, self.now());
     }
 
     /// Has the read polled: on this thread, or on the one that drives the machines.

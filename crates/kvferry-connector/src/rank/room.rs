@@ -4,7 +4,7 @@
 //! address by which its engine was named. A host gets another place only while more places are free than it has, and a
 //! network only while more than a third of those that it has are free: one host has half of all places at most, two of
 //! them a third each, one network three quarters. Places that nothing needs do not count; their sessions end when room is
-//! needed.
+//! needed. A session that there is has a quarter more: those that are being opened may lead nowhere.
 
 use kvferry_proto::Origin;
 use rustc_hash::FxHashMap;

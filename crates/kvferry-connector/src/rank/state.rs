@@ -40,11 +40,11 @@ pub(super) enum DrivingThread {
 }
 
 /// Changes are carried out when this is dropped. See [`super::Rank::hold`].
-pub(crate) struct Held<'a>(Option<&'a Arc<Shared>>);
+pub(crate) struct HeldChanges<'a>(Option<&'a Arc<Shared>>);
 
 pub(super) struct Shared {
     pub(super) agent: Agent,
-    state: Mutex<State>,
+    pub(super) state: Mutex<State>,
     pub(super) wakeup: Wakeup,
     /// Signals `State::events` and `State::closed`.
     pub(super) arrived: Condvar,
@@ -82,7 +82,7 @@ pub(super) struct State {
     pub(super) due: Option<Timestamp>,
     /// When the observer is called by itself.
     pub(super) observer_due: Option<Timestamp>,
-    /// How many [`Held`] there are.
+    /// How many [`HeldChanges`] there are.
     held: usize,
     /// Changes meanwhile.
     changes: usize,
@@ -156,10 +156,6 @@ impl Shared {
         }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     pub(super) fn now(&self) -> Timestamp {
         now()
     }
@@ -178,20 +174,20 @@ impl Shared {
     }
 }
 
-impl<'a> Held<'a> {
+impl<'a> HeldChanges<'a> {
     /// Without `shared`, there is nothing to hold.
     pub(super) fn new(shared: Option<&'a Arc<Shared>>) -> Self {
         if let Some(shared) = shared {
-            shared.lock().held += 1;
+            shared.state.lock().held += 1;
         }
         Self(shared)
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for HeldChanges<'_> {
     fn drop(&mut self) {
         let Some(shared) = self.0 else { return };
-        let mut state = shared.lock();
+        let mut state = shared.state.lock();
         state.held -= 1;
         if state.held > 0 {
             return;

@@ -102,7 +102,7 @@ fn observed_rank(
     let rank = rank.expect("the agent has no handler");
     rank.call_observer(1);
     calls.recv_timeout(PATIENCE).expect("a call");
-    while rank.shared.lock().driver.is_some() {
+    while rank.shared.state.lock().driver.is_some() {
         std::thread::yield_now();
     }
     (rank, observer, calls)
@@ -172,7 +172,7 @@ fn i12_an_incarnation_that_no_session_has_shown_fails_no_fetch_that_means_anothe
     fetch("made up", made_up);
     {
         // As the driver does at once, while the session opens. It may be up already.
-        let peers = &mut consumer.shared.lock().peers;
+        let peers = &mut consumer.shared.state.lock().peers;
         let places = peers.places(None, [(&peer, made_up)]);
         places.into_iter().flatten().for_each(|(id, _)| peers.watch(id, true));
     }
@@ -246,27 +246,27 @@ fn i12_a_restarted_producer_is_not_told_of_the_end_of_what_the_one_before_had() 
     let producer = rank(&before);
     producer.offer(&name("x")).expect("a new name");
     fetch(&consumer, "x", &peer, None).expect("a new name");
-    let place = consumer.shared.lock().peers.places(None, [(&peer, None)]).pop();
+    let place = consumer.shared.state.lock().peers.places(None, [(&peer, None)]).pop();
     let (number, _) = place.expect("one for each").expect("there is room");
     eventually("the producer has answered", || {
-        consumer.shared.lock().consumer.state(&name("x"), number) == Some("reading")
+        consumer.shared.state.lock().consumer.state(&name("x"), number) == Some("reading")
     });
     // This thread stands for the driver, so that no session is opened meanwhile.
     eventually("no thread drives", || {
-        let mut state = consumer.shared.lock();
+        let mut state = consumer.shared.state.lock();
         let is_free = state.driver.is_none();
         if is_free {
             state.driver = Some(std::thread::current().id());
         }
         is_free
     });
-    let channel = consumer.shared.lock().peers.channel(number).cloned().expect("a session");
+    let channel = consumer.shared.state.lock().peers.channel(number).cloned().expect("a session");
     let silent = Error::new(ErrorKind::PeerSilent, "as if it was stopped");
     Handler(Arc::downgrade(&consumer.shared)).ended(&channel, &silent);
     drop(producer);
     before.shutdown();
     {
-        let mut state = consumer.shared.lock();
+        let mut state = consumer.shared.state.lock();
         state.consumer.expire(consumer.shared.now() + 2 * PATIENCE);
         assert_eq!(state.consumer.unheard().collect::<Vec<_>>(), [number]);
         state.peers.watch(number, false);
@@ -275,12 +275,12 @@ fn i12_a_restarted_producer_is_not_told_of_the_end_of_what_the_one_before_had() 
     let producer = rank(&after);
     producer.withdraw(&name("y"), WireCode::NotNeeded, "").expect("a new name");
     fetch(&consumer, "y", &peer, None).expect("a new name");
-    consumer.shared.lock().driver = None;
+    consumer.shared.state.lock().driver = None;
     consumer.shared.wakeup.wake();
     while consumer_ended(&consumer) != name("y") {}
     fetch_withdrawn(&consumer, &producer, "z", &peer);
     producer.expect(&name("x")).expect("nothing was said of it here");
-    assert_eq!(consumer.shared.lock().consumer.unheard().next(), None);
+    assert_eq!(consumer.shared.state.lock().consumer.unheard().next(), None);
 }
 
 #[test]
@@ -316,7 +316,7 @@ fn i12_what_means_another_incarnation_than_the_one_at_its_address_ends_nothing_t
         for what in ["freed", "fetched"] {
             producer.expect(&name(&id(what))).expect("nothing was said of it here");
         }
-        assert_eq!(consumer.shared.lock().consumer.unheard().next(), None);
+        assert_eq!(consumer.shared.state.lock().consumer.unheard().next(), None);
     }
 }
 
@@ -325,7 +325,7 @@ fn i8_a_producer_gets_the_end_of_a_handoff_that_finds_no_room_for_its_address() 
     let _bound = kvferry_testkit::Watchdog::new(2 * PATIENCE);
     let (near, far) = (patient("127.0.0.1:0"), patient("127.0.0.1:0"));
     let (consumer, producer) = (rank(&near), rank(&far));
-    consumer.shared.lock().peers.take_all_places(&near);
+    consumer.shared.state.lock().peers.take_all_places(&near);
     let peer = near.peer(far.advertised()).expect("an address");
     producer.offer(&name("x")).expect("a new name");
     let refused = fetch(&consumer, "x", &peer, None);
@@ -347,7 +347,7 @@ fn a_fork_touches_no_lock_of_a_rank() {
     let mut rank = Rank::start(&agent, &Limits::default()).expect("the agent has no handler");
     rank.forks += 1;
     let shared = Arc::clone(&rank.shared);
-    let held = shared.lock();
+    let held = shared.state.lock();
     assert_eq!(rank.events(), []);
     assert_eq!(rank.wait(Duration::MAX), None);
     assert_eq!(rank.gauges(), []);

@@ -33,7 +33,7 @@ impl Shared {
     /// Keeps the time, looks after peers, and does what other threads leave to this one.
     pub(super) fn run(self: &Arc<Self>) {
         loop {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             if state.closed && state.driver.is_none() {
                 return self.close(state);
             }
@@ -88,7 +88,7 @@ impl Shared {
     /// thread should not stay; `None` if another thread is at it.
     fn carry_out(self: &Arc<Self>, by: DrivingThread) -> Option<MutexGuard<'_, State>> {
         let _driving = Driving::new(self);
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let me = std::thread::current().id();
         let is_thread = by == DrivingThread::RankThread;
         if state.driver.is_some() || state.closed {
@@ -132,7 +132,7 @@ impl Shared {
                     Action::CancelRead(transfer) => transfer.cancel(),
                 }
             }
-            state = self.lock();
+            state = self.state.lock();
         }
         state.driver = None;
         Some(state)
@@ -143,7 +143,7 @@ impl Shared {
         let Some(examination) = state.handshakes.examine() else { return };
         drop(state);
         let examination = examination.run();
-        self.lock().handshakes.accept(examination);
+        self.state.lock().handshakes.accept(examination);
     }
 
     fn notify(&self, notices: Vec<Notice>) {
@@ -290,7 +290,7 @@ impl Shared {
             match announced {
                 // An announcement costs its handoff, whose readers are told.
                 Some(id) => {
-                    let (code, mut state) = (code_of(error.kind()), self.lock());
+                    let (code, mut state) = (code_of(error.kind()), self.state.lock());
                     drop(state.producer.withdraw(&id, code, why, self.now()));
                 }
                 // The peer takes no messages. The next session begins with what matters.
@@ -317,7 +317,7 @@ impl<'a> Driving<'a> {
 impl Drop for Driving<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() && !self.was_panicking {
-            let mut state = self.shared.lock();
+            let mut state = self.shared.state.lock();
             if state.driver == Some(std::thread::current().id()) {
                 state.driver = None;
             }

@@ -2,7 +2,7 @@
 
 use super::bootstrap;
 use super::engines::Lookup;
-use super::names::{Found, LOOKUP_LIMIT};
+use super::names::{LOOKUP_LIMIT, LookupResult};
 use super::producer_engine::{FetchMapper, ProducerEngine};
 use super::state::{Action, FetchedFor, Inner, PendingAction, Stage, State};
 use super::unplanned::Unplanned;
@@ -25,13 +25,19 @@ use std::sync::{Arc, Weak};
 impl Inner {
     /// Runs an action. If that panics, its request fails.
     pub(super) fn run_whatever_happens(&self, state: &mut State, pending: PendingAction) {
-        let request = pending.action.request().map(str::to_owned);
+        let fetch = match &pending.action {
+            Action::Fetch(fetch) => Some((fetch.request.clone(), fetch.transfer.clone())),
+            Action::Claim(_) | Action::Free(_) => None,
+        };
         let run = AssertUnwindSafe(|| self.run(state, pending));
         if catch_unwind(run).is_err()
-            && let Some(request) = request
+            && let Some((request, transfer)) = fetch
         {
-            let detail = "a fault of kvferry: see the log of this process for a panic".to_owned();
-            self.cancel(state, Cancel { request, code: WireCode::Internal, detail });
+            let (code, detail) =
+                (WireCode::Internal, "a fault of kvferry: its panic is in the log");
+            self.cancel(state, Cancel { request, code, detail: detail.to_owned() });
+            // There may be a claim.
+            drop(self.rank().cancel(&transfer, code, detail));
         }
     }
 
@@ -155,13 +161,13 @@ impl Inner {
                 };
                 let found = if engine.is_bootstrap() {
                     let found = bootstrap::query(&engine, &producers);
-                    Found::Engines(found.map_err(|(code, detail)| failure(code, detail)))
+                    LookupResult::Engines(found.map_err(|(code, detail)| failure(code, detail)))
                 } else {
                     let find = |name: String| {
                         let found = find_peer(&name);
                         (name, found)
                     };
-                    Found::Peers(names.into_iter().map(find).collect())
+                    LookupResult::Peers(names.into_iter().map(find).collect())
                 };
                 if let Some(inner) = me.upgrade() {
                     inner.looked_up(&engine, found);
@@ -195,12 +201,12 @@ impl Inner {
         }
     }
 
-    fn looked_up(&self, address: &ProducerAddress, found: Found) {
-        let mut state = self.lock();
+    fn looked_up(&self, address: &ProducerAddress, found: LookupResult) {
+        let mut state = self.state.lock();
         let waiting = state.names.end(address);
         match found {
-            Found::Peers(names) => self.found_peers(&mut state, names, waiting),
-            Found::Engines(found) => self.found_engines(&mut state, address, found, waiting),
+            LookupResult::Peers(names) => self.found_peers(&mut state, names, waiting),
+            LookupResult::Engines(found) => self.found_engines(&mut state, address, found, waiting),
         }
         drop(state);
         self.rank().call_observer(1);
@@ -362,7 +368,7 @@ impl Inner {
     fn run_anew(&self, state: &mut State, address: &ProducerAddress, again: PendingAction) {
         state.doubt_names(address.as_str());
         state.engines.forget(address);
-        self.run(state, again);
+        self.run_whatever_happens(state, again);
     }
 
     /// Refuses an action that failed before the rank began it, perhaps because the engine has moved.
@@ -436,9 +442,11 @@ impl Inner {
             _ => state.forget_claim(&request),
         }
         let side_data = bounded(side_data.into_iter().map(|(_, data)| data.into())).collect();
-        self.observe(|observer| observer.received(&request, code, &detail));
+        // The outcome is there, whatever an observer does.
         state.fetched.push(RequestOutcome { request, code, detail, side_data });
         self.arrived.notify_all();
+        let outcome = state.fetched.last().expect("it was added");
+        self.observe(|it| it.received(&outcome.request, outcome.code, &outcome.detail));
     }
 
     /// Reports all fetches as failed: this half is closed.
@@ -486,7 +494,7 @@ impl Inner {
     }
 
     pub(super) fn consumed(&self, id: &HandoffId, outcome: &Outcome, side_data: SideData) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let Some(fetched) = state.fetched_for.remove(id) else { return };
         let FetchedFor { request, address, bootstrap, cancelled, again } = fetched;
         let (code, detail) = (outcome.code, outcome.detail.clone());

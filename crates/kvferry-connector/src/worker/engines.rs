@@ -92,10 +92,8 @@ impl Engines {
             return Vec::new();
         }
         let mut gone = Vec::from_iter(before);
-        while let Some(excess) = self.excess(engine) {
-            self.forget_engine(&excess);
-            gone.push(excess);
-        }
+        gone.extend(self.excess(engine));
+        self.known.retain(|_, known| !gone.iter().any(|it| Arc::ptr_eq(it, &known.engine)));
         if self.known.len() > ENGINES_MAX {
             let oldest = self.known.iter().min_by_key(|(_, known)| known.used);
             let oldest = oldest.map(|(address, _)| address.clone()).expect("one was inserted");
@@ -104,8 +102,8 @@ impl Engines {
         gone
     }
 
-    /// The engine that has to go, if there is too much. It is not `new`, which an action waits for.
-    fn excess(&self, new: &Arc<ProducerEngine>) -> Option<Arc<ProducerEngine>> {
+    /// The engines that have to go, if there is too much. None of them is `new`, which an action waits for.
+    fn excess(&self, new: &Arc<ProducerEngine>) -> Vec<Arc<ProducerEngine>> {
         let mut engines = FxHashMap::default();
         for known in self.known.values() {
             let one = engines.entry(Arc::as_ptr(&known.engine)).or_insert(known);
@@ -113,19 +111,28 @@ impl Engines {
                 *one = known;
             }
         }
-        let sizes = || engines.values().map(|known| (known.host, known.engine.size()));
-        if sizes().map(|(_, size)| size).sum::<usize>() <= BYTES_MAX {
-            return None;
+        let (mut all, mut of_hosts, mut of_networks) =
+            (0, FxHashMap::default(), FxHashMap::default());
+        for known in engines.values() {
+            let size = known.engine.size();
+            all += size;
+            *of_hosts.entry(known.host).or_insert(0) += size;
+            *of_networks.entry(known.host.network()).or_insert(0) += size;
         }
-        let (mut of_hosts, mut of_networks) = (FxHashMap::default(), FxHashMap::default());
-        for (host, size) in sizes() {
-            *of_hosts.entry(host).or_insert(0) += size;
-            *of_networks.entry(host.network()).or_insert(0) += size;
+        engines.remove(&Arc::as_ptr(new));
+        let mut gone = Vec::new();
+        while all > BYTES_MAX {
+            let of = |host: Origin| (of_networks[&host.network()], of_hosts[&host]);
+            let largest = engines.values().max_by_key(|it| (of(it.host), Reverse(it.used)));
+            let Some(KnownEngine { engine, host, .. }) = largest.copied() else { break };
+            let size = engine.size();
+            all -= size;
+            *of_hosts.entry(*host).or_insert(size) -= size;
+            *of_networks.entry(host.network()).or_insert(size) -= size;
+            engines.remove(&Arc::as_ptr(engine));
+            gone.push(Arc::clone(engine));
         }
-        let others = engines.values().filter(|known| !Arc::ptr_eq(&known.engine, new));
-        let of = |host: Origin| (of_networks[&host.network()], of_hosts[&host]);
-        let excess = others.max_by_key(|known| (of(known.host), Reverse(known.used)));
-        excess.map(|known| Arc::clone(&known.engine))
+        gone
     }
 
     /// Forgets the engine at an address, under all its addresses: it is gone.

@@ -5,7 +5,7 @@ use super::state::Inner;
 use super::types::{Announce, ComputeEvent};
 use crate::rank::Rank;
 use kvferry_proto::WireCode;
-use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
+use kvferry_sys::sync::{Condvar, Mutex};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -61,16 +61,12 @@ struct Busy<'a>(&'a EventQueue);
 
 impl Drop for Busy<'_> {
     fn drop(&mut self) {
-        self.0.lock().busy = false;
+        self.0.state.lock().busy = false;
         self.0.changed.notify_one();
     }
 }
 
 impl EventQueue {
-    fn lock(&self) -> MutexGuard<'_, QueueState> {
-        self.state.lock()
-    }
-
     /// Runs a job after all earlier ones and once `computed` has happened: on this thread if both are
     /// the case now.
     pub(super) fn run(
@@ -81,7 +77,7 @@ impl EventQueue {
         announce: Announce,
     ) {
         let _together = rank.hold();
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let is_first = state.jobs.is_empty() && !state.busy;
         if is_first && computed.as_ref().is_none_or(|event| event.is_ready()) {
             // Later jobs must not overtake this one.
@@ -102,7 +98,7 @@ impl EventQueue {
         loop {
             let idle =
                 |state: &mut QueueState| !state.closed && (state.jobs.is_empty() || state.busy);
-            let mut state = self.changed.wait_while(self.lock(), None, idle);
+            let mut state = self.changed.wait_while(self.state.lock(), None, idle);
             if state.closed {
                 return;
             }
@@ -113,10 +109,10 @@ impl EventQueue {
             // The event is the engine's code and may panic.
             let happened = catch_unwind(AssertUnwindSafe(|| {
                 let computed = computed.as_ref()?;
-                computed.wait(&|| self.lock().closed);
+                computed.wait(&|| self.state.lock().closed);
                 computed.failure()
             }));
-            if self.lock().closed {
+            if self.state.lock().closed {
                 return;
             }
             let Some(inner) = inner.upgrade() else { return };
@@ -132,12 +128,12 @@ impl EventQueue {
     }
 
     pub(super) fn len(&self) -> usize {
-        let state = self.lock();
+        let state = self.state.lock();
         state.jobs.len() + usize::from(state.busy)
     }
 
     pub(super) fn close(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.closed = true;
         state.jobs.clear();
         drop(state);

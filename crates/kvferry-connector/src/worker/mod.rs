@@ -166,7 +166,7 @@ impl Worker {
         let inner = &self.inner;
         let _together = inner.rank().hold();
         let engine = engine.map_or(Ok(()), |engine| inner.set_own_engine(engine));
-        let mut state = inner.lock();
+        let mut state = inner.state.lock();
         for request in &restarts {
             if let Some((_, produced)) = state.produced.get(request) {
                 produced.restart(inner.rank());
@@ -206,7 +206,7 @@ impl Worker {
         }
         let inner = &self.inner;
         let _together = inner.rank().hold();
-        let mut state = inner.lock();
+        let mut state = inner.state.lock();
         let requested = std::mem::take(&mut state.requested);
         let actions = requested.len();
         for (action, after) in requested {
@@ -234,7 +234,7 @@ impl Worker {
     /// Whether [`Worker::layer_computed`] would announce anything at the end of this layer. If not, an
     /// engine need neither record an event nor make that call.
     pub fn wants_layer(&self, layer: usize) -> bool {
-        !self.is_forked() && self.inner.ends_piece(&self.inner.lock(), layer)
+        !self.is_forked() && self.inner.ends_piece(&self.inner.state.lock(), layer)
     }
 
     /// A layer of the step was launched, numbered as in the rank's layout; `computed` tells when it is
@@ -245,7 +245,7 @@ impl Worker {
             return;
         }
         let inner = &self.inner;
-        let mut state = inner.lock();
+        let mut state = inner.state.lock();
         if inner.ends_piece(&state, layer)
             && let Some(parts) = state.step()
         {
@@ -263,7 +263,7 @@ impl Worker {
             return;
         }
         let inner = &self.inner;
-        let mut state = inner.lock();
+        let mut state = inner.state.lock();
         if let Some(parts) = state.step() {
             state.step = None;
             state.pieces.clear();
@@ -281,7 +281,7 @@ impl Worker {
         }
         let inner = &self.inner;
         let _together = inner.rank().hold();
-        let mut state = inner.lock();
+        let mut state = inner.state.lock();
         let Some(parts) = state.step() else { return };
         state.step = None;
         state.pieces.clear();
@@ -297,7 +297,7 @@ impl Worker {
         if self.is_forked() {
             return Reports::default();
         }
-        let mut state = self.inner.lock();
+        let mut state = self.inner.state.lock();
         let notes = Notes {
             fetched: std::mem::take(&mut state.fetched),
             answered: std::mem::take(&mut state.answered).into_values().collect(),
@@ -318,7 +318,7 @@ impl Worker {
             return false;
         }
         let none = |state: &mut State| !state.has_reports();
-        let state = self.inner.lock();
+        let state = self.inner.state.lock();
         self.inner.arrived.wait_while(state, timeout, none).has_reports()
     }
 
@@ -346,7 +346,7 @@ impl Worker {
         {
             tracing::error!(%error, "KV memory can't be taken away from a peer or a device");
         }
-        let mut state = inner.lock();
+        let mut state = inner.state.lock();
         state.closed = true;
         inner.end_fetches(&mut state);
     }
@@ -358,7 +358,7 @@ impl Worker {
             return Vec::new();
         }
         let of_rank = self.inner.rank().gauges();
-        let state = self.inner.lock();
+        let state = self.inner.state.lock();
         let own = [
             ("engines", state.engines.known.len()),
             ("pending", state.pending.len() + state.learning.len()),
@@ -390,7 +390,7 @@ impl Inner {
         if engine.ranks.get(rank).is_none_or(|metadata| **metadata != self.metadata) {
             return Err(WorkerError::Misuse("the engine has another rank of this rank's number"));
         }
-        self.lock().ranks = Some(ranks.len());
+        self.state.lock().ranks = Some(ranks.len());
         let own = OwnEngine {
             id: engine.id,
             rank,
@@ -416,7 +416,7 @@ impl RankObserver for Inner {
     }
 
     fn lost_peer(&self, address: &str) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         for address in state.engines.reached_at(address) {
             state.doubt_names(address.as_str());
             state.engines.known.remove(&address);
@@ -425,11 +425,11 @@ impl RankObserver for Inner {
     }
 
     fn answered(&self, id: &HandoffId) {
-        self.lock().answered_by_producer(id);
+        self.state.lock().answered_by_producer(id);
     }
 
     fn called(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         self.expire_lookups(&mut state);
         self.expire_unplanned(&mut state);
         for pending in std::mem::take(&mut state.pending) {
@@ -439,7 +439,7 @@ impl RankObserver for Inner {
 
     fn read(&self, id: &HandoffId, part: ReadPart) {
         self.observe(|observer| {
-            if let Some(fetched) = self.lock().fetched_for.get(id) {
+            if let Some(fetched) = self.state.lock().fetched_for.get(id) {
                 observer.read(&fetched.request, part);
             }
         });

@@ -42,7 +42,7 @@ const ANSWERS_MAX: usize = 256;
 const ASKED_MAX: usize = 16;
 
 /// Result of a lookup.
-pub(super) enum Found {
+pub(super) enum LookupResult {
     /// The outcome for each name.
     Peers(Vec<(String, Result<Peer, Failure>)>),
     /// The engines behind a bootstrap server.

@@ -17,7 +17,7 @@ impl Inner {
     /// An engine handshake has ended. Another thread plans the copies, which takes milliseconds, or longer where the engine
     /// is hostile: the rank's handoffs do not wait for that.
     pub(super) fn engine_learned(&self, ticket: u64, result: Result<Arc<Pairing>, Failure>) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         match result {
             Ok(pairing) => self.wait_for_plan(&mut state, ticket, pairing),
             Err(failure) => {
@@ -66,7 +66,7 @@ impl Inner {
 
     /// The engine whose copies are to be planned next. If there is none, the thread ends.
     fn next_unplanned(&self) -> Option<Arc<Pairing>> {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let detail = "planning the copies panicked".to_owned();
         self.fail_planning(&mut state, &failure(WireCode::Internal, detail));
         let next = state.unplanned.begin();
@@ -78,7 +78,9 @@ impl Inner {
     fn planned(&self, pairing: &Arc<Pairing>, engine: Result<Arc<ProducerEngine>, Failure>) {
         let mut is_kept = false;
         loop {
-            let mut state = self.lock();
+            // Dropped without the lock.
+            let mut gone = Vec::new();
+            let mut state = self.state.lock();
             // Unless this half was closed meanwhile.
             if !state.unplanned.is_planning(pairing) {
                 return;
@@ -87,27 +89,27 @@ impl Inner {
                 Ok(engine) => engine,
                 Err(failure) => return self.fail_planning(&mut state, failure),
             };
-            let mut gone = Vec::new();
-            if !std::mem::replace(&mut is_kept, true) {
-                // Also if nothing waits for it any more: the next request need not wait as long.
-                gone = state.keep_planned(engine);
-            }
-            // The engine's threads wait for the lock.
             for _ in 0..TICKETS_PER_HOLD {
                 let Some((ticket, learned)) = state.unplanned.next_ticket() else {
+                    if !is_kept {
+                        // Nothing waits for it any more. The next request need not wait as long.
+                        gone.extend(state.keep_planned(engine));
+                    }
                     state.unplanned.end();
                     return;
                 };
                 let Some(pending) = state.learning.remove(&ticket) else { continue };
-                gone.extend(match learned {
-                    Some(learned) => self.run_learned(&mut state, pending, engine, learned),
-                    None => {
-                        self.learn_again(&mut state, pending);
-                        Vec::new()
+                match learned {
+                    Some(learned) => {
+                        is_kept = true;
+                        gone.extend(self.run_learned(&mut state, pending, engine, learned));
                     }
-                });
+                    None => self.learn_again(&mut state, pending),
+                }
             }
             drop(state);
+            // The engine's threads may wait for the lock.
+            std::thread::yield_now();
         }
     }
 
@@ -207,7 +209,7 @@ fn plan_next(me: &Weak<Inner>, memory: &Memory, rank: usize) -> bool {
     let Some(pairing) = next else { return false };
     let cards = CardsHash::of(&pairing);
     // Another action has learned the same engine, perhaps at another address of it.
-    let known = me.upgrade().and_then(|inner| inner.lock().engines.of(rank, &pairing, cards));
+    let known = me.upgrade().and_then(|inner| inner.state.lock().engines.of(rank, &pairing, cards));
     let engine = known.map_or_else(|| plan(memory, rank, &pairing, cards), Ok);
     if let Some(inner) = me.upgrade() {
         inner.planned(&pairing, engine);

@@ -102,7 +102,7 @@ impl Inner {
     }
 
     pub(super) fn produced(&self, id: &HandoffId, outcome: Outcome) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let Some(request) = state.produced_as.get(id).cloned() else { return };
         let Some((_, produced)) = state.produced.get(&request) else { return };
         let is_done = outcome.is_done();

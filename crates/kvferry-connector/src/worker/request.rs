@@ -62,10 +62,6 @@ impl ProducedRequest {
         }))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock()
-    }
-
     /// A step is going to compute up to token `until`; `blocks` are new. `pieces` is given the
     /// chunk, and how many tokens are handed over.
     ///
@@ -79,7 +75,7 @@ impl ProducedRequest {
         blocks: Vec<BlockTable>,
         pieces: impl FnOnce(&Range<u32>, u32) -> Pieces,
     ) -> Result<Option<Part>, RankError> {
-        let mut inner = self.lock();
+        let mut inner = self.0.lock();
         if inner.ended.is_some() {
             return Ok(None);
         }
@@ -105,7 +101,7 @@ impl ProducedRequest {
     }
 
     pub(super) fn restart(&self, rank: &Rank) {
-        let mut inner = self.lock();
+        let mut inner = self.0.lock();
         inner.attempt += 1;
         (inner.until, inner.complete) = (0, false);
         inner.unannounced.clear();
@@ -124,7 +120,7 @@ impl ProducedRequest {
 
     /// Withdraws the request: nothing of it can be fetched after this.
     pub(super) fn withdraw(&self, rank: &Rank, code: WireCode, detail: &str) {
-        let mut inner = self.lock();
+        let mut inner = self.0.lock();
         inner.attempt += 1;
         if inner.ended.is_none() {
             drop(rank.withdraw(&inner.transfer, code, detail));
@@ -133,7 +129,7 @@ impl ProducedRequest {
 
     /// Withdraws the request if no consumer has asked for it.
     pub(super) fn reclaim(&self, rank: &Rank) {
-        let inner = self.lock();
+        let inner = self.0.lock();
         if inner.offered && inner.ended.is_none() {
             rank.reclaim(
                 &inner.transfer,
@@ -144,7 +140,7 @@ impl ProducedRequest {
 
     /// The request has ended and keeps its blocks. Called in order with what was computed of it.
     pub(super) fn finish(&self, rank: &Rank, side_data: Option<Vec<u8>>) {
-        let mut inner = self.lock();
+        let mut inner = self.0.lock();
         if inner.ended.is_some() || inner.complete || !inner.offered {
             return;
         }
@@ -159,7 +155,7 @@ impl ProducedRequest {
 
     /// Holds the request, so that its end is reported. True if it has ended already.
     pub(super) fn hold(&self, rank: &Rank) -> bool {
-        let mut inner = self.lock();
+        let mut inner = self.0.lock();
         inner.held = true;
         if !inner.offered {
             // The rank refused the offer. Consumers that ask for it get this.
@@ -171,12 +167,12 @@ impl ProducedRequest {
 
     /// True if the engine waits for a report of the request's end.
     pub(super) fn is_held(&self) -> bool {
-        self.lock().held
+        self.0.lock().held
     }
 
     /// Records the outcome of the request's handoff. True if the request is held.
     pub(super) fn ended(&self, outcome: Outcome) -> bool {
-        let mut inner = self.lock();
+        let mut inner = self.0.lock();
         inner.ended = Some(outcome);
         inner.held
     }
@@ -254,7 +250,7 @@ impl Part {
 
     /// The request, if this attempt at it is still under way.
     fn current(&self) -> Option<MutexGuard<'_, Inner>> {
-        let inner = self.request.lock();
+        let inner = self.request.0.lock();
         let is_over = inner.complete || inner.ended.is_some();
         (inner.attempt == self.attempt && !is_over).then_some(inner)
     }

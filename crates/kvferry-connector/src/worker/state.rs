@@ -17,7 +17,7 @@ use kvferry_proto::Timestamp;
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{EngineId, Failure};
 use kvferry_proto::handoff::{HandoffId, Limits};
-use kvferry_sys::sync::{Condvar, Mutex, MutexGuard};
+use kvferry_sys::sync::{Condvar, Mutex};
 use rustc_hash::FxHashMap;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
@@ -128,10 +128,6 @@ pub(super) enum Action {
 }
 
 impl Inner {
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     pub(super) fn rank(&self) -> &Rank {
         self.rank.get().expect("set before the worker half is returned")
     }
@@ -293,14 +289,6 @@ impl Action {
         };
         *engine = id;
         std::mem::replace(address, to)
-    }
-
-    /// The request of a fetch.
-    pub(super) fn request(&self) -> Option<&str> {
-        match self {
-            Self::Fetch(fetch) => Some(&fetch.request),
-            Self::Claim(_) | Self::Free(_) => None,
-        }
     }
 
     /// Replaces the fetch of a request by a free, which tells the producer that it is not needed.

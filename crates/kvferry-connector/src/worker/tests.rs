@@ -130,12 +130,12 @@ fn name_another(consumer: &Arc<Worker>, request: &str, address: &str) {
 
 /// Has the names of a producer looked up again, as after the loss of a rank of it.
 fn doubt(consumer: &Worker, address: &str) {
-    consumer.inner.lock().doubt_names(address);
+    consumer.inner.state.lock().doubt_names(address);
 }
 
 /// Takes all places that lookups of addresses get from which no handoff has come.
 fn fill_places(consumer: &Worker) {
-    let mut state = consumer.inner.lock();
+    let mut state = consumer.inner.state.lock();
     let far = crate::clock::now() + Duration::from_secs(3600);
     for taken in 0.. {
         let action = Action::Fetch(fetch_request("hangs", &format!("name-{taken}:1")));
@@ -154,7 +154,7 @@ fn a_cancelled_request_has_no_name_of_its_producer_looked_up_again() {
     let (producer, address, consumer, lookups, _agents) = with_host_name();
     hand_over(&producer, &consumer, "first", &address);
     fetch(&consumer, "invented", &address);
-    let is_fetching = || consumer.inner.lock().fetched_for.contains_key(&id("invented"));
+    let is_fetching = || consumer.inner.state.lock().fetched_for.contains_key(&id("invented"));
     while !is_fetching() {
         std::thread::yield_now();
     }
@@ -251,7 +251,7 @@ fn a_request_for_another_engine_than_was_just_found_needs_no_handshake() {
     let (consumer, _d) = start(2, agents_peer);
     let consumer = Arc::new(consumer);
     hand_over(&producer, &consumer, "first", p.advertised());
-    let known = std::mem::take(&mut consumer.inner.lock().engines);
+    let known = std::mem::take(&mut consumer.inner.state.lock().engines);
     let then = crate::clock::now();
     let engines::Lookup::Known(engine) = { known }.find(p.advertised(), None, then) else {
         panic!("it was found");
@@ -419,10 +419,11 @@ fn lookups_that_hang_give_their_places_back_and_a_later_name_is_found() {
 fn a_fetch_that_is_cancelled_before_its_success_is_reported_is_reported_as_failed() {
     let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
     let (producer, address, consumer, _lookups, _agents) = with_host_name();
-    let is_fetching = |request: &str| consumer.inner.lock().fetched_for.contains_key(&id(request));
+    let is_fetching =
+        |request: &str| consumer.inner.state.lock().fetched_for.contains_key(&id(request));
     offer(&producer, "ended");
     fetch(&consumer, "ended", &address);
-    while consumer.inner.lock().fetched.is_empty() {
+    while consumer.inner.state.lock().fetched.is_empty() {
         std::thread::yield_now();
     }
     cancel(&consumer, "ended");
@@ -433,7 +434,7 @@ fn a_fetch_that_is_cancelled_before_its_success_is_reported_is_reported_as_faile
         std::thread::yield_now();
     }
     let why = Failure { code: WireCode::Cancelled, detail: String::new(), addresses: Vec::new() };
-    consumer.inner.lock().fetched_for.get_mut(&id("ending")).expect("a fetch").cancelled =
+    consumer.inner.state.lock().fetched_for.get_mut(&id("ending")).expect("a fetch").cancelled =
         Some(why);
     offer(&producer, "ending");
     assert_eq!(outcome(&consumer), ("ending".to_owned(), false));
@@ -464,7 +465,7 @@ fn handed_over_at(address: &str) -> ((Worker, Agent), (Arc<Worker>, Agent)) {
 
 /// The engine that a consumer knows at an address.
 fn known_engine(consumer: &Worker, address: &str) -> Arc<ProducerEngine> {
-    match consumer.inner.lock().engines.find(address, None, crate::clock::now()) {
+    match consumer.inner.state.lock().engines.find(address, None, crate::clock::now()) {
         engines::Lookup::Known(engine) => engine,
         other => panic!("{other:?}"),
     }
@@ -483,7 +484,7 @@ fn restart_unnoticed(
     agent.shutdown();
     drop(agent);
     kvferry_testkit::eventually("the consumer's session has ended", || {
-        consumer.inner.lock().engines.known.is_empty()
+        consumer.inner.state.lock().engines.known.is_empty()
     });
     let name = address.parse().expect("an address");
     keep(&consumer, name, &before);
@@ -515,7 +516,7 @@ fn origin(address: &str) -> Origin {
 /// The consumer takes this engine for the one at an address.
 fn keep(consumer: &Worker, name: ProducerAddress, engine: &Arc<ProducerEngine>) {
     let host = origin(name.as_str());
-    drop(consumer.inner.lock().engines.insert(name, host, engine, crate::clock::now()));
+    drop(consumer.inner.state.lock().engines.insert(name, host, engine, crate::clock::now()));
 }
 
 /// An engine of one layer as a consumer learns it, with a card of its only rank.
@@ -533,7 +534,7 @@ fn pairing_at(engine: u128, card: Vec<u8>, addresses: Vec<String>) -> Arc<Pairin
 /// A fetch that waits, as if an engine handshake was under way for it.
 fn learn_at(consumer: &Worker, ticket: u64, address: &str, patience: Duration) {
     let fetch = fetch_request(&format!("{ticket}"), address);
-    let mut state = consumer.inner.lock();
+    let mut state = consumer.inner.state.lock();
     state.fetches.insert(fetch.request.clone(), Stage::Pending);
     let pending = PendingAction::new(Action::Fetch(fetch), crate::clock::now() + patience);
     state.learning.insert(ticket, pending);
@@ -546,7 +547,7 @@ fn learn(consumer: &Worker, ticket: u64) {
 /// Has the engines planned that wait: the thread that plans them seemed to run.
 fn plan_all(consumer: &Worker) {
     const LAST: u64 = 1 << 32;
-    consumer.inner.lock().is_planning = false;
+    consumer.inner.state.lock().is_planning = false;
     learn(consumer, LAST);
     consumer.inner.engine_learned(LAST, Ok(pairing(LAST.into(), Vec::new())));
 }
@@ -555,7 +556,7 @@ fn plan_all(consumer: &Worker) {
 fn outcomes(worker: &Worker, count: usize) -> Vec<(String, WireCode)> {
     let mut ended = Vec::new();
     kvferry_testkit::eventually("the fetches end", || {
-        let fetched = std::mem::take(&mut worker.inner.lock().fetched);
+        let fetched = std::mem::take(&mut worker.inner.state.lock().fetched);
         ended.extend(fetched.into_iter().map(|it| (it.request, it.code)));
         ended.len() >= count
     });
@@ -577,23 +578,23 @@ fn i8_engines_wait_to_be_planned_on_a_thread_of_their_own_and_too_many_are_refus
     let inner = &consumer.inner;
     (1..=5).for_each(|ticket| learn(&consumer, ticket));
     // As while the thread plans another engine.
-    inner.lock().is_planning = true;
+    inner.state.lock().is_planning = true;
     let long = |engine| pairing(engine, vec![0; 30 << 20]);
     let first = long(1);
     inner.engine_learned(1, Ok(Arc::clone(&first)));
     inner.engine_learned(2, Ok(first));
     inner.engine_learned(3, Ok(long(3)));
-    assert!(!inner.lock().has_reports());
+    assert!(!inner.state.lock().has_reports());
     inner.engine_learned(4, Ok(long(4)));
     assert_eq!(outcomes(&consumer, 1), with_code(&["4"], WireCode::Busy));
     // Handoffs go on meanwhile.
     hand_over(&producer, &consumer, "meanwhile", p.advertised());
-    inner.lock().is_planning = false;
+    inner.state.lock().is_planning = false;
     // The thread plans all that wait.
     inner.engine_learned(5, Ok(pairing(5, Vec::new())));
     assert_eq!(outcomes(&consumer, 4), with_code(&["1", "2", "3", "5"], WireCode::Malformed));
-    kvferry_testkit::eventually("the thread has ended", || !inner.lock().is_planning);
-    assert!(inner.lock().learning.is_empty());
+    kvferry_testkit::eventually("the thread has ended", || !inner.state.lock().is_planning);
+    assert!(inner.state.lock().learning.is_empty());
 }
 
 #[test]
@@ -601,7 +602,7 @@ fn a_fetch_whose_engine_is_not_planned_in_time_fails() {
     let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
     let (consumer, _d) = start(2, agents_peer);
     let inner = &consumer.inner;
-    inner.lock().is_planning = true;
+    inner.state.lock().is_planning = true;
     learn(&consumer, 1);
     let soon = Duration::from_millis(20);
     for (ticket, patience) in [(2, soon), (3, 3 * soon)] {
@@ -609,7 +610,7 @@ fn a_fetch_whose_engine_is_not_planned_in_time_fails() {
     }
     (1..=3).for_each(|n| inner.engine_learned(n, Ok(pairing(n.into(), Vec::new()))));
     assert_eq!(outcomes(&consumer, 2), with_code(&["2", "3"], WireCode::Deadline));
-    let state = inner.lock();
+    let state = inner.state.lock();
     assert!(state.learning.keys().eq(&[1]) && state.unplanned.tickets().eq([1]));
 }
 
@@ -620,18 +621,18 @@ fn i8_an_engine_whose_plan_panics_fails_its_fetches_and_no_others() {
     let consumer = Arc::new(consumer);
     let inner = &consumer.inner;
     (1..=3).for_each(|ticket| learn(&consumer, ticket));
-    inner.lock().is_planning = true;
+    inner.state.lock().is_planning = true;
     // No handshake ends with an engine that has too few addresses.
     let broken = pairing_at(1, consumer.rank_metadata().to_vec(), Vec::new());
     inner.engine_learned(1, Ok(Arc::clone(&broken)));
     inner.engine_learned(2, Ok(broken));
-    inner.lock().is_planning = false;
+    inner.state.lock().is_planning = false;
     inner.engine_learned(3, Ok(pairing(3, Vec::new())));
     let mut expected = with_code(&["1", "2"], WireCode::Internal);
     expected.extend(with_code(&["3"], WireCode::Malformed));
     assert_eq!(outcomes(&consumer, 3), expected);
-    kvferry_testkit::eventually("the thread has ended", || !inner.lock().is_planning);
-    let state = inner.lock();
+    kvferry_testkit::eventually("the thread has ended", || !inner.state.lock().is_planning);
+    let state = inner.state.lock();
     assert!(state.learning.is_empty() && state.unplanned.is_empty());
 }
 
@@ -643,7 +644,7 @@ fn an_engine_is_as_old_as_its_handshake_and_one_that_was_lost_since_is_learned_a
         let (consumer, _d) = start(2, agents_peer);
         let (consumer, address) = (Arc::new(consumer), p.advertised());
         let inner = &consumer.inner;
-        inner.lock().is_planning = true;
+        inner.state.lock().is_planning = true;
         offer(&producer, "1");
         learn_at(&consumer, 1, address, PATIENCE);
         // As of an incarnation before.
@@ -657,7 +658,7 @@ fn an_engine_is_as_old_as_its_handshake_and_one_that_was_lost_since_is_learned_a
         let lost = crate::clock::now();
         plan_all(&consumer);
         assert_eq!(outcomes(&consumer, 2)[0], ("1".to_owned(), WireCode::Ok));
-        let state = inner.lock();
+        let state = inner.state.lock();
         let known = state.engines.known[address].learned;
         let id = state.engines.id(address).expect("it is known");
         assert!(if is_lost { known > lost } else { known <= learned });
@@ -678,7 +679,7 @@ fn a_producer_is_told_that_it_may_free_blocks_though_its_engine_can_not_be_plann
         let (code, budget_ms) = (WireCode::NotNeeded, BUDGET_MS);
         let free = Free { transfer: transfer.clone(), address, engine, code, budget_ms };
         let pending = PendingAction::new(Action::Free(free), crate::clock::now() + PATIENCE);
-        consumer.inner.lock().learning.insert(ticket, pending);
+        consumer.inner.state.lock().learning.insert(ticket, pending);
         let pairing = pairing_at(1, Vec::new(), vec![p.advertised().to_owned()]);
         consumer.inner.engine_learned(ticket, Ok(pairing));
         if engine != Some(EngineId(9)) {

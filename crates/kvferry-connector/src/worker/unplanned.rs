@@ -169,6 +169,7 @@ impl Unplanned {
         let mut tickets = Vec::new();
         for learned in self.all_mut() {
             let has_rank = learned.sources.iter().any(|source| source.as_str() == address);
+            let has_rank = has_rank || learned.named.0.as_str() == address;
             if has_rank || learned.tickets.iter().any(|ticket| is_named(*ticket)) {
                 learned.is_lost = true;
                 tickets.extend(&learned.tickets);

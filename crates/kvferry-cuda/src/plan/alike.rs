@@ -2,7 +2,7 @@
 //!
 //! One method makes all of them. Among so many, the few that another method could make beside it would save little time.
 
-use super::choose::{Engine, Item, Model, Rest, is_like};
+use super::choose::{Engine, Item, KernelShare, Model, is_like};
 use crate::capabilities::LINE;
 use crate::job::Job;
 
@@ -27,11 +27,11 @@ pub(super) fn choose(
     jobs: &[Job],
     item: &Item,
     engine: &Engine,
-) -> Option<(f64, Rest)> {
+) -> Option<(f64, KernelShare)> {
     let count = jobs.len() as u64;
     let bytes = count * jobs[0].len;
     let slices = count * item.slices;
-    let mut best = (model.engine_ns(engine), Rest::None);
+    let mut best = (model.engine_ns(engine), KernelShare::None);
     let mut offer = |ns: f64, rest| {
         if ns < best.0 {
             best = (ns, rest);
@@ -41,7 +41,7 @@ pub(super) fn choose(
         if slices > u64::from(limits.jobs_max) {
             return None;
         }
-        offer(cost.call_ns + item.kernel_ns * count as f64, Rest::Kernel(limits));
+        offer(cost.call_ns + item.kernel_ns * count as f64, KernelShare::Kernel(limits));
     }
     if let Some(parts) = model.gather.or(model.scatter).filter(|_| item.gather_ns.is_finite()) {
         let room = if model.gather.is_some() { 2 * LINE } else { LINE };
@@ -52,8 +52,8 @@ pub(super) fn choose(
         }
         let ns = model.copy.single(bytes) + parts.cost.call_ns + item.gather_ns * count as f64;
         let rest = match model.gather {
-            Some(_) => Rest::Gather(parts.limits, parts.staging),
-            None => Rest::Scatter(parts.limits, parts.staging),
+            Some(_) => KernelShare::Gather(parts.limits, parts.staging),
+            None => KernelShare::Scatter(parts.limits, parts.staging),
         };
         offer(ns, rest);
     }

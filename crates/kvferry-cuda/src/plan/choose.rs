@@ -136,7 +136,7 @@ impl Item {
 
 /// Which copies the copy engine does not make, and how these are copied.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) enum Rest {
+pub(super) enum KernelShare {
     /// There are none.
     #[default]
     None,
@@ -154,7 +154,7 @@ pub(super) struct Chooser {
     /// True for copies that the copy engine makes.
     pub(super) is_engine: Vec<bool>,
     pub(super) engine: Engine,
-    pub(super) rest: Rest,
+    pub(super) rest: KernelShare,
     items: Vec<Item>,
     /// Copies that a batch makes faster than the kernel, by how much.
     savings: Vec<(f64, usize)>,
@@ -164,7 +164,7 @@ pub(super) struct Chooser {
 impl Chooser {
     /// Chooses, and returns the nanoseconds that the choice takes.
     pub(super) fn choose(&mut self, model: &Model<'_>, jobs: &[Job]) -> f64 {
-        self.rest = Rest::None;
+        self.rest = KernelShare::None;
         self.is_engine.clear();
         self.is_engine.resize(jobs.len(), true);
         let alike = alike::item(model, jobs);
@@ -176,7 +176,7 @@ impl Chooser {
         let engine_ns = model.engine_ns(&engine);
         let chosen = alike.and_then(|item| alike::choose(model, jobs, &item, &engine));
         let best = match chosen {
-            Some((ns, Rest::None)) => ns,
+            Some((ns, KernelShare::None)) => ns,
             Some((ns, rest)) => {
                 self.is_engine.fill(false);
                 (self.engine, self.rest) = (Engine::default(), rest);
@@ -193,7 +193,7 @@ impl Chooser {
             return best;
         }
         self.is_engine.fill(true);
-        (self.engine, self.rest) = (engine, Rest::None);
+        (self.engine, self.rest) = (engine, KernelShare::None);
         engine_ns
     }
 
@@ -275,7 +275,7 @@ impl Chooser {
         }
         self.is_engine.clear();
         self.is_engine.extend(self.items.iter().map(|item| item.kernel_ns.is_infinite()));
-        self.rest = Rest::Kernel(limits);
+        self.rest = KernelShare::Kernel(limits);
         if by_batch <= ns {
             saving.iter().for_each(|saving| self.is_engine[saving.1] = true);
             self.engine = split.engine;
@@ -301,7 +301,7 @@ impl Chooser {
             return best;
         }
         self.is_engine.fill(false);
-        (self.engine, self.rest) = (Engine::default(), Rest::Scatter(limits, staging));
+        (self.engine, self.rest) = (Engine::default(), KernelShare::Scatter(limits, staging));
         ns
     }
 
@@ -354,7 +354,7 @@ impl Chooser {
         let Gathered { ns, engine, last_window } = self.gathered(model, parts, jobs);
         if ns < best {
             self.selection.copy_to(&mut self.is_engine);
-            (self.engine, self.rest) = (engine, Rest::Gather(parts.limits, parts.staging));
+            (self.engine, self.rest) = (engine, KernelShare::Gather(parts.limits, parts.staging));
         }
         (ns.min(best), last_window)
     }

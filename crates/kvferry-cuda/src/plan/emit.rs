@@ -1,6 +1,6 @@
 //! The steps of a choice.
 
-use super::choose::{Chooser, Model, Rest};
+use super::choose::{Chooser, KernelShare, Model};
 use super::gather::{self, Sink};
 use super::{Plan, Step};
 use crate::capabilities::{KernelLimits, LINE, Staging};
@@ -20,13 +20,13 @@ pub(super) fn emit(
         zipped.filter(move |(_, is_engine)| **is_engine == wanted).map(|(job, _)| *job)
     };
     match chosen.rest {
-        Rest::None | Rest::Scatter(..) => {}
-        Rest::Kernel(limits) => {
+        KernelShare::None | KernelShare::Scatter(..) => {}
+        KernelShare::Kernel(limits) => {
             let first = plan.jobs.len();
             of(false).for_each(|job| limits.divide(&job, &mut plan.jobs));
             divide(plan, Method::Kernel, first, limits.jobs_max as usize);
         }
-        Rest::Gather(limits, staging) => {
+        KernelShare::Gather(limits, staging) => {
             runs.clear();
             let outstanding_max = model.outstanding_max;
             let first = plan.jobs.len();
@@ -34,7 +34,7 @@ pub(super) fn emit(
             gather::lay_out(of(false), staging, limits, &mut windows);
         }
     }
-    if let Rest::Scatter(limits, staging) = chosen.rest {
+    if let KernelShare::Scatter(limits, staging) = chosen.rest {
         scatter(jobs, limits, staging, plan);
     }
     let first = plan.jobs.len();

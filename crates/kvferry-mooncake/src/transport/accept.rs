@@ -14,7 +14,7 @@ use kvferry::{Notification, Region};
 use kvferry_proto::{Handshakes, Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
-use kvferry_sys::sync::{Mutex, MutexGuard};
+use kvferry_sys::sync::Mutex;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -32,12 +32,6 @@ const READ: usize = 16 * 1024;
 /// The handshakes being served.
 #[derive(Debug, Default)]
 pub(super) struct PendingHandshakes(Mutex<Handshakes<u64>>);
-
-impl PendingHandshakes {
-    fn lock(&self) -> MutexGuard<'_, Handshakes<u64>> {
-        self.0.lock()
-    }
-}
 
 /// Whether the first eight bytes of a connection are the length of a handshake.
 pub(super) fn is_handshake(first: u64) -> bool {
@@ -58,7 +52,7 @@ pub(super) fn accept(server: &Arc<MooncakeServer>, socket: Socket, len: u64, cx:
         return;
     };
     let token = cx.remote.token();
-    let evicted = server.pending.lock().admit(token, cx.now);
+    let evicted = server.pending.0.lock().admit(token, cx.now);
     if let Some(evicted) = evicted {
         // Its handler finds that it was closed.
         cx.remote.wake(evicted);
@@ -263,7 +257,7 @@ impl Handler for HandshakeConn {
     }
 
     fn handle(&mut self, cause: Cause, cx: &Cx<'_>) -> Next {
-        if cx.now >= self.deadline || !self.server.pending.lock().contains(&self.token) {
+        if cx.now >= self.deadline || !self.server.pending.0.lock().contains(&self.token) {
             return Next::Close;
         }
         match self.step() {
@@ -284,7 +278,7 @@ impl Handler for HandshakeConn {
 
 impl Drop for HandshakeConn {
     fn drop(&mut self) {
-        self.server.pending.lock().done(&self.token);
+        self.server.pending.0.lock().done(&self.token);
         self.server.core.counters.handshakes_pending.less_one();
     }
 }

@@ -3,7 +3,7 @@
 use kvferry::transport::{Link, Remote, now};
 use kvferry::{Error, ErrorKind};
 use kvferry_proto::{Origin, Timestamp};
-use kvferry_sys::sync::{Mutex, MutexGuard};
+use kvferry_sys::sync::Mutex;
 use rustc_hash::FxHashMap;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -92,10 +92,6 @@ impl Seat {
 }
 
 impl Connections {
-    fn lock(&self) -> MutexGuard<'_, Taken> {
-        self.0.lock()
-    }
-
     /// Admits a connection. When the limit is reached, closes another one; see [`dispensable`]. `None` if there is
     /// none, or the new one may not displace another.
     pub(super) fn admit(
@@ -114,7 +110,7 @@ impl Connections {
             token,
         };
         let (number, evicted) = {
-            let mut taken = self.lock();
+            let mut taken = self.0.lock();
             let max = CONNECTIONS_MAX.min(link.core.connections_max());
             let evicted = match taken.places.len() < max {
                 true => None,
@@ -138,7 +134,7 @@ impl Connections {
     }
 
     pub(super) fn leave(&self, number: u64) {
-        self.lock().places.remove(&number);
+        self.0.lock().places.remove(&number);
     }
 }
 

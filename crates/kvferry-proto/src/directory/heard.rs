@@ -11,7 +11,7 @@ use std::collections::{BTreeSet, HashMap};
 #[derive(Debug)]
 pub(super) struct HeardOffers {
     of_prompt_max: usize,
-    offers: HashMap<u64, Heard>,
+    offers: HashMap<u64, HeardOffer>,
     /// Numbers of the offers of each prompt. No set is empty.
     by_key: HashMap<ContentKey, BTreeSet<u64>>,
     /// Numbers of the offers of each publisher. No map is empty.
@@ -22,7 +22,7 @@ pub(super) struct HeardOffers {
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Heard {
+pub(super) struct HeardOffer {
     pub(super) place: Place,
     pub(super) key: ContentKey,
     pub(super) transfer: HandoffId,
@@ -52,7 +52,7 @@ impl HeardOffers {
 
     /// Adds an offer of the publisher at `heard.place`, whose host is `origin`, in place of an earlier one of the same
     /// handoff.
-    pub(super) fn add(&mut self, origin: Origin, heard: Heard) {
+    pub(super) fn add(&mut self, origin: Origin, heard: HeardOffer) {
         self.remove_transfer(heard.place, &heard.transfer);
         self.last += 1;
         let number = self.last;
@@ -77,7 +77,7 @@ impl HeardOffers {
         key: &ContentKey,
         now: Timestamp,
         may_be_asked: impl Fn(Place) -> bool,
-    ) -> Option<Heard> {
+    ) -> Option<HeardOffer> {
         let is_usable = |number: &&u64| {
             let offer = &self.offers[number];
             offer.until > now && may_be_asked(offer.place)
@@ -102,7 +102,7 @@ impl HeardOffers {
         }
     }
 
-    fn remove(&mut self, number: u64) -> Option<Heard> {
+    fn remove(&mut self, number: u64) -> Option<HeardOffer> {
         let heard = self.offers.remove(&number)?;
         if let Some(of_prompt) = self.by_key.get_mut(&heard.key) {
             of_prompt.remove(&number);

@@ -1,6 +1,6 @@
 //! The side of an engine that decodes: the publishers that it follows, and what it has heard from them.
 
-use super::heard::{Heard, HeardOffers};
+use super::heard::{HeardOffer, HeardOffers};
 use super::{Backoff, ContentKey, DirectoryMessage, Follow, Followed, Limits, Offered};
 use crate::code::WireCode;
 use crate::engine_handshake::EngineId;
@@ -172,7 +172,7 @@ impl Subscriber {
         for offer in it.offers {
             let budget = Duration::from_millis(offer.budget_ms.into()).min(self.limits.offer_ttl);
             let (key, transfer, until) = (offer.key, offer.transfer, now + budget);
-            self.heard.add(origin, Heard { place, key, transfer, until });
+            self.heard.add(origin, HeardOffer { place, key, transfer, until });
         }
         self.heard.expire(now);
     }
@@ -192,7 +192,7 @@ impl Subscriber {
                 false => all.is_over(now),
             })
         };
-        let Heard { place, transfer, .. } = self.heard.take(key, now, may_be_asked)?;
+        let HeardOffer { place, transfer, .. } = self.heard.take(key, now, may_be_asked)?;
         let term = self.publishers.get(place.0)?.term.as_ref()?;
         Some(Found { place, transfer, engine: term.engine, address: term.address.clone() })
     }

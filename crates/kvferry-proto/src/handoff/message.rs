@@ -204,7 +204,7 @@ fn tables<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<PackedTable>
 
 /// Announcements of a generation so far, without the parts that are not needed.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Held {
+pub(super) struct Announcements {
     pub(super) count: u32,
     pub(super) tables: Vec<KnownTable>,
     pub(super) progress: Progress,
@@ -212,7 +212,7 @@ pub(super) struct Held {
     pub(super) side_data: Option<Vec<u8>>,
 }
 
-impl Held {
+impl Announcements {
     /// Bytes of memory that the announcements take: a few bytes of a message can stand for many blocks.
     pub(super) fn bytes(&self) -> usize {
         self.table_bytes() + self.side_data.as_ref().map_or(0, Vec::len)

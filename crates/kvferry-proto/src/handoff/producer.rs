@@ -3,7 +3,9 @@
 mod entry;
 
 use super::declined::Declined;
-use super::message::{Announced, Ask, Confirm, Confirmed, Expected, Held, Offer, Ready, Stop};
+use super::message::{
+    Announced, Announcements, Ask, Confirm, Confirmed, Expected, Offer, Ready, Stop,
+};
 use super::schedule::Schedule;
 use super::tombstones::Tombstones;
 use super::watched::Watched;
@@ -352,7 +354,7 @@ impl Producer {
     fn begin(&mut self, id: &HandoffId) {
         self.generations += 1;
         let generation = Generation(self.generations);
-        let announced = Held::default();
+        let announced = Announcements::default();
         self.enter(id, Stage::Offered(Offered { generation, announced, expires: None }));
         let readers: Vec<_> = self.handoffs[id].readers.keys().copied().collect();
         readers.into_iter().for_each(|reader| self.answer(id, reader));
@@ -592,7 +594,7 @@ fn stop(id: &HandoffId, code: WireCode, detail: &str) -> HandoffMessage {
     Stop { id: id.clone(), by_consumer: false, code, detail: cut(detail) }.into()
 }
 
-impl Held {
+impl Announcements {
     /// Whether `news` continues what was announced.
     fn check_next(&self, news: &Announced) -> Result<(), Refusal> {
         if self.last {

@@ -11,9 +11,6 @@ pub const VERSIONS: (u16, u16) = (1, KEYED_VERSION);
 /// secret speaks no lower one.
 pub const KEYED_VERSION: u16 = 2;
 
-/// Capability bit: takes part in transfers within one host.
-pub const CAPABILITY_LOCAL: u64 = 1;
-
 /// Settings of one side of a session.
 #[derive(Clone, Debug)]
 pub struct SessionConfig {

@@ -60,9 +60,10 @@ use crate::id::{Incarnation, SessionId};
 use crate::message::{
     Close, DETAIL_MAX, Decoder, Message, PREAUTH_MAX, Ping, Pong, Refused, encode,
 };
+use crate::side::Side;
 use crate::text::{sanitized, truncated};
 use crate::time::Timestamp;
-pub use config::{CAPABILITY_LOCAL, ChecksumPolicy, KEYED_VERSION, SessionConfig, VERSIONS};
+pub use config::{ChecksumPolicy, KEYED_VERSION, SessionConfig, VERSIONS};
 pub use event::{CloseReason, PeerInfo, SessionEvent};
 use handshake::Awaiting;
 use heartbeat::Heartbeat;
@@ -88,15 +89,6 @@ const INTERVAL_MIN: Duration = Duration::from_millis(1);
 
 /// The shortest silence window: three of the shortest intervals.
 const SILENCE_MIN: Duration = Duration::from_millis(3);
-
-/// An end of the connection. Exhaustive on purpose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Side {
-    /// The end that opened the control connection. It also opens the data streams.
-    Initiator,
-    /// The end that accepted it.
-    Acceptor,
-}
 
 /// One end of a control connection. See [the module](self) for how it is driven.
 #[derive(Debug)]

@@ -32,10 +32,14 @@
 //!
 //! # Why tasks are no handoffs
 //!
-//! A [handoff](crate::handoff) begins at its consumer, which knows its producers, asks each, and comes back after
-//! a lost connection. A task begins at its sender, which knows the receiver's address; the receiver knows no
-//! sender, and a task ends with its connection. The sender's blocks are ranges of its regions under keys of the
-//! program, not numbers in a layout, and keys are used again.
+//! * **Round trips.** A [handoff](crate::handoff) begins at its consumer: `Consumer::want` sends `Ask`, and an
+//!   `Offer` that nobody asked for has no entry. A sender would have to invite the receiver first: Invite → Ask →
+//!   Offer → read → Confirm. Today it is Offer → read → Confirm, one round trip less before the first byte.
+//! * **Wire.** The messages of `kvferry_tasks.h` would change.
+//! * **Ends.** A task that is cancelled, or whose time has passed, while it waits for the answer to its
+//!   `Confirm` ends at once. A settled handoff must wait for its answer.
+//! * **Code.** Matching of keys, parked offers with their shares, given-up keys, steal, forget and matching of
+//!   blocks would stay as they are.
 //!
 //! # Outcomes
 //!

@@ -15,7 +15,7 @@ const WARNINGS_MAX: usize = 1024;
 
 /// The state of a request in the block manager.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct ManagedRequest {
     pub(crate) sequence: SequenceId,
     /// Whether its blocks may be used.
     pub(crate) is_ready: bool,

@@ -22,7 +22,7 @@
 mod managed;
 mod pages;
 
-pub(crate) use managed::{Held, Managed};
+pub(crate) use managed::{Managed, ManagedRequest};
 pub use pages::EnginePages;
 
 use kvferry::Agent;

@@ -3,7 +3,7 @@
 use crate::block_pool::BlockHash;
 use crate::cache::Tables;
 use crate::contract::RequestView;
-use crate::offload::Held;
+use crate::offload::ManagedRequest;
 use crate::request::{Params, RequestId, RequestStatus};
 use kvferry_blocks::RetentionConfig;
 
@@ -44,7 +44,7 @@ pub(super) struct Entry {
     /// Retention of the request's blocks, for the block manager.
     pub(super) retention: RetentionConfig,
     /// Blocks that the request holds in the block manager.
-    pub(super) held: Option<Held>,
+    pub(super) held: Option<ManagedRequest>,
 }
 
 impl Entry {

@@ -7,7 +7,7 @@ use super::Scheduler;
 use super::entry::{Entry, Load};
 use super::schedule::{Admitted, Growth};
 use crate::layout::BlockId;
-use crate::offload::{Held, Managed};
+use crate::offload::{Managed, ManagedRequest};
 use crate::request::RequestStatus;
 use kvferry_blocks::{Action, Error, Request, SequenceId};
 
@@ -75,7 +75,7 @@ impl Scheduler {
             let reused = allocation.reused_tokens as usize;
             managed.owners.insert(allocation.sequence, number);
             managed.warn(&entry.id, allocation.warning);
-            entry.held = Some(Held {
+            entry.held = Some(ManagedRequest {
                 sequence: allocation.sequence,
                 is_ready: allocation.is_ready,
                 tokens: entry.tokens.len(),

@@ -1,7 +1,7 @@
 //! Puts the blocks of a stream into a store.
 
 use super::format::Record;
-use super::reader::{Found, Reader};
+use super::reader::{Reader, StreamItem};
 use crate::error::{Error, Result};
 use crate::log::Block;
 use crate::memory::BlockMemory;
@@ -75,15 +75,15 @@ pub fn import(
         Run { agent, store, memory, used: 0, chain: Vec::new(), done: Imported::default() };
     loop {
         match reader.next() {
-            Ok(Some(Found::Record(record, data))) => {
+            Ok(Some(StreamItem::Record(record, data))) => {
                 if namespace.is_some_and(|it| it != record.block.namespace) {
                     run.done.others += 1;
                 } else {
                     run.add(&record, &data)?;
                 }
             }
-            Ok(Some(Found::Damage)) => run.done.damaged += 1,
-            Ok(Some(Found::Newer(version))) => {
+            Ok(Some(StreamItem::Damage)) => run.done.damaged += 1,
+            Ok(Some(StreamItem::Newer(version))) => {
                 run.flush()?;
                 return Err(Error::InvalidArgument(format!(
                     "the export has format {version}, which a later release wrote; import it with that \

@@ -9,7 +9,7 @@ const READ_BYTES: usize = 1 << 20;
 
 /// Item that [`Reader`] finds in a stream.
 #[derive(Debug)]
-pub(super) enum Found {
+pub(super) enum StreamItem {
     Record(Record, Vec<u8>),
     /// Bytes that are no part of a stream, or a record whose data is wrong.
     Damage,
@@ -72,14 +72,14 @@ impl<R: Read> Reader<R> {
     }
 
     /// The next record that is right, or damage. `None` at the end.
-    pub(super) fn next(&mut self) -> io::Result<Option<Found>> {
+    pub(super) fn next(&mut self) -> io::Result<Option<StreamItem>> {
         loop {
             self.fill(MAGIC_BYTES)?;
             if self.rest().is_empty() {
                 return Ok(None);
             }
             match self.part()? {
-                Some(Part::Newer(version)) => return Ok(Some(Found::Newer(version))),
+                Some(Part::Newer(version)) => return Ok(Some(StreamItem::Newer(version))),
                 Some(Part::Header(header)) => {
                     self.consume(format::HEADER_BYTES);
                     self.export = Some(header.export);
@@ -95,18 +95,18 @@ impl<R: Read> Reader<R> {
                         self.export = Some(record.export);
                         self.right += 1;
                         (self.is_stream, self.has_end) = (true, false);
-                        return Ok(Some(Found::Record(record, data)));
+                        return Ok(Some(StreamItem::Record(record, data)));
                     }
                     None => {
                         self.skip()?;
                         self.is_damaged = true;
-                        return Ok(Some(Found::Damage));
+                        return Ok(Some(StreamItem::Damage));
                     }
                 },
                 None => {
                     self.skip()?;
                     if !std::mem::replace(&mut self.is_damaged, true) {
-                        return Ok(Some(Found::Damage));
+                        return Ok(Some(StreamItem::Damage));
                     }
                 }
             }

@@ -2,7 +2,7 @@
 
 use super::format::{END_BYTES, End, HEADER_BYTES, Header, RECORD_BYTES, Record};
 use super::importer::rebased;
-use super::reader::{Found, Reader};
+use super::reader::{Reader, StreamItem};
 use crate::log::{Block, format::sum};
 use crate::policy::{OnExpiry, Retention};
 use fastrand::Rng;
@@ -54,13 +54,13 @@ fn read(bytes: &[u8]) -> (Vec<u64>, u64, u64, bool) {
     let (mut keys, mut damaged) = (Vec::new(), 0);
     while let Some(found) = reader.next().expect("it is in memory") {
         match found {
-            Found::Record(found, bytes) => {
+            StreamItem::Record(found, bytes) => {
                 let key = found.block.key[0];
                 assert_eq!((found, bytes), (record(key), data(key)), "only what was exported");
                 keys.push(key);
             }
-            Found::Damage => damaged += 1,
-            Found::Newer(version) => panic!("{version}"),
+            StreamItem::Damage => damaged += 1,
+            StreamItem::Newer(version) => panic!("{version}"),
         }
     }
     assert_eq!(reader.consumed(), bytes.len() as u64);
@@ -130,7 +130,7 @@ fn noise_is_no_stream() {
     let mut bytes = vec![0; 3 << 20];
     Rng::with_seed(1).fill(&mut bytes);
     let mut reader = Reader::new(bytes.as_slice());
-    assert!(matches!(reader.next(), Ok(Some(Found::Damage))));
+    assert!(matches!(reader.next(), Ok(Some(StreamItem::Damage))));
     assert!(matches!(reader.next(), Ok(None)));
     assert!(!reader.is_stream());
 }
@@ -140,7 +140,7 @@ fn a_later_version_is_told() {
     let mut bytes = stream(1..3).0;
     bytes[8..12].copy_from_slice(&3u32.to_le_bytes());
     bytes[12..16].copy_from_slice(&(!3u32).to_le_bytes());
-    assert!(matches!(Reader::new(bytes.as_slice()).next(), Ok(Some(Found::Newer(3)))));
+    assert!(matches!(Reader::new(bytes.as_slice()).next(), Ok(Some(StreamItem::Newer(3)))));
 }
 
 #[test]

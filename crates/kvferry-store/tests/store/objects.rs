@@ -21,12 +21,12 @@ const SOON: Duration = Duration::from_secs(150);
 /// An object store in memory.
 #[derive(Default)]
 struct Memory {
-    state: Mutex<Held>,
+    state: Mutex<MemoryState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Held {
+struct MemoryState {
     objects: BTreeMap<String, Vec<u8>>,
     /// Names of requests, in their order.
     gets: Vec<String>,
@@ -52,18 +52,18 @@ impl Memory {
         Arc::default()
     }
 
-    fn state(&self) -> MutexGuard<'_, Held> {
+    fn state(&self) -> MutexGuard<'_, MemoryState> {
         self.state.lock().expect("no test has panicked with it")
     }
 
     /// Changes how requests are carried out.
-    fn set(&self, change: impl FnOnce(&mut Held)) {
+    fn set(&self, change: impl FnOnce(&mut MemoryState)) {
         change(&mut self.state());
     }
 
     /// Waits until so many requests are held.
     fn wait_held(&self, count: usize) {
-        let few = |state: &mut Held| state.held.len() < count;
+        let few = |state: &mut MemoryState| state.held.len() < count;
         let (state, waited) =
             self.changed.wait_timeout_while(self.state(), SOON, few).expect("no panic");
         assert!(!waited.timed_out(), "{} requests of {count}", state.held.len());
@@ -84,7 +84,7 @@ impl Memory {
     fn request<T: Send + 'static>(
         self: &Arc<Self>,
         done: Done<T>,
-        carry_out: impl FnOnce(&mut Held) -> T + Send + 'static,
+        carry_out: impl FnOnce(&mut MemoryState) -> T + Send + 'static,
     ) {
         let memory = Arc::clone(self);
         let request = move || {

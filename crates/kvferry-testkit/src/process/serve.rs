@@ -21,7 +21,7 @@ use super::{CHILD, REPLY};
 use command::Command;
 use kvferry::{Agent, Channel, Config, Message, MessageHandler, Peer, Transfer};
 use kvferry_sys::map::Mapping;
-use regions::Held;
+use regions::ServedRegion;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::io::{BufRead, Write};
@@ -59,7 +59,7 @@ type Outcome = Result<Value, kvferry::Error>;
 #[derive(Default)]
 struct Server {
     agent: Option<Agent>,
-    regions: HashMap<u64, Held>,
+    regions: HashMap<u64, ServedRegion>,
     /// Memory of regions that were dropped; peers may still write it.
     forgotten: Vec<Mapping>,
     transfers: HashMap<u64, Transfer>,

@@ -45,7 +45,7 @@ pub(super) fn host_and_device_memory_in_one_batch_land_whole(rig: &Rig<'_>) -> R
 }
 
 /// A transfer between host and device memory that waits for its device.
-struct Held {
+struct WaitingTransfer {
     what: String,
     handle: Box<dyn Handle>,
     moves: [Move; 1],
@@ -53,7 +53,7 @@ struct Held {
     side: Side,
 }
 
-impl Held {
+impl WaitingTransfer {
     fn start(rig: &Rig<'_>, side: Side, way: Way) -> Result<Self> {
         let (near, far) = match side {
             Side::Near => (rig.kind_of(side), MemoryKind::Host),
@@ -80,7 +80,7 @@ impl Held {
 pub(super) fn a_confirmed_cancel_leaves_no_copy_between_host_and_device(rig: &Rig<'_>) -> Result {
     let cases = [(Side::Near, Write), (Side::Near, Read), (Side::Far, Write), (Side::Far, Read)];
     for (side, way) in with_devices(rig, cases, "a cancel while a device copies") {
-        let held = Held::start(rig, side, way)?;
+        let held = WaitingTransfer::start(rig, side, way)?;
         held.handle.cancel();
         let early = held.handle.wait(WATCHED);
         let confirmed = matches!(&early, Some(Err(e)) if e.is_quiet());
@@ -107,7 +107,7 @@ pub(super) fn a_close_waits_for_the_copies_of_its_devices(rig: &Rig<'_>) -> Resu
     );
     for (side, way) in cases.repeat(2) {
         let rig = Rig::new(rig.fabric, rig.kind)?;
-        let held = Held::start(&rig, side, way)?;
+        let held = WaitingTransfer::start(&rig, side, way)?;
         let device = held.device().device();
         let (tell, told) = mpsc::channel();
         let early = thread::scope(|scope| {

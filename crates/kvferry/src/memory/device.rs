@@ -11,7 +11,7 @@
 
 use crate::callback::contain;
 use crate::memory::gate::Gate;
-use crate::memory::region::Held;
+use crate::memory::region::RegionUse;
 use crate::memory::stages::{Stage, StagePool, Wake};
 use crate::sync::{Arc, Mutex};
 use kvferry_sys::span::HostSpan;
@@ -239,7 +239,7 @@ pub enum Direction {
 }
 
 /// Regions of a batch: of a model with a region for each layer, a batch touches many.
-pub(crate) type Regions = SmallVec<[Held; 2]>;
+pub(crate) type Regions = SmallVec<[RegionUse; 2]>;
 
 /// What became of a batch: its stage, if that has bytes of the device.
 type Outcome = io::Result<Option<Stage>>;

@@ -4,7 +4,7 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::gate::Gate;
 use crate::memory::pieces::{Piece, Pieces, Position};
-use crate::memory::region::{Held, Region};
+use crate::memory::region::{Region, RegionUse};
 use kvferry_sys::span::HostSpan;
 
 /// The reason why memory can't be held.
@@ -16,7 +16,7 @@ pub(crate) enum NotHeld {
     Unsupported,
 }
 
-impl Held {
+impl RegionUse {
     /// The memory of `pieces` at `at`, which belongs to one piece. The span is valid until the value
     /// is dropped. A gate has one copier at a time: the caller.
     pub(crate) fn new(
@@ -81,7 +81,7 @@ impl Region {
     }
 
     /// A use of a range of host memory.
-    fn hold(&self, offset: u64, len: u64) -> Result<(Held, usize)> {
+    fn hold(&self, offset: u64, len: u64) -> Result<(RegionUse, usize)> {
         if offset.checked_add(len).is_none_or(|end| end > self.0.len as u64) {
             return Err(self.out_of_bounds(offset, len));
         }
@@ -89,7 +89,7 @@ impl Region {
             let what = "the processor can't access device memory";
             return Err(Error::new(ErrorKind::Unsupported, what).with("region", self.0.id));
         }
-        let Some(held) = Held::begin(&self.0) else {
+        let Some(held) = RegionUse::begin(&self.0) else {
             return Err(Error::new(ErrorKind::NotRegistered, "the region was unregistered")
                 .with("region", self.0.id));
         };

@@ -3,7 +3,7 @@
 use crate::memory::device::{Copy, DeviceMemory, DevicePiece, Direction, Regions};
 use crate::memory::gate::Gate;
 use crate::memory::pieces::{Fault, MemoryFault, Pieces, index_of};
-use crate::memory::region::Held;
+use crate::memory::region::RegionUse;
 use crate::memory::stages::{Stage, Wake};
 use crate::sync::{Arc, Mutex};
 use kvferry_proto::WireCode;
@@ -101,7 +101,7 @@ impl Packed {
     ) -> Result<Arc<Copy>, Fault> {
         let _inside = gate.enter().map_err(|_| Fault::Shut)?;
         let held = self.regions.iter().map(|&(region, piece)| {
-            let held = Held::begin(&pieces.regions[region as usize]);
+            let held = RegionUse::begin(&pieces.regions[region as usize]);
             held.ok_or_else(|| Fault::Memory(MemoryFault::revoked(piece)))
         });
         let held = held.collect::<Result<Regions, Fault>>()?;

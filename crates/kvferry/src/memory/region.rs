@@ -73,7 +73,7 @@ pub(crate) struct RegionInner {
     pub(crate) backing: Backing,
     pub(super) name: OnceLock<String>,
     pub(super) alive: AtomicBool,
-    /// Copies in progress of devices, files and other threads ([`Held`]).
+    /// Copies in progress of devices, files and other threads ([`RegionUse`]).
     pub(super) copies: AtomicUsize,
     pub(super) quarantine: Mutex<Quarantine>,
 }
@@ -178,9 +178,9 @@ impl fmt::Debug for RegionInner {
 
 /// A use of a region's memory. `unregister` returns only after it has been dropped.
 #[derive(Debug)]
-pub(crate) struct Held(Arc<RegionInner>);
+pub(crate) struct RegionUse(Arc<RegionInner>);
 
-impl Held {
+impl RegionUse {
     /// Begins a use of the region; `None` if it was unregistered.
     pub(crate) fn begin(region: &Arc<RegionInner>) -> Option<Self> {
         // Counted before the look: a thread that unregisters the region marks it first and looks at the
@@ -197,7 +197,7 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for RegionUse {
     fn drop(&mut self) {
         self.0.copies.fetch_sub(1, Ordering::SeqCst);
     }

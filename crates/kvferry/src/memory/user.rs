@@ -68,7 +68,7 @@ pub(crate) trait RegionKey: Any + Send + Sync {
 
     /// Ends what reaches the memory through the key, and refuses later uses of the key. Returns whether
     /// nothing reaches the memory any more; while it returns false, it is called again. Called when no use of the region is
-    /// under way ([`Held`](crate::memory::region::Held)), under the conditions of [`RegionKey::revoke`].
+    /// under way ([`RegionUse`](crate::memory::region::RegionUse)), under the conditions of [`RegionKey::revoke`].
     fn release(&self) -> bool;
 }
 
@@ -97,7 +97,7 @@ impl Node {
 impl Keys {
     /// The key of this type; the first call makes it.
     ///
-    /// The caller holds the region meanwhile ([`Held`](crate::memory::region::Held)), so that the key is
+    /// The caller holds the region meanwhile ([`RegionUse`](crate::memory::region::RegionUse)), so that the key is
     /// revoked and released before the memory returns to its owner. Otherwise the key looks whether the
     /// region is alive, under the lock under which it is revoked.
     pub(crate) fn get<K: RegionKey>(&self, make: impl Fn() -> K) -> &K {

@@ -143,9 +143,7 @@ fn a_handler_that_panics_is_dropped_and_the_others_go_on() {
         assert_eq!(called.recv_timeout(wait), Ok(true), "dropped");
     }
     let token = reactor.remote().token();
-    reactor
-        .remote()
-        .add(token, Box::new(Probe { calls, deadline: None, due: None, called: 0 }));
+    reactor.remote().add(token, Box::new(Probe { calls, deadline: None, due: None, called: 0 }));
     assert_eq!(called.recv_timeout(wait), Ok(false), "called");
     reactor.stop();
 }
@@ -358,8 +356,6 @@ fn a_stopped_reactor_drops_handlers_that_are_added() {
     let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
     reactor.stop();
     let (calls, called) = mpsc::channel();
-    reactor
-        .remote()
-        .add(9, Box::new(Probe { calls, deadline: None, due: None, called: 0 }));
+    reactor.remote().add(9, Box::new(Probe { calls, deadline: None, due: None, called: 0 }));
     assert!(called.recv().is_err());
 }

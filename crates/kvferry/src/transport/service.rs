@@ -117,7 +117,7 @@ pub trait Service: Any + Send + Sync {
     }
 
     /// The part that serves data streams of native sessions, if this is the transport of which they
-    /// are. There is one such transport, `tcp`.
+    /// are. There is one such transport.
     #[doc(hidden)]
     fn streams(&self) -> Option<&dyn Streams> {
         None

@@ -4,7 +4,7 @@
 //! engine's pages before the step computes on them, and puts the blocks that the step has filled. Both are
 //! synchronous: what a step costs contains them. Only blocks of prompts are put.
 
-use kvferry_sys::sync::{Mutex, MutexGuard};
+use kvferry_sys::sync::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,14 +43,7 @@ pub(super) struct Reused {
 }
 
 /// The same value in both halves and at the caller.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Shared(Arc<Mutex<Counts>>);
-
-impl Shared {
-    pub(super) fn lock(&self) -> MutexGuard<'_, Counts> {
-        self.0.lock()
-    }
-}
+pub(super) type Shared = Arc<Mutex<Counts>>;
 
 /// A fault that the worker half causes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,7 +1,6 @@
 //! Virtual time, and what passes between the engines in it.
 
-use super::{Decode, Event, Machine, SILENCE, THERE, World, ms};
-use kvferry_models::engines::here;
+use super::{Decode, Event, Machine, SILENCE, THERE, World, here, ms};
 use kvferry_proto::WireCode;
 use kvferry_proto::directory::{DirectoryMessage, PublisherAction, SubscriberAction};
 use kvferry_proto::engine_handshake::EngineId;

@@ -193,6 +193,22 @@ fn sessions_that_open_and_may_lead_nowhere_take_no_room_from_a_session_that_ther
 }
 
 #[test]
+fn i8_a_host_with_idle_sessions_and_others_that_open_leaves_other_hosts_a_quarter() {
+    let agent = agent();
+    let (_far, session) = session(&agent);
+    let (mut peers, all) = (Peers::default(), limit());
+    let up = places(&mut peers, &agent, "10.0.0.1", 0, all / 2);
+    idle(&mut peers, &up, &session);
+    peers.settle();
+    let opening = places(&mut peers, &agent, "10.0.0.1", 10_000, all / 2);
+    need(&mut peers, &opening);
+    let again = places(&mut peers, &agent, "10.0.0.1", 0, all / 2);
+    need(&mut peers, &again);
+    assert_eq!((opening.len(), again.len()), (all / 2, all / 4));
+    assert_eq!(places(&mut peers, &agent, "10.0.1.1", 20_000, all).len(), all / 8);
+}
+
+#[test]
 fn i8_a_producer_is_told_of_an_end_though_all_places_are_taken() {
     let agent = agent();
     let mut peers = Peers::default();

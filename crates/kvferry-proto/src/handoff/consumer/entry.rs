@@ -2,7 +2,7 @@
 
 use super::{Need, ProducerRank, ReadId, Slice};
 use crate::code::WireCode;
-use crate::handoff::message::Held;
+use crate::handoff::message::Announcements;
 use crate::handoff::{Generation, Outcome, PeerId, Progress};
 use crate::id::Incarnation;
 use crate::time::Timestamp;
@@ -36,7 +36,7 @@ pub(super) struct Source {
     pub(super) stage: Stage,
     pub(super) need: Need,
     pub(super) generation: Generation,
-    pub(super) announced: Held,
+    pub(super) announced: Announcements,
     /// Reads of this generation, in the order of what they fetch. Those at the front that are done
     /// are removed and added to `fetched`.
     pub(super) reads: VecDeque<Read>,
@@ -154,7 +154,7 @@ impl Source {
             link,
             stage: Stage::Asking,
             generation: Generation::default(),
-            announced: Held::default(),
+            announced: Announcements::default(),
             reads: VecDeque::new(),
             fetched: Progress::NONE,
             taken: Progress::NONE,
@@ -170,7 +170,7 @@ impl Source {
         self.last_fetched = false;
         let reads = self.forget_reads();
         self.generation = generation;
-        self.announced = Held::default();
+        self.announced = Announcements::default();
         self.stage = Stage::Reading;
         reads
     }
@@ -199,7 +199,7 @@ impl Source {
     }
 
     pub(super) fn next_slice(&self) -> Option<Slice> {
-        let Held { progress, last, .. } = self.announced;
+        let Announcements { progress, last, .. } = self.announced;
         let is_more = progress > self.taken || (last && !self.last_taken);
         is_more.then_some(Slice { from: self.taken, to: progress, last })
     }

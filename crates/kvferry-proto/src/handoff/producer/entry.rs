@@ -1,7 +1,7 @@
 //! The state of one handoff at its producer.
 
 use crate::code::WireCode;
-use crate::handoff::message::{Ask, Held};
+use crate::handoff::message::{Announcements, Ask};
 use crate::handoff::{Generation, Outcome, PeerId};
 use crate::origin::Origin;
 use crate::time::Timestamp;
@@ -31,7 +31,7 @@ pub(super) enum Stage {
 pub(super) struct Offered {
     pub(super) generation: Generation,
     /// Everything announced so far, side data included.
-    pub(super) announced: Held,
+    pub(super) announced: Announcements,
     /// Time when the offer expires; only for a complete offer without a reader.
     pub(super) expires: Option<Timestamp>,
 }

@@ -112,7 +112,7 @@ impl Block {
 
 /// Usage of a tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Held {
+pub(crate) struct TierUsage {
     pub(crate) blocks: u64,
     pub(crate) bytes: u64,
     pub(crate) waiting: u64,
@@ -135,10 +135,10 @@ impl HostTier {
         Ok(Self { arena: Arena::new(agent, bytes)?, bytes, state: Mutex::new(state) })
     }
 
-    pub(crate) fn held(&self) -> Held {
+    pub(crate) fn held(&self) -> TierUsage {
         let state = self.state.lock();
         let (blocks, waiting) = (state.slots.len() as u64, state.waiting_bytes);
-        Held { blocks, bytes: self.arena.used(), waiting }
+        TierUsage { blocks, bytes: self.arena.used(), waiting }
     }
 
     /// Number of leading `keys` whose blocks are in the tier.

@@ -9,7 +9,7 @@ use serde_json::json;
 use std::time::Instant;
 
 /// A region and its memory.
-pub(super) struct Held {
+pub(super) struct ServedRegion {
     pub(super) region: Region,
     /// The memory of a region that the agent did not allocate.
     private: Option<Mapping>,
@@ -24,7 +24,7 @@ fn digest(bytes: &[u8]) -> u64 {
     })
 }
 
-impl Held {
+impl ServedRegion {
     fn new(agent: &Agent, command: Command<'_>) -> Result<Self, kvferry::Error> {
         let access = match command.text("access") {
             "r" => Access::READ,
@@ -64,12 +64,12 @@ impl Held {
 }
 
 impl Server {
-    pub(super) fn region(&self, command: Command<'_>) -> &Held {
+    pub(super) fn region(&self, command: Command<'_>) -> &ServedRegion {
         &self.regions[&command.number("region")]
     }
 
     pub(super) fn allocate(&mut self, command: Command<'_>) -> Outcome {
-        let held = Held::new(self.agent(), command)?;
+        let held = ServedRegion::new(self.agent(), command)?;
         let id = self.new_id();
         let (addr, remote) = (held.region.addr(), held.region.remote().to_bytes());
         self.regions.insert(id, held);

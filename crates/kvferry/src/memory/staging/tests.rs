@@ -2,7 +2,7 @@ use super::*;
 use crate::memory::cursor::{Cursor, Lent};
 use crate::memory::device::{Device, DeviceCopy};
 use crate::memory::pieces::MemoryFault;
-use crate::memory::region::{Access, Backing, Held, Region};
+use crate::memory::region::{Access, Backing, Region, RegionUse};
 use crate::memory::stages::StagePool;
 use crate::memory::table::RegionTable;
 use crate::sync::Mutex;
@@ -324,7 +324,7 @@ fn a_batch_that_its_device_loses_keeps_stage_and_region_in_use() {
 fn device_memory_in_quarantine_keeps_no_host_memory_from_being_registered() {
     let (table, device) = (RegionTable::default(), Manual::new(STAGE, 1));
     let region = device.region(&table, 0, STAGE);
-    let _copied = Held::begin(&region.0).expect("registered");
+    let _copied = RegionUse::begin(&region.0).expect("registered");
     table.remove(&region).expect("registered");
     table.quarantine([&region], &[], &[]);
     assert!(region.is_quarantined());

@@ -10,7 +10,7 @@ use super::posix::{Pool, PoolQueue};
 use super::queue::{DEPTH, Memory, OPERATION_BYTES_MAX, Operation, Queue};
 use super::targets::Use;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::region::Held;
+use crate::memory::region::RegionUse;
 use crate::memory::user::RegionKey;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Mutex, OnceLock};
@@ -47,7 +47,7 @@ impl RegionKey for Pins {
 
 /// The range of the region that may be registered for operations on `span`; `None` for a span that is
 /// longer than ranges overlap.
-fn range(held: &Held, span: HostSpan) -> Option<Range<'_>> {
+fn range(held: &RegionUse, span: HostSpan) -> Option<Range<'_>> {
     let region = held.region();
     let number = (span.as_ptr() as usize).wrapping_sub(region.base) / RANGE_BYTES;
     let first = number * RANGE_BYTES;

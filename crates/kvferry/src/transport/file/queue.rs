@@ -1,7 +1,7 @@
 //! Operations on files, and a queue of them as an engine gives it.
 
 use super::filled::Filled;
-use crate::memory::region::Held;
+use crate::memory::region::RegionUse;
 use crate::sync::Arc;
 use kvferry_sys::file::File;
 use kvferry_sys::poll::{self, Interest};
@@ -35,7 +35,7 @@ pub(super) struct Operation {
 
 /// The owner that keeps the memory of an operation in place.
 pub(super) enum Memory {
-    Region(Held),
+    Region(RegionUse),
     Stage(Arc<Filled>),
 }
 

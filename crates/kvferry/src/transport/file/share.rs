@@ -10,7 +10,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::gate::Gate;
 use crate::memory::held::NotHeld;
 use crate::memory::pieces::{Fault, MemoryFault, Position};
-use crate::memory::region::Held;
+use crate::memory::region::RegionUse;
 use crate::memory::stages::Wake;
 use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::sync::Arc;
@@ -205,7 +205,7 @@ impl FileShare {
         let file = self.targets.get(at.piece);
         let target = file.target(part.offset + at.within, len, memory, OPERATION_BYTES_MAX);
         let size = usize::try_from(target.len).expect("at most OPERATION_BYTES_MAX");
-        let (held, span) = Held::new(&batch.local, &self.gate, at, size).map_err(|e| {
+        let (held, span) = RegionUse::new(&batch.local, &self.gate, at, size).map_err(|e| {
             let error = match e {
                 NotHeld::Unregistered => unregistered(),
                 NotHeld::Unsupported => {

@@ -19,7 +19,7 @@ use kvferry_sys::socket::SPANS_MAX;
 use std::io;
 
 /// The local and remote sides of a batch.
-pub(super) struct Way<'a> {
+pub(super) struct BatchSides<'a> {
     pub(super) link: &'a Arc<Link>,
     pub(super) peer: &'a LocalPeer,
     pub(super) batch: &'a Batch,
@@ -56,7 +56,7 @@ impl Copier {
 
     pub(super) fn step(
         &mut self,
-        way: &Way<'_>,
+        way: &BatchSides<'_>,
         targets: &Targets,
         now: Timestamp,
     ) -> Result<Lent, Error> {
@@ -96,7 +96,7 @@ impl Copier {
     }
 
     /// Whether all copied bytes are in place. Called when no bytes remain.
-    pub(super) fn flush(&mut self, way: &Way<'_>) -> Result<Lent, Error> {
+    pub(super) fn flush(&mut self, way: &BatchSides<'_>) -> Result<Lent, Error> {
         self.local.flush().map_err(|fault| way.failed(fault))
     }
 }
@@ -158,7 +158,7 @@ impl LocalPeer {
     }
 }
 
-impl Way<'_> {
+impl BatchSides<'_> {
     /// The error of local memory that can't be used, unless the session's end is the reason for
     /// that.
     fn failed(&self, fault: Fault) -> Error {

@@ -1,7 +1,7 @@
 //! Copies a whole batch on the caller's thread, without allocating and without waking a thread.
 
 use super::LocalPeer;
-use super::copier::{Copier, Way};
+use super::copier::{BatchSides, Copier};
 use super::copy::{Targets, Unreached};
 use crate::error::Error;
 use crate::memory::pieces::Position;
@@ -36,7 +36,7 @@ pub(crate) fn copy_all(
             let gate = peer.take_gate(&link.core);
             let (start, bytes) = (Position::default(), batch.bytes());
             let copier = Copier::new(op, &batch.local, start, bytes, gate.clone(), wake);
-            let way = Way { link, peer, batch };
+            let way = BatchSides { link, peer, batch };
             let result = run(&way, copier, &targets, &mut watch);
             peer.put_gate(gate);
             Some(result)
@@ -49,7 +49,7 @@ pub(crate) fn copy_all(
 }
 
 fn run(
-    way: &Way<'_>,
+    way: &BatchSides<'_>,
     mut copier: Copier,
     targets: &Targets,
     watch: &mut Watch<'_>,

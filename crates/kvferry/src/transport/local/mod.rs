@@ -125,7 +125,7 @@ impl Start for Local {
             Err("checksums are on, and copies within a host have none".to_owned())
         } else {
             serve::listen(cx.core, cx.directory).map_err(|e| {
-                tracing::warn!(error = %e, "transfers within the host go over tcp");
+                tracing::warn!(error = %e, "transfers within the host take another route");
                 e.to_string()
             })
         };

@@ -63,7 +63,7 @@ impl Handler for LocalListener {
             match self.memory.mark_alive() {
                 Ok(mark) => self.alive = Some(mark),
                 Err(e) => {
-                    tracing::warn!(error = %e, "transfers within the host go over tcp");
+                    tracing::warn!(error = %e, "transfers within the host take another route");
                     return Next::Close;
                 }
             }

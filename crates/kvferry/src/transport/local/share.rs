@@ -1,7 +1,7 @@
 //! Share of one thread in a transfer within the host.
 
 use super::LocalPeer;
-use super::copier::{Copier, Way};
+use super::copier::{BatchSides, Copier};
 use super::copy::Targets;
 use crate::error::Error;
 use crate::memory::cursor::Lent;
@@ -76,7 +76,7 @@ impl LocalShare {
     /// Copies one chunk of the current frame; an error was reported to the job.
     fn copy(&mut self, now: Timestamp) -> Result<Lent, Ended> {
         let Some(current) = &mut self.current else { return Ok(Lent::Moved(0)) };
-        let way = Way { link: &self.link, peer: &self.peer, batch: &self.job.batch };
+        let way = BatchSides { link: &self.link, peer: &self.peer, batch: &self.job.batch };
         current.copier.step(&way, &self.targets, now).map_err(|error| self.fail(error))
     }
 
@@ -88,7 +88,7 @@ impl LocalShare {
     /// The current frame is copied: whether its bytes are in place.
     fn finish_frame(&mut self) -> Result<Lent, Ended> {
         let Some(current) = &mut self.current else { return Ok(Lent::Moved(0)) };
-        let way = Way { link: &self.link, peer: &self.peer, batch: &self.job.batch };
+        let way = BatchSides { link: &self.link, peer: &self.peer, batch: &self.job.batch };
         match current.copier.flush(&way) {
             Ok(Lent::NotReady) => return Ok(Lent::NotReady),
             Ok(_) => {}

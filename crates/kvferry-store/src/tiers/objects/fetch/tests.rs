@@ -33,9 +33,9 @@ fn a_window_is_cut_by_the_length_of_its_own_namespace_and_is_one_block_until_tha
 
 /// A store that has no space for bytes: it only knows which blocks were written.
 #[derive(Clone, Debug, Default)]
-struct Here(Arc<Mutex<BTreeSet<[u64; 2]>>>);
+struct WrittenBlocks(Arc<Mutex<BTreeSet<[u64; 2]>>>);
 
-impl PrefetchTarget for Here {
+impl PrefetchTarget for WrittenBlocks {
     fn prefix_of(&self, blocks: &[Wanted]) -> usize {
         blocks.iter().take_while(|it| self.has(&it.key)).count()
     }
@@ -76,7 +76,10 @@ fn wanted(number: u64) -> Wanted {
     Wanted { key: Key([number, number]), namespace: NAMESPACE, check: CHECK }
 }
 
-fn prefetch(here: &Here, numbers: impl Iterator<Item = u64>) -> (Pending<usize>, Box<Prefetch>) {
+fn prefetch(
+    here: &WrittenBlocks,
+    numbers: impl Iterator<Item = u64>,
+) -> (Pending<usize>, Box<Prefetch>) {
     let (pending, promise) = Pending::new();
     let target = Box::new(here.clone());
     (pending, Box::new(Prefetch::new(target, numbers.map(wanted).collect(), promise)))
@@ -179,7 +182,7 @@ fn prefetches_of_blocks_of_any_length_have_32_mib_each_in_memory_or_one_block() 
         _ => 20_000,
     };
     let mut rig = Rig::new("fetch-bytes");
-    let here = Here::default();
+    let here = WrittenBlocks::default();
     let prompts = [0..PROMPT, 0..PROMPT, 10..PROMPT, OTHER..OTHER + PROMPT];
     let mut pending = Vec::new();
     for numbers in prompts {
@@ -219,7 +222,7 @@ fn prefetches_of_blocks_of_any_length_have_32_mib_each_in_memory_or_one_block() 
 #[test]
 fn a_block_that_is_longer_than_any_may_be_is_damaged_and_asked_for_once() {
     let mut rig = Rig::new("fetch-long");
-    let (ended, prefetch) = prefetch(&Here::default(), 0..3);
+    let (ended, prefetch) = prefetch(&WrittenBlocks::default(), 0..3);
     rig.fetcher.begin(prefetch);
     rig.fetcher.advance();
     assert!(rig.answer(|_| 65 * MIB) && !rig.answer(|_| 1));
@@ -231,7 +234,7 @@ fn a_block_that_is_longer_than_any_may_be_is_damaged_and_asked_for_once() {
 fn prefetches_that_the_thread_has_not_seen_are_bounded_and_further_ones_end_at_once() {
     let (events, received) = channel();
     let handle = Handle { events, unseen: Arc::default(), thread: Mutex::new(None) };
-    let here = Here::default();
+    let here = WrittenBlocks::default();
     here.0.lock().insert([0, 0]);
     let begun = || {
         let (ended, prefetch) = prefetch(&here, 0..2);

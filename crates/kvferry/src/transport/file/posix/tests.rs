@@ -1,6 +1,6 @@
 use super::*;
 use crate::memory::pieces::Position;
-use crate::memory::region::Held;
+use crate::memory::region::RegionUse;
 use crate::transfer::batch::Batch;
 use crate::transport::file::Storage;
 use crate::transport::file::queue::Memory;
@@ -48,7 +48,7 @@ impl Rig {
         let storage: Arc<Storage> = self.agent.services().get().expect("every agent has files");
         let gate = storage.link.core.memory.gates.gate();
         let at = Position { piece: 0, within: 0 };
-        let held = Held::new(&self.batch.local, &gate, at, LEN as usize);
+        let held = RegionUse::new(&self.batch.local, &gate, at, LEN as usize);
         let (held, span) = held.map_err(drop).expect("registered");
         let (file, offset, memory) = (Arc::clone(file), number * LEN, Memory::Region(held));
         let operation = Operation {
