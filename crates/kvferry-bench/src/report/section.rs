@@ -5,7 +5,7 @@ use crate::units;
 use super::row::{Figure, Row, spread_text};
 
 /// Parts in the order in which their tables are shown, with the titles.
-const TITLES: [(&str, &str); 40] = [
+const TITLES: [(&str, &str); 41] = [
     ("throughput", "Batches of scattered blocks"),
     ("cpu", "The same: processor time of both sides together"),
     ("waits", "The same: times that a thread of either side slept and was woken"),
