@@ -399,6 +399,57 @@ def test_a_stage_that_hears_of_no_steps_end_hands_over_a_request_that_decode_wai
     assert prefill.sent == ["p"]
 
 
+def failures(worker: Any) -> dict[str, str]:
+    """Why loads have failed, by request."""
+    ended = worker.take_loads()
+    return {request: failure[1] for request, _, _, failure in ended if failure is not None}
+
+
+def test_a_step_that_a_worker_can_not_read_costs_the_request_that_it_computes_and_the_engine_goes_on(
+    module: Any, engines: tuple[handoff.Engine, handoff.Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = engines
+    # The first step says who the ranks are.
+    prefill.step()
+    made = connector_of(module, prefill)
+    tokens, identity, table = len(handoff.PROMPT), prompt_id(handoff.PROMPT), [[3, 1, 2]]
+    prefill.scheduler.arrived("p", tokens, 1, {"do_remote_decode": True}, identity)
+    step = prefill.scheduler.step([("p", 0, tokens, True, table)], [])
+    forward(made, module.KVFerryMetadata(step[:-1], computes=True), None)
+    (said,) = [it.getMessage() for it in caplog.records if it.levelname == "ERROR"]
+    assert said.startswith("KVFerryConnector: ")
+    held, answer = prefill.scheduler.finished("p", "length", table) or (False, None)
+    assert held and answer is not None
+    prefill.until(lambda: bool(prefill.sent))
+    assert prefill.sent == ["p"], "its blocks are given back"
+    handoff.consume(decode, "d", answer, [7, 9, 8])
+    decode.until(lambda: bool(decode.received))
+    assert decode.failed == ["d"] and list(failures(decode.worker)) == ["d"]
+    later = handoff.produce(prefill, "q", {"do_remote_decode": True}, [3, 1, 2])
+    handoff.consume(decode, "e", later, [4, 5, 6])
+    decode.until(lambda: "e" in decode.received)
+    assert decode.failed == ["d"]
+
+
+def test_what_a_worker_has_offered_is_not_loaded_once_it_could_not_read_a_step(
+    module: Any, engines: tuple[handoff.Engine, handoff.Engine]
+) -> None:
+    """The step may have said that the request loses its blocks, which others overwrite then."""
+    prefill, decode = engines
+    made = connector_of(module, prefill)
+    answer = handoff.produce(prefill, "p", {"do_remote_decode": True}, [3, 1, 2])
+    # The worker hears that the request has ended and keeps its blocks.
+    prefill.step()
+    assert prefill.sent == []
+    forward(made, module.KVFerryMetadata(b"of another release", computes=False), None)
+    handoff.consume(decode, "d", answer, [7, 9, 8])
+    decode.until(lambda: bool(decode.received))
+    assert decode.failed == ["d"]
+    assert "could not read a step" in failures(decode.worker)["d"]
+    prefill.until(lambda: bool(prefill.sent))
+    assert prefill.sent == ["p"]
+
+
 def test_block_lists_of_a_consumer_are_read_once_and_only_while_it_waits_for_blocks(module: Any) -> None:
     side = scheduler(module)
     request = Request("a", dict(DECODE), [1, 2, 3])
