@@ -1140,7 +1140,8 @@ class WorkerHalf:
         """Those that KV is loaded from, for `SchedulerHalf.set_producers`."""
 
     def apply(self, metadata: bytes, after: _After | None = None) -> None:
-        """Takes a step, before anything is computed or overwritten. Raises ValueError for metadata of another version.
+        """Takes a step, before anything is computed or overwritten. Raises ValueError for metadata of another version, and
+        hands over nothing then that was offered before.
 
         `after`, needed for KV in memory of a GPU, names the work that used the blocks before: the step's loads write the
         blocks after it. Loads fail if that work can't be recorded.

@@ -354,6 +354,102 @@ def test_of_a_forward_pass_of_the_second_runner_that_raised_nothing_is_loaded(
             engine.agent.shutdown()
 
 
+def forward_of_a_stage(made: Any, metadata: Any) -> None:
+    """A step with speculation as vLLM's first model runner has it on a pipeline stage that is not the last one: without
+    a wait for saves.
+    """
+    made.bind_connector_metadata(metadata)
+    made.start_load_kv(None)
+    layers(made, None)
+    made.clear_connector_metadata()
+
+
+@pytest.mark.parametrize("chunks", [[(0, 10, [3, 1, 2])], [(0, 4, [3]), (4, 6, [1, 2])]], ids=["one", "two"])
+def test_a_stage_that_hears_of_no_steps_end_hands_over_a_request_that_decode_waits_for_at_the_requests_end(
+    module: Any, engines: tuple[handoff.Engine, handoff.Engine], chunks: list[tuple[int, int, list[int]]]
+) -> None:
+    prefill, decode = engines
+    made = connector_of(module, prefill)
+    tokens, identity, table = len(handoff.PROMPT), prompt_id(handoff.PROMPT), [3, 1, 2]
+    for layer in range(handoff.LAYERS):
+        for at, block in enumerate(table):
+            prefill.block(layer, block)[:] = bytes([layer * 16 + at + 1]) * handoff.BLOCK
+    prefill.scheduler.arrived("p", tokens, 1, dict(PREFILL), identity)
+    place = {"remote_address": prefill.agent.address, "remote_engine_id": prefill.scheduler.engine_id}
+    params = {"do_remote_prefill": True, "transfer_id": "x", **place}
+    decode.scheduler.arrived("d", tokens, 8, params, identity)
+    assert decode.scheduler.matched("d", 0) == tokens
+    decode.scheduler.allocated("d", tokens, [[7, 9, 8]])
+    for first, count, new in chunks:
+        step = prefill.scheduler.step([("p", first, count, first == 0, [new])], [])
+        forward_of_a_stage(made, module.KVFerryMetadata(step, computes=True))
+        for _ in range(100):
+            decode.step()
+            time.sleep(0.001)
+        assert (decode.received, decode.failed) == ([], [])
+    assert prefill.scheduler.finished("p", "length", [table])
+    forward_of_a_stage(made, module.KVFerryMetadata(prefill.scheduler.step([], []), computes=False))
+    decode.until(lambda: bool(decode.received))
+    assert (decode.received, decode.failed) == (["d"], [])
+    for layer in range(handoff.LAYERS):
+        for at, block in enumerate([7, 9, 8]):
+            used = min(handoff.TOKENS, tokens - at * handoff.TOKENS) * handoff.CONTENT
+            assert bytes(decode.block(layer, block)[:used]) == bytes([layer * 16 + at + 1]) * used
+    prefill.until(lambda: bool(prefill.sent))
+    assert prefill.sent == ["p"]
+
+
+def failures(worker: Any) -> dict[str, str]:
+    """Why loads have failed, by request."""
+    ended = worker.take_loads()
+    return {request: failure[1] for request, _, _, failure in ended if failure is not None}
+
+
+def test_a_step_that_a_worker_can_not_read_costs_the_request_that_it_computes_and_the_engine_goes_on(
+    module: Any, engines: tuple[handoff.Engine, handoff.Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = engines
+    # The first step says who the ranks are.
+    prefill.step()
+    made = connector_of(module, prefill)
+    tokens, identity, table = len(handoff.PROMPT), prompt_id(handoff.PROMPT), [[3, 1, 2]]
+    prefill.scheduler.arrived("p", tokens, 1, {"do_remote_decode": True}, identity)
+    step = prefill.scheduler.step([("p", 0, tokens, True, table)], [])
+    forward(made, module.KVFerryMetadata(step[:-1], computes=True), None)
+    (said,) = [it.getMessage() for it in caplog.records if it.levelname == "ERROR"]
+    assert said.startswith("KVFerryConnector: ")
+    held, answer = prefill.scheduler.finished("p", "length", table) or (False, None)
+    assert held and answer is not None
+    prefill.until(lambda: bool(prefill.sent))
+    assert prefill.sent == ["p"], "its blocks are given back"
+    handoff.consume(decode, "d", answer, [7, 9, 8])
+    decode.until(lambda: bool(decode.received))
+    assert decode.failed == ["d"] and list(failures(decode.worker)) == ["d"]
+    later = handoff.produce(prefill, "q", {"do_remote_decode": True}, [3, 1, 2])
+    handoff.consume(decode, "e", later, [4, 5, 6])
+    decode.until(lambda: "e" in decode.received)
+    assert decode.failed == ["d"]
+
+
+def test_what_a_worker_has_offered_is_not_loaded_once_it_could_not_read_a_step(
+    module: Any, engines: tuple[handoff.Engine, handoff.Engine]
+) -> None:
+    """The step may have said that the request loses its blocks, which others overwrite then."""
+    prefill, decode = engines
+    made = connector_of(module, prefill)
+    answer = handoff.produce(prefill, "p", {"do_remote_decode": True}, [3, 1, 2])
+    # The worker hears that the request has ended and keeps its blocks.
+    prefill.step()
+    assert prefill.sent == []
+    forward(made, module.KVFerryMetadata(b"of another release", computes=False), None)
+    handoff.consume(decode, "d", answer, [7, 9, 8])
+    decode.until(lambda: bool(decode.received))
+    assert decode.failed == ["d"]
+    assert "could not read a step" in failures(decode.worker)["d"]
+    prefill.until(lambda: bool(prefill.sent))
+    assert prefill.sent == ["p"]
+
+
 def test_block_lists_of_a_consumer_are_read_once_and_only_while_it_waits_for_blocks(module: Any) -> None:
     side = scheduler(module)
     request = Request("a", dict(DECODE), [1, 2, 3])

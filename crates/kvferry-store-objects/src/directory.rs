@@ -219,6 +219,77 @@ mod tests {
     }
 
     #[test]
+    fn where_a_device_fails_a_put_fails_and_what_was_there_before_is_there() {
+        let folder = Folder::new("failing");
+        fs::create_dir_all(&folder.0).expect("a folder");
+        let Some(disk) = HangingDisk::mount(&folder.0) else { return };
+        let directory = Directory::open(&folder.0.join("root")).expect("a directory");
+        directory.put(NAME, b"one", IfExists::Keep).expect("a put");
+        let found = |name| directory.get(name, 9).expect("a read");
+        let new = "v1/0011/abcd00";
+        let faults: [(&str, fn(&HangingDisk)); 2] =
+            [("writes", HangingDisk::fail_writes), ("syncs", |disk| disk.fail_syncs(1))];
+        for (what, fail) in faults {
+            for (name, if_exists) in [(NAME, IfExists::Replace), (new, IfExists::Keep)] {
+                fail(&disk);
+                assert!(directory.put(name, b"two", if_exists).is_err(), "{what}: {name}");
+                disk.mend();
+            }
+            let before = (GetResult::Found(b"one".to_vec()), GetResult::Absent);
+            assert_eq!((found(NAME), found(new)), before, "{what}");
+            let files = fs::read_dir(folder.0.join("root/v1/0011/ab")).expect("a folder").count();
+            assert_eq!(files, 1, "{what}: nothing staged is left");
+        }
+        // The object is whole, and its name may be lost with the power.
+        disk.fail_syncs_of_folders(1);
+        assert!(directory.put(new, b"two", IfExists::Replace).is_err());
+        assert_eq!(found(new), GetResult::Found(b"two".to_vec()));
+        directory.put(new, b"three", IfExists::Replace).expect("a put");
+        assert_eq!(found(new), GetResult::Found(b"three".to_vec()));
+    }
+
+    /// The command with which docs/store.md bounds a directory.
+    fn command_of_docs(directory: &Path) -> String {
+        let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/store.md");
+        let docs = fs::read_to_string(docs).expect("the docs");
+        let (_, behind) = docs.split_once("have `find DIRECTORY/").expect("a command");
+        let (command, _) = behind.split_once('`').expect("its end");
+        format!("find '{}'/{command}", directory.display())
+    }
+
+    #[test]
+    fn the_command_of_the_docs_removes_old_objects_and_what_killed_uploads_have_left() {
+        let has_find = std::process::Command::new("find").arg("--version").output();
+        if !has_find.is_ok_and(|done| done.status.success()) {
+            println!("SKIPPED: this system has no find");
+            return;
+        }
+        let folder = Folder::new("old");
+        let directory = Directory::open(&folder.0).expect("a directory");
+        let young = "v1/0011/abcd00";
+        for name in [NAME, young] {
+            directory.put(name, b"one", IfExists::Keep).expect("a put");
+        }
+        let files = folder.0.join("v1/0011/ab");
+        let staged = files.join(".0011223344556677.tmp");
+        fs::write(&staged, b"o").expect("a file");
+        for path in [&staged, &files.join("abcdef")] {
+            let days = std::time::Duration::from_secs(9 * 24 * 3600);
+            let file = File::options().write(true).open(path).expect("it exists");
+            file.set_modified(std::time::SystemTime::now() - days).expect("own file");
+        }
+        let command = command_of_docs(&folder.0);
+        let done = std::process::Command::new("sh").args(["-c", &command]).status();
+        assert!(done.expect("a shell").success(), "{command}");
+        assert!(!staged.exists(), "{command}");
+        let found = |name| directory.get(name, 9).expect("a read");
+        assert_eq!(found(NAME), GetResult::Absent, "{command}");
+        assert_eq!(found(young), GetResult::Found(b"one".to_vec()), "{command}");
+        directory.put(NAME, b"two", IfExists::Keep).expect("a put");
+        assert_eq!(found(NAME), GetResult::Found(b"two".to_vec()));
+    }
+
+    #[test]
     fn a_pipe_a_link_or_a_folder_in_the_place_of_an_object_is_no_object_and_nothing_waits_for_it() {
         let folder = Folder::new("pipes");
         let directory = Directory::open(&folder.0).expect("a directory");

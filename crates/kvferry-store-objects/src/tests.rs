@@ -5,6 +5,8 @@ use crate::faulty::{Fault, Faulty};
 use kvferry::{Access, Agent, Region};
 use kvferry_store::objects::ObjectTier;
 use kvferry_store::{BlockMemory, Error, Namespace, Retain, Space, Store, StoreOptions};
+use kvferry_testkit::eventually;
+use kvferry_testkit::hanging::HangingDisk;
 use object_store::ObjectStore;
 use object_store::path::Path;
 use std::path::PathBuf;
@@ -131,6 +133,33 @@ fn blocks_reach_another_host_through_a_directory() {
     third.put(&prompt);
     third.flush();
     assert_eq!((third.store.stats().uploaded, third.store.stats().upload_failed), (40, 0));
+}
+
+#[test]
+fn uploads_to_a_directory_whose_device_fails_are_counted_and_succeed_once_it_works() {
+    let folder = Folder::new("failing-directory");
+    let objects = folder.0.join("objects");
+    std::fs::create_dir_all(&objects).expect("a folder");
+    let Some(disk) = HangingDisk::mount(&objects) else { return };
+    let open = |name: &str| {
+        let tier = crate::open::<&str, &str>(&folder.url(), &[]).expect("a directory");
+        let soon = Duration::from_millis(2);
+        let tier = tier.away(3, soon, soon * 4).absent_for(Duration::ZERO);
+        Host::new(&folder, name, tier)
+    };
+    let (one, other) = (open("one"), open("other"));
+    let prompt = prompt(1, 4);
+    disk.fail_writes();
+    one.put(&prompt);
+    eventually("uploads fail", || one.store.stats().upload_failed >= 4);
+    let stats = one.store.stats();
+    assert_eq!((stats.uploaded, stats.upload_dropped, stats.uploads_waiting), (0, 0, 4));
+    assert_eq!((other.prefetch(&prompt), one.get(&prompt)), (0, 4));
+    disk.mend();
+    one.flush();
+    let stats = one.store.stats();
+    assert_eq!((stats.uploaded, stats.upload_dropped), (4, 0), "{stats:?}");
+    assert_eq!((other.prefetch(&prompt), other.get(&prompt)), (4, 4));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! A disk whose device can stop answering: a file system in memory, behind FUSE.
+//! A disk whose device can stop answering, or fail: a file system in memory, behind FUSE.
 //!
 //! [`HangingDisk::hold`] is what a device does that neither completes an operation nor fails it. Processes wait for
 //! it in the kernel, and memory that a read was given is written once the device answers.
@@ -18,7 +18,7 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -31,6 +31,8 @@ const ROOT: u64 = 1;
 const READ: u32 = 15;
 const WRITE: u32 = 16;
 const RENAME: u32 = 12;
+const FSYNC: u32 = 20;
+const FSYNCDIR: u32 = 30;
 
 /// A mounted file system. Dropping it ends all operations, with an error, and unmounts it.
 #[derive(Debug)]
@@ -52,10 +54,13 @@ struct Shared {
     renames: AtomicUsize,
     /// Operations that are lost until the device is released.
     lost: AtomicUsize,
-    /// Writes fail with `EINTR`.
-    interrupts: AtomicBool,
+    /// Error number with which writes fail. 0: they do not.
+    write_error: AtomicI32,
     /// Writes that have failed so.
-    interrupted: AtomicUsize,
+    failed_writes: AtomicUsize,
+    /// Syncs of files, and of folders, that are to fail.
+    syncs_to_fail: AtomicUsize,
+    folder_syncs_to_fail: AtomicUsize,
     /// Bytes that all files may have.
     quota: AtomicU64,
     /// Steps are recorded.
@@ -142,12 +147,40 @@ impl HangingDisk {
 
     /// Has all writes fail with `EINTR` from now on, although there is no signal.
     pub fn interrupt_writes(&self) {
-        self.shared.interrupts.store(true, SeqCst);
+        self.shared.write_error.store(libc::EINTR, SeqCst);
     }
 
     /// Writes that have failed with `EINTR`.
     pub fn interrupted(&self) -> usize {
-        self.shared.interrupted.load(SeqCst)
+        self.shared.failed_writes.load(SeqCst)
+    }
+
+    /// Has all writes fail with `EIO` until [`HangingDisk::mend`].
+    pub fn fail_writes(&self) {
+        self.shared.write_error.store(libc::EIO, SeqCst);
+    }
+
+    /// Has the next `count` syncs of files fail with `EIO`. Later ones succeed, as those of a kernel that has told of a
+    /// failed write once.
+    pub fn fail_syncs(&self, count: usize) {
+        self.shared.syncs_to_fail.store(count, SeqCst);
+    }
+
+    /// Like [`HangingDisk::fail_syncs`], for syncs of folders.
+    pub fn fail_syncs_of_folders(&self, count: usize) {
+        self.shared.folder_syncs_to_fail.store(count, SeqCst);
+    }
+
+    /// Syncs of files that are still to fail.
+    pub fn syncs_to_fail(&self) -> usize {
+        self.shared.syncs_to_fail.load(SeqCst)
+    }
+
+    /// Has no further operation fail.
+    pub fn mend(&self) {
+        self.shared.write_error.store(0, SeqCst);
+        self.shared.syncs_to_fail.store(0, SeqCst);
+        self.shared.folder_syncs_to_fail.store(0, SeqCst);
     }
 
     /// From now on, what would give the files more than `bytes` in all fails with `EDQUOT`. The file system still says
@@ -374,8 +407,8 @@ impl Nodes {
             }
             // STATFS
             17 => Ok(statfs_out()),
-            // RELEASE, FSYNC, RELEASEDIR, FSYNCDIR, DESTROY
-            18 | 20 | 29 | 30 | 38 => Ok(Vec::new()),
+            // RELEASE, RELEASEDIR and DESTROY
+            18 | FSYNC | 29 | FSYNCDIR | 38 => Ok(Vec::new()),
             // INIT
             26 => Ok(init_out()),
             // READDIR
@@ -533,6 +566,23 @@ impl Server {
         unsafe { libc::poll(&raw mut ready, 1, timeout) != 0 }
     }
 
+    /// The error with which an operation is to fail.
+    fn error_of(&self, opcode: u32) -> Option<i32> {
+        let is_next = |to_fail: &AtomicUsize| {
+            to_fail.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1)).is_ok()
+        };
+        match (opcode, self.shared.write_error.load(SeqCst)) {
+            (WRITE, 0) => None,
+            (WRITE, errno) => {
+                self.shared.failed_writes.fetch_add(1, SeqCst);
+                Some(errno)
+            }
+            (FSYNC, _) => is_next(&self.shared.syncs_to_fail).then_some(libc::EIO),
+            (FSYNCDIR, _) => is_next(&self.shared.folder_syncs_to_fail).then_some(libc::EIO),
+            _ => None,
+        }
+    }
+
     fn answer(&mut self, request: &[u8]) {
         let (Ok(opcode), Ok(unique), Ok(node)) =
             (u32_at(request, 4), u64_at(request, 8), u64_at(request, 16))
@@ -540,12 +590,9 @@ impl Server {
             return;
         };
         let node = if opcode == 26 { ROOT } else { node };
-        let answer = match opcode == WRITE && self.shared.interrupts.load(SeqCst) {
-            true => {
-                self.shared.interrupted.fetch_add(1, SeqCst);
-                Err(libc::EINTR)
-            }
-            false => {
+        let answer = match self.error_of(opcode) {
+            Some(errno) => Err(errno),
+            None => {
                 let quota = self.shared.quota.load(SeqCst);
                 self.nodes.carry_out(opcode, node, &request[40..], quota)
             }
@@ -606,6 +653,34 @@ mod tests {
         assert_eq!(writing.join().expect("no panic").expect("written"), 4096);
         assert_eq!(std::fs::read(at.join("other")).expect("it is there")[4095..4097], [7, 8]);
         drop(disk);
+        std::fs::remove_dir(&at).expect("it is empty");
+    }
+
+    #[test]
+    fn writes_and_syncs_fail_as_long_and_as_often_as_they_are_to() {
+        let at = std::env::temp_dir().join(format!("kvferry-failing-{}", std::process::id()));
+        std::fs::create_dir_all(&at).expect("a folder");
+        let Some(disk) = HangingDisk::mount(&at) else { return };
+        let fails = |done: io::Result<()>| done.is_err_and(|e| e.raw_os_error() == Some(libc::EIO));
+        let file = File::create_new(at.join("file")).expect("new");
+        let folder = File::open(&at).expect("it is there");
+        file.write_all_at(&[1; 4096], 0).expect("written");
+        disk.fail_syncs(2);
+        folder.sync_all().expect("only files are not synced");
+        assert!(fails(file.sync_all()) && fails(file.sync_data()));
+        assert_eq!(disk.syncs_to_fail(), 0);
+        disk.fail_syncs_of_folders(1);
+        file.sync_all().expect("only folders are not synced");
+        assert!(fails(folder.sync_all()));
+        folder.sync_all().expect("it was one");
+        disk.fail_writes();
+        assert!((0..3).all(|_| fails(file.write_all_at(&[2; 4096], 0))));
+        disk.fail_syncs(1);
+        disk.mend();
+        file.write_all_at(&[3; 4096], 0).expect("written");
+        assert_eq!(disk.syncs_to_fail(), 0);
+        assert_eq!(std::fs::read(at.join("file")).expect("it is there"), [3; 4096]);
+        drop((file, folder, disk));
         std::fs::remove_dir(&at).expect("it is empty");
     }
 

@@ -10,7 +10,7 @@
 //! | [`process`] | peers in processes of their own, which a test kills, stops and inspects |
 //! | [`forked`] | code in a forked process |
 //! | [`user`] | another user of the host |
-//! | [`hanging`] | a disk whose device can stop answering, and that records what survives a loss of power |
+//! | [`hanging`] | a disk whose device can stop answering, or fail, and that records what survives a loss of power |
 //! | [`network`], [`netem`] | two hosts that can be cut off from each other; delay, reordering and loss; a program in a network of its own |
 //! | [`journal`] | log lines of the code under test |
 //! | [`ports`] | a port at which no process listens, and one that stays with agents that restart |

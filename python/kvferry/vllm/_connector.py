@@ -696,7 +696,8 @@ class _Worker:
                 # Loads write their blocks after the work that the stream has now: the last steps that used them.
                 self._half.apply(metadata.data, self._launched())
             except ValueError as error:
-                # An exception here would end the engine. Loads that need what was refused fail by themselves.
+                # An exception here would end the engine. Where a step can't be read, the half hands over nothing of it
+                # and of those before it.
                 logger.error("KVFerryConnector: %s", error)
 
     def fetch(self) -> None:

@@ -130,7 +130,8 @@ impl Worker {
     /// memory: fetches into memory of a device fail, see [`Worker::apply_after`].
     ///
     /// # Errors
-    /// [`WorkerError::Metadata`]; [`WorkerError::Engine`] and [`WorkerError::Misuse`] for the metadata
+    /// [`WorkerError::Metadata`], after which nothing is handed over that was offered before: requests may lose their
+    /// blocks in this step. [`WorkerError::Engine`] and [`WorkerError::Misuse`] for the metadata
     /// that describe the engine, after the rest has been carried out; [`RankError::Forked`] in a fork.
     pub fn apply(&self, metadata: &[u8]) -> Result<(), WorkerError> {
         self.apply_after(metadata, || Ok(After::default()))
@@ -150,6 +151,13 @@ impl Worker {
         if self.is_forked() {
             return Err(RankError::Forked.into());
         }
+        let metadata = match ConnectorMetadata::decode(metadata) {
+            Ok(metadata) => metadata,
+            Err(error) => {
+                self.withdraw_all("the producer could not read a step of its engine");
+                return Err(error.into());
+            }
+        };
         let ConnectorMetadata {
             engine,
             restarts,
@@ -161,7 +169,7 @@ impl Worker {
             fetches,
             frees,
             cancels,
-        } = ConnectorMetadata::decode(metadata)?;
+        } = metadata;
         let after = if fetches.is_empty() { Ok(After::default()) } else { after() };
         let inner = &self.inner;
         let _together = inner.rank().hold();
@@ -289,6 +297,19 @@ impl Worker {
         // Not after the events of earlier steps: what waits for one is dropped with the withdrawal.
         for part in parts.iter() {
             part.request().withdraw(inner.rank(), WireCode::Internal, detail);
+        }
+    }
+
+    /// Withdraws all that is offered, and gives up the step before.
+    fn withdraw_all(&self, detail: &str) {
+        let inner = &self.inner;
+        let _together = inner.rank().hold();
+        let mut state = inner.state.lock();
+        (state.step, state.announced) = (None, 0);
+        state.parts.clear();
+        state.pieces.clear();
+        for (_, produced) in state.produced.values() {
+            produced.withdraw(inner.rank(), WireCode::Internal, detail);
         }
     }
 

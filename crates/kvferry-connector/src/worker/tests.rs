@@ -441,6 +441,21 @@ fn a_fetch_that_is_cancelled_before_its_success_is_reported_is_reported_as_faile
 }
 
 #[test]
+fn of_what_a_rank_has_offered_nothing_is_fetched_once_it_could_not_read_a_step() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let (producer, address, consumer, _lookups, _agents) = with_host_name();
+    hand_over(&producer, &consumer, "before", &address);
+    offer(&producer, "offered");
+    let restarts = vec!["offered".to_owned()];
+    let step = ConnectorMetadata { restarts, ..ConnectorMetadata::default() }.encode();
+    let refused = producer.apply(&step[..step.len() - 1]);
+    assert!(matches!(refused, Err(WorkerError::Metadata(_))), "{refused:?}");
+    fetch(&consumer, "offered", &address);
+    assert_eq!(outcome(&consumer), ("offered".to_owned(), false));
+    hand_over(&producer, &consumer, "later", &address);
+}
+
+#[test]
 fn an_answer_to_a_freed_handoff_says_nothing_of_another_one_of_the_same_request() {
     let mut state = super::state::State::default();
     let [first, second] = ["first", "second"].map(|name| HandoffId::new(name).expect("short"));

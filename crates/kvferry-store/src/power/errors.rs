@@ -21,11 +21,12 @@ const EDQUOT: i32 = 122;
 const THREADS: usize = 12;
 /// Cases that are run at least, spread over all operations.
 const AT_LEAST: usize = 48;
+/// Time limit of the test that `make test` runs.
 const QUICK: Duration = Duration::from_secs(10);
-/// The slow test, at most.
-const SLOW: Duration = Duration::from_secs(100);
 /// A case that takes longer hangs.
 const HANGS: Duration = Duration::from_secs(180);
+/// All cases together that take longer hang.
+const ALL_HANG: Duration = Duration::from_secs(1800);
 /// Blocks of the store that is there before.
 const BEFORE: std::ops::Range<u64> = 1..260;
 /// Log lines about faults come at most so often.
@@ -217,8 +218,9 @@ impl Runner {
     }
 }
 
-/// Runs cases on threads: the first [`AT_LEAST`], and the others until the time is over. Returns what they have shown.
-fn run_all(cases: Vec<Case>, time: Duration) -> Vec<(Case, Outcome)> {
+/// Runs cases on threads: the first [`AT_LEAST`], and the others until the time is over; without a `time`, all. Returns
+/// what they have shown.
+fn run_all(cases: Vec<Case>, time: Option<Duration>) -> Vec<(Case, Outcome)> {
     lines();
     let (count, cases) = (cases.len(), Arc::new(cases));
     let runners: Vec<_> = thread::scope(|scope| {
@@ -237,7 +239,7 @@ fn run_all(cases: Vec<Case>, time: Duration) -> Vec<(Case, Outcome)> {
             loop {
                 let number = next.fetch_add(1, SeqCst);
                 let Some(case) = cases.get(number) else { return };
-                if number >= AT_LEAST && began.elapsed() >= time {
+                if number >= AT_LEAST && time.is_some_and(|time| began.elapsed() >= time) {
                     return;
                 }
                 under_way.lock().insert(case.number, Instant::now());
@@ -260,6 +262,7 @@ fn run_all(cases: Vec<Case>, time: Duration) -> Vec<(Case, Outcome)> {
             Err(mpsc::RecvTimeoutError::Disconnected) => break,
             Err(mpsc::RecvTimeoutError::Timeout) => panic!("hangs: {:?}", under_way.lock()),
         }
+        assert!(began.elapsed() < ALL_HANG, "{} of {count} cases, and no end", outcomes.len());
     }
     assert!(!lines().has(&["panicked"]), "{:?}", lines());
     outcomes
@@ -270,7 +273,7 @@ fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for start in [Start::New, Start::Full] {
         let never = Fault { at: usize::MAX, stays: false, errno: EIO, is_of_syncs: false };
-        let outcomes = run_all(vec![Case { number: 0, start, fault: never }], PATIENCE);
+        let outcomes = run_all(vec![Case { number: 0, start, fault: never }], None);
         let operations = outcomes[0].1.operations;
         for at in 0..operations {
             let other = [ENOSPC, EROFS, EDQUOT][at % 3];
@@ -294,6 +297,7 @@ fn shuffled() -> Vec<Case> {
     spread.into_iter().chain(cases).collect()
 }
 
+/// Checks what was shown by those of so many cases that have run: [`AT_LEAST`].
 fn judge(cases: usize, outcomes: &[(Case, Outcome)]) {
     let hit = outcomes.iter().filter(|(_, it)| !it.injected.is_empty()).count();
     let errors: usize = outcomes.iter().map(|(_, it)| it.errors).sum();
@@ -303,6 +307,8 @@ fn judge(cases: usize, outcomes: &[(Case, Outcome)]) {
          blocks were counted",
         outcomes.len()
     );
+    assert!(cases >= AT_LEAST, "{cases} cases are too few for a store");
+    assert!(outcomes.len() >= AT_LEAST, "{} of {cases} cases", outcomes.len());
     assert!(hit > outcomes.len() / 4 && errors > 0 && failed > 0);
     for (case, it) in outcomes {
         let is_silent = it.errors == 0 && it.failed == 0 && it.lines.is_empty();
@@ -320,7 +326,7 @@ fn judge(cases: usize, outcomes: &[(Case, Outcome)]) {
 #[test]
 fn an_error_of_a_device_costs_blocks_and_nothing_else() {
     let cases = shuffled();
-    judge(cases.len(), &run_all(cases.clone(), QUICK));
+    judge(cases.len(), &run_all(cases.clone(), Some(QUICK)));
 }
 
 #[test]
@@ -352,5 +358,7 @@ fn a_sync_says_that_a_full_segment_could_not_be_synced() {
 #[ignore = "slow: make test-slow"]
 fn an_error_of_a_device_at_each_operation_costs_blocks_and_nothing_else() {
     let cases = shuffled();
-    judge(cases.len(), &run_all(cases.clone(), SLOW));
+    let outcomes = run_all(cases.clone(), None);
+    judge(cases.len(), &outcomes);
+    assert_eq!(outcomes.len(), cases.len(), "each case has run");
 }

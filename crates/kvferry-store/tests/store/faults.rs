@@ -1,6 +1,7 @@
 //! Faults: of disks, of the caller, and of processes that end in the middle.
 
 mod closing;
+mod devices;
 
 use crate::{Engine, Folder, MIB, POOL, content, options, prompt};
 use kvferry::Access;

@@ -1,6 +1,6 @@
 //! Records what decides which files a loss of power leaves.
 
-use super::{HangingDisk, Nodes, RENAME, WRITE, name_at, u64_at};
+use super::{FSYNC, FSYNCDIR, HangingDisk, Nodes, RENAME, WRITE, name_at, u64_at};
 use std::sync::atomic::Ordering::SeqCst;
 
 /// A step that the file system has carried out. Files and folders have numbers, whatever their names are.
@@ -57,8 +57,7 @@ impl Nodes {
                 vec![removed, self.named(u64_at(body, 0).unwrap_or_default(), to)]
             }
             WRITE => vec![DiskStep::Write(node)],
-            // FSYNC and FSYNCDIR
-            20 | 30 => vec![DiskStep::Sync(node)],
+            FSYNC | FSYNCDIR => vec![DiskStep::Sync(node)],
             // CREATE
             35 => vec![self.named(node, name_at(body, 16))],
             _ => Vec::new(),
