@@ -214,13 +214,17 @@ impl Engine {
         true
     }
 
-    fn start(&mut self, direction: Direction, copy: DeviceCopy) {
+    fn start(&mut self, direction: Direction, mut copy: DeviceCopy) {
         let shared = &self.shared;
         if let Some(lost) = shared.lost() {
             Counts::add(&shared.counts.failed, 1);
             return copy.complete(Err(lost.into()));
         }
-        let pinned = self.pins.pin(shared, &copy);
+        let Some(pinned) = self.pins.pin(shared, &mut copy) else {
+            Counts::add(&shared.counts.failed, 1);
+            let why = Error::NoStage { device: shared.device };
+            return copy.complete(Err(shared.lost().unwrap_or(why).into()));
+        };
         fill(&mut self.jobs, shared, direction, &copy);
         if let Err(error) = self.plan(direction, pinned) {
             Counts::add(&self.shared.counts.failed, 1);

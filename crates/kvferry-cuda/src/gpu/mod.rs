@@ -401,11 +401,13 @@ counters! {
     staging_bytes,
     /// Stages that are pinned.
     pinned_stages,
-    /// Stages that could not be pinned: copies are slow, and go one by one. The sum of those by reason.
+    /// Stages that could not be pinned: copies are slow, and go one by one, or the stage is out of use. The sum of those by
+    /// reason.
     unpinned_stages,
     /// Those for which memory, or the limit of locked memory, does not suffice.
     unpinned_memory,
-    /// Those whose memory another library of the process has pinned.
+    /// Those that are out of use, because the driver has their memory for registered: something unmapped other memory at
+    /// the same address without unregistering it.
     unpinned_registered,
     /// Those that the driver refuses for another reason.
     unpinned_other,

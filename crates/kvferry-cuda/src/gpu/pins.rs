@@ -32,6 +32,9 @@ enum Pin {
         is_mapped: bool,
     },
     Refused,
+    /// The driver takes the memory for registered, though kvferry has not registered it. A copy might go to pages that had
+    /// the address before.
+    Taken,
 }
 
 /// The way in which the driver has pinned a stage.
@@ -86,17 +89,28 @@ impl Pins {
         true
     }
 
-    /// Pins the stage of a batch, unless it was pinned before.
-    pub(super) fn pin(&mut self, shared: &Shared, copy: &DeviceCopy) -> Pinned {
+    /// Pins the stage of a batch, unless it was pinned before. A batch whose stage the driver takes for registered moves to a
+    /// free one. `None`: there is none that can be used.
+    pub(super) fn pin(&mut self, shared: &Shared, copy: &mut DeviceCopy) -> Option<Pinned> {
+        loop {
+            let pinned = self.pin_own(shared, copy);
+            if pinned.is_some() || !copy.leave_stage() {
+                return pinned;
+            }
+        }
+    }
+
+    fn pin_own(&mut self, shared: &Shared, copy: &DeviceCopy) -> Option<Pinned> {
         let begin = shared.stages.as_ptr() as usize;
         let index = (copy.as_ptr() as usize - begin) / STAGE_BYTES;
         if matches!(self.stages[index], Pin::Unused) {
             self.stages[index] = Self::register(shared, index);
         }
         match self.stages[index] {
-            Pin::Pinned { is_mapped: true, .. } => Pinned::Mapped,
-            Pin::Pinned { .. } => Pinned::Yes,
-            Pin::Unused | Pin::Refused => Pinned::No,
+            Pin::Pinned { is_mapped: true, .. } => Some(Pinned::Mapped),
+            Pin::Pinned { .. } => Some(Pinned::Yes),
+            Pin::Unused | Pin::Refused => Some(Pinned::No),
+            Pin::Taken => None,
         }
     }
 
@@ -106,7 +120,17 @@ impl Pins {
         let span = unsafe { HostSpan::new(at, STAGE_BYTES) };
         // SAFETY: the pages stay mapped, as above. The thread drops its pins after the last batch has ended, and after
         // it has leaked one, it leaks them.
-        match unsafe { HostRegistration::new(&shared.context, span) } {
+        let register = || unsafe { HostRegistration::new(&shared.context, span) };
+        let mut registered = register();
+        let is_taken =
+            registered.as_ref().is_err_and(|error| error.code() == Some(ALREADY_REGISTERED));
+        if is_taken {
+            // SAFETY: only this thread registers the pool's memory, which nobody else has, and it has not registered this
+            // stage. So the registration is of memory that had the address before.
+            let _ = unsafe { HostRegistration::end_stale(&shared.context, span) };
+            registered = register();
+        }
+        match registered {
             Ok(registration) => {
                 Counts::add(&shared.counts.pinned_stages, 1);
                 let is_mapped = registration.device_address() == Ok(at as u64);
@@ -115,13 +139,21 @@ impl Pins {
             Err(error) => {
                 let counts = &shared.counts;
                 let by_reason = match error.code() {
+                    _ if is_taken => &counts.unpinned_registered,
                     Some(OUT_OF_MEMORY) => &counts.unpinned_memory,
-                    Some(ALREADY_REGISTERED) => &counts.unpinned_registered,
                     _ => &counts.unpinned_other,
                 };
                 Counts::add(&counts.unpinned_stages, 1);
                 Counts::add(by_reason, 1);
                 let device = shared.device;
+                if is_taken {
+                    tracing::warn!(
+                        device,
+                        %error,
+                        "host memory for copies of the GPU is out of use: the driver has it for registered"
+                    );
+                    return Pin::Taken;
+                }
                 tracing::warn!(
                     device,
                     %error,

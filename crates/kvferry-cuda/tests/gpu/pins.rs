@@ -4,8 +4,12 @@ use crate::kit::*;
 use kvferry::TransportKind;
 use kvferry_cuda::Method;
 use kvferry_cuda::gpu::{STAGE_BYTES, Settings};
+use kvferry_fakecuda::Fault;
+use kvferry_sys::HostSpan;
+use kvferry_sys::cuda::{DeviceAllocation, HostRegistration};
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::{Watchdog, eventually};
+use std::ops::Range;
 use std::time::Duration;
 
 /// Settings that hold until the value is dropped.
@@ -100,7 +104,7 @@ fn a_stage_that_can_not_be_pinned_ahead_ends_the_pinning_and_no_transfer() {
     let _bound = Watchdog::new(LIMIT);
     let Some(rig) = FakeRig::new(&[]) else { return };
     let _given = Given::new(None, 4);
-    rig.fake.fault(kvferry_fakecuda::Fault::PinOom, 2, 1);
+    rig.fake.fault(Fault::PinOom, 2, 1);
     let len = 1 << 20;
     let gpu = rig.memory(0, len, 1);
     let pair = Pair::new(TransportKind::TCP, &gpu);
@@ -112,4 +116,93 @@ fn a_stage_that_can_not_be_pinned_ahead_ends_the_pinning_and_no_transfer() {
     pair.to.read_at(0, &mut got).expect("inside");
     assert!(got == Pattern::new(1).bytes(len));
     rig.fake.clear_faults();
+}
+
+/// A registration of bytes of the first stage, in the place of one of other memory that was unmapped later.
+fn stale(rig: &FakeRig, gpu: &DeviceAllocation, bytes: Range<usize>) -> HostRegistration {
+    let memory = kvferry_cuda::memory(gpu.address(), gpu.len() as u64, None).expect("a GPU");
+    let at = memory.stages().as_ptr().wrapping_add(bytes.start);
+    // SAFETY: the stages stay mapped as long as a region of the GPU, and the span is only registered.
+    let span = unsafe { HostSpan::new(at, bytes.len()) };
+    // SAFETY: as above.
+    unsafe { HostRegistration::new(&rig.context(0), span) }.expect("registered")
+}
+
+/// Reads and writes all of the memory, and checks the bytes.
+fn moves_both_ways(rig: &FakeRig, pair: &Pair, gpu: &DeviceAllocation) {
+    let batch = whole(&pair.region, &pair.to, gpu.len());
+    let sent = Pattern::new(2).bytes(gpu.len());
+    pair.to.write_at(0, &sent).expect("inside");
+    pair.peer.read(&batch, &options()).expect("read");
+    assert!(rig.bytes(gpu, 0, gpu.len()) == sent, "in");
+    let sent = Pattern::new(3).bytes(gpu.len());
+    rig.write(gpu, 0, &sent);
+    pair.peer.write(&batch, &options()).expect("written");
+    let mut got = vec![0; gpu.len()];
+    pair.to.read_at(0, &mut got).expect("inside");
+    assert!(got == sent, "out");
+}
+
+#[test]
+fn a_registration_that_has_outlived_its_memory_is_ended_and_the_stage_there_is_pinned() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(Some(2), 0);
+    let gpu = rig.memory(0, 64 << 10, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    let stale = stale(&rig, &gpu, 0..8192);
+    moves_both_ways(&rig, &pair, &gpu);
+    let counted = counters();
+    assert_eq!((counted.pinned_stages, counted.unpinned_stages), (1, 0));
+    assert_eq!(rig.fake.counter("host_registered_bytes"), STAGE_BYTES as u64);
+    drop(pair);
+    eventually("the stage is unpinned", || rig.fake.counter("host_registrations") == 0);
+    drop((stale, gpu));
+    rig.ends_clean();
+}
+
+#[test]
+fn nothing_is_copied_through_a_stage_that_the_driver_has_for_registered() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(Some(2), 0);
+    let gpu = rig.memory(0, 64 << 10, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    // It does not begin where the stage does, so that it can't be ended.
+    let stale = stale(&rig, &gpu, 4096..8192);
+    moves_both_ways(&rig, &pair, &gpu);
+    let counted = counters();
+    assert_eq!((counted.pinned_stages, counted.unpinned_stages), (1, 1));
+    assert_eq!(counted.unpinned_registered, 1);
+    assert_eq!(rig.fake.counter("host_registered_bytes"), STAGE_BYTES as u64 + 4096);
+    drop(pair);
+    eventually("the stage is unpinned", || rig.fake.counter("host_registrations") == 1);
+    drop((stale, gpu));
+    rig.ends_clean();
+}
+
+#[test]
+fn without_a_stage_that_can_be_used_transfers_fail_and_say_so() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(Some(2), 0);
+    rig.fake.fault(Fault::PinTwice, 1, u64::MAX / 2);
+    let gpu = rig.memory(0, 64 << 10, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    let batch = whole(&pair.region, &pair.to, gpu.len());
+    for write in [true, false, true] {
+        let outcome = match write {
+            true => pair.peer.write(&batch, &options()).map(drop),
+            false => pair.peer.read(&batch, &options()).map(drop),
+        };
+        let error = outcome.expect_err("no stage");
+        assert_eq!(error.quiesced(), Some(true), "{error}");
+        assert!(format!("{error:?}").contains("has no host memory to copy through"), "{error:?}");
+    }
+    let counted = counters();
+    assert_eq!((counted.unpinned_registered, counted.unpinned_stages), (2, 2));
+    assert_eq!((counted.batches, counted.failed), (0, 3));
+    rig.fake.clear_faults();
+    drop((pair, batch, gpu));
+    rig.ends_clean();
 }

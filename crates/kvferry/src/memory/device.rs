@@ -360,6 +360,18 @@ impl DeviceCopy {
         self.span(0, self.len()).as_ptr()
     }
 
+    /// Moves the batch to a free stage, for a device that can't copy from or to the batch's own. The pool never gets that one
+    /// back. False if no stage is free: the batch is as before.
+    pub fn leave_stage(&mut self) -> bool {
+        let (copy, stage, _) = self.owned.as_mut().expect("there until it is dropped");
+        let former = stage.span(0, copy.len);
+        let is_other = stage.exchange();
+        if is_other && copy.direction == Direction::In {
+            stage.span(0, copy.len).copy_from_span(&former);
+        }
+        is_other
+    }
+
     /// Copies `bytes` to the stage's bytes from `at` on.
     ///
     /// # Panics
