@@ -401,8 +401,8 @@ counters! {
     staging_bytes,
     /// Stages that are pinned.
     pinned_stages,
-    /// Stages that could not be pinned: copies are slow, and go one by one, or the stage is out of use. The sum of those by
-    /// reason.
+    /// Times that a stage could not be pinned: copies through it are slow, and go one by one, or the stage is out of use. One
+    /// that was tried before its first use is tried once more then. The sum of those by reason.
     unpinned_stages,
     /// Those for which memory, or the limit of locked memory, does not suffice.
     unpinned_memory,

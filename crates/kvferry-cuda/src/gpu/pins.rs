@@ -59,14 +59,17 @@ impl Pins {
         self.next < self.ahead
     }
 
-    /// Pins the next stage ahead. None is pinned any more after a refusal, or once the GPU is lost.
+    /// Pins the next stage ahead. None is pinned any more after a refusal, or once the GPU is lost. The first use of a stage
+    /// that was refused tries again.
     pub(super) fn pin_next(&mut self, shared: &Shared) {
         let next = (self.next..self.ahead).find(|at| matches!(self.stages[*at], Pin::Unused));
         self.next = self.ahead;
         if let Some(at) = next.filter(|_| shared.lost().is_none()) {
             self.stages[at] = Self::register(shared, at);
-            if matches!(self.stages[at], Pin::Pinned { .. }) {
-                self.next = at + 1;
+            match self.stages[at] {
+                Pin::Pinned { .. } => self.next = at + 1,
+                Pin::Refused => self.stages[at] = Pin::Unused,
+                Pin::Unused | Pin::Taken => {}
             }
         }
     }

@@ -118,6 +118,21 @@ fn a_stage_that_can_not_be_pinned_ahead_ends_the_pinning_and_no_transfer() {
     rig.fake.clear_faults();
 }
 
+#[test]
+fn the_first_use_of_a_stage_that_was_not_pinned_ahead_pins_it() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(Some(2), 2);
+    rig.fake.fault(Fault::PinOom, 1, 1);
+    let gpu = rig.memory(0, 64 << 10, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    eventually("a stage is refused", || counters().unpinned_memory == 1);
+    moves_both_ways(&rig, &pair, &gpu);
+    assert_eq!((counters().pinned_stages, counters().unpinned_stages), (1, 1));
+    drop((pair, gpu));
+    rig.ends_clean();
+}
+
 /// A registration of bytes of the first stage, in the place of one of other memory that was unmapped later.
 fn stale(rig: &FakeRig, gpu: &DeviceAllocation, bytes: Range<usize>) -> HostRegistration {
     let memory = kvferry_cuda::memory(gpu.address(), gpu.len() as u64, None).expect("a GPU");
