@@ -216,14 +216,12 @@ impl Engine {
 
     fn start(&mut self, direction: Direction, mut copy: DeviceCopy) {
         let shared = &self.shared;
-        if let Some(lost) = shared.lost() {
-            Counts::add(&shared.counts.failed, 1);
-            return copy.complete(Err(lost.into()));
-        }
-        let Some(pinned) = self.pins.pin(shared, &mut copy) else {
-            Counts::add(&shared.counts.failed, 1);
-            let why = Error::NoStage { device: shared.device };
-            return copy.complete(Err(shared.lost().unwrap_or(why).into()));
+        let pinned = match self.pins.pin(shared, &mut copy) {
+            Ok(pinned) => pinned,
+            Err(error) => {
+                Counts::add(&shared.counts.failed, 1);
+                return copy.complete(Err(error.into()));
+            }
         };
         fill(&mut self.jobs, shared, direction, &copy);
         if let Err(error) = self.plan(direction, pinned) {

@@ -4,6 +4,7 @@
 #![allow(unsafe_code, reason = "the driver pins memory of the stage pool")]
 
 use super::{Counts, STAGE_BYTES, Shared};
+use crate::error::Error;
 use kvferry::DeviceCopy;
 use kvferry_sys::HostSpan;
 use kvferry_sys::cuda::HostRegistration;
@@ -93,12 +94,18 @@ impl Pins {
     }
 
     /// Pins the stage of a batch, unless it was pinned before. A batch whose stage the driver takes for registered moves to a
-    /// free one. `None`: there is none that can be used.
-    pub(super) fn pin(&mut self, shared: &Shared, copy: &mut DeviceCopy) -> Option<Pinned> {
+    /// free one.
+    ///
+    /// # Errors
+    /// If no free stage can be used, or the GPU is lost, which pinning may find out.
+    pub(super) fn pin(&mut self, shared: &Shared, copy: &mut DeviceCopy) -> Result<Pinned, Error> {
         loop {
-            let pinned = self.pin_own(shared, copy);
-            if pinned.is_some() || !copy.leave_stage() {
-                return pinned;
+            let pinned = if shared.lost().is_some() { None } else { self.pin_own(shared, copy) };
+            match (shared.lost(), pinned) {
+                (Some(lost), _) => return Err(lost),
+                (None, Some(pinned)) => return Ok(pinned),
+                (None, None) if copy.leave_stage() => {}
+                (None, None) => return Err(Error::NoStage { device: shared.device }),
             }
         }
     }
@@ -149,19 +156,21 @@ impl Pins {
                 Counts::add(&counts.unpinned_stages, 1);
                 Counts::add(by_reason, 1);
                 let device = shared.device;
-                if is_taken {
-                    tracing::warn!(
-                        device,
-                        %error,
+                let is_memory = error.code() == Some(OUT_OF_MEMORY);
+                let what = match is_taken {
+                    true => {
                         "host memory for copies of the GPU is out of use: the driver has it for registered"
-                    );
+                    }
+                    false if is_memory => {
+                        "host memory for copies of the GPU can't be pinned; copies are slow. Raise the limit of locked memory"
+                    }
+                    false => "host memory for copies of the GPU can't be pinned; copies are slow",
+                };
+                tracing::warn!(device, %error, "{what}");
+                shared.is_lost_by(&error);
+                if is_taken {
                     return Pin::Taken;
                 }
-                tracing::warn!(
-                    device,
-                    %error,
-                    "host memory for copies of the GPU can't be pinned; copies are slow. Raise the limit of locked memory"
-                );
                 Pin::Refused
             }
         }

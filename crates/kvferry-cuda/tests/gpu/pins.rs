@@ -2,8 +2,8 @@
 
 use crate::kit::*;
 use kvferry::TransportKind;
-use kvferry_cuda::Method;
 use kvferry_cuda::gpu::{STAGE_BYTES, Settings};
+use kvferry_cuda::{Gpu, Method};
 use kvferry_fakecuda::Fault;
 use kvferry_sys::HostSpan;
 use kvferry_sys::cuda::{DeviceAllocation, HostRegistration};
@@ -220,4 +220,30 @@ fn without_a_stage_that_can_be_used_transfers_fail_and_say_so() {
     rig.fake.clear_faults();
     drop((pair, batch, gpu));
     rig.ends_clean();
+}
+
+#[test]
+fn pinning_that_finds_the_context_destroyed_loses_the_gpu_before_anything_is_copied() {
+    let _bound = Watchdog::new(LIMIT);
+    let mut found = 0;
+    for at in 1..=24 {
+        let Some(rig) = FakeRig::new(&[]) else { return };
+        let _given = Given::new(Some(2), 0);
+        let gpu = rig.memory(0, 64 << 10, 1);
+        let pair = Pair::new(TransportKind::TCP, &gpu);
+        let batch = whole(&pair.region, &pair.to, gpu.len());
+        rig.fake.fault(Fault::ContextDestroyed, at, 1);
+        let outcome = pair.peer.write(&batch, &options());
+        rig.fake.clear_faults();
+        let counted = counters();
+        if counted.unpinned_stages > 0 {
+            found += 1;
+            outcome.expect_err("the context is gone");
+            assert_eq!((counted.unpinned_other, counted.batches), (1, 0), "call {at}");
+        }
+        drop((pair, batch, gpu));
+        eventually("no GPU is in use", || Gpu::all().is_empty());
+        rig.releases_contexts();
+    }
+    assert!(found > 0, "no call that pins was struck");
 }
