@@ -143,16 +143,18 @@ impl Lane {
         })
     }
 
-    /// Ends a batch that no event tells of.
+    /// Ends a batch that no event tells of. By a sticky error, the driver has ended all work of the context. That a device
+    /// is gone says nothing of the copies that it has begun.
     fn lose(&self, shared: &Shared, submitted: Submitted, error: cuda::Error) {
-        if shared.is_lost_by(&error) {
-            // The driver has ended all work of the context.
-            let Submitted { copy, .. } = submitted;
+        let is_lost = shared.is_lost_by(&error);
+        let Submitted { copy, calls } = submitted;
+        if is_lost && error.is_sticky() {
             return end(shared, copy, Err(error));
         }
-        // Before anything that may panic: a drop would give its stage and its regions back.
-        std::mem::forget(submitted);
+        // Before anything that may panic: a drop would give them back.
+        std::mem::forget(calls);
         Counts::add(&shared.counts.leaked, 1);
+        copy.lose(Error::Driver(error.clone()).into());
         tracing::error!(
             device = shared.device,
             %error,

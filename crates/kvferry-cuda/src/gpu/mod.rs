@@ -12,8 +12,9 @@
 //! what another transfer, or a peer, must do first.
 //!
 //! Errors: a call that failed fails its batch, after an event behind it; the driver may have made a part of the call. A
-//! batch for whose copies no event can be had is leaked. After a sticky error nothing of the context runs any more: all
-//! batches fail, those that come later too, and other GPUs go on.
+//! batch for whose copies no event can be had is lost: it fails, and keeps its stage and regions for ever. After a sticky
+//! error nothing of the context runs any more: all batches fail, those that come later too, and other GPUs go on. After an
+//! error that says that the device is gone, they fail as well, but the driver's batches are lost: copies may still run.
 
 mod allocations;
 mod calibrate;

@@ -54,8 +54,8 @@ fn a_sticky_error_ends_all_transfers_of_its_gpu_and_no_others() {
 #[test]
 fn a_gpu_that_is_removed_ends_its_transfers_and_what_comes_later_says_that_it_is_lost() {
     let _bound = Watchdog::new(LIMIT);
-    // What a driver reports then is not documented.
-    for (i, code) in ["46", "100", "101", "4", "214", "999"].into_iter().enumerate() {
+    // What a driver reports then is not documented. Errors that say nothing of copies are in `files.rs`.
+    for (i, code) in ["4", "214", "999"].into_iter().enumerate() {
         let Some(rig) = FakeRig::new(&[("removed_code", code)]) else { return };
         let kind = KINDS[i % 2];
         let (near, far) = (agent(kind), agent(kind));
