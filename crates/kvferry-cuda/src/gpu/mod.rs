@@ -189,15 +189,22 @@ impl Gpu {
     }
 
     /// The counters of all GPUs of which this process has memory registered, by the names in agents' statistics, such as
-    /// `gpu0_bytes_out`. `gpu0_lost` is 1 for a GPU that is lost to this process.
+    /// `gpu0_bytes_out`. `gpu0_lost` is 1 for a GPU that is lost to this process. A GPU with several contexts, as after one was
+    /// destroyed, has the sums of theirs, and is lost if one of them is.
     pub fn named_counters() -> Vec<(String, u64)> {
-        let mut named = Vec::new();
+        let mut named: Vec<(String, u64)> = Vec::new();
         for gpu in Self::all() {
             let device = gpu.device();
             let counters = gpu.counters();
             let lost = ("lost", u64::from(gpu.is_lost()));
-            let each = counters.each().chain([lost]);
-            named.extend(each.map(|(name, value)| (format!("gpu{device}_{name}"), value)));
+            for (name, value) in counters.each().chain([lost]) {
+                let full = format!("gpu{device}_{name}");
+                match named.iter_mut().find(|(known, _)| *known == full) {
+                    Some((_, all)) if name == lost.0 => *all |= value,
+                    Some((_, all)) => *all += value,
+                    None => named.push((full, value)),
+                }
+            }
         }
         named
     }
