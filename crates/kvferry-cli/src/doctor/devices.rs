@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::finding::{Finding, Group};
-use super::helper::{CudaCopies, CudaDevice, CudaFound, CudaMore, CudaTried, Library};
+use super::helper::{CudaCopies, CudaDevice, CudaFound, CudaMore, CudaTried, Library, Untried};
 use super::host::{Host, Tries};
 use super::same_host;
 use kvferry_bench::units;
@@ -195,20 +195,30 @@ fn bar1_bytes(host: &Host, bus: &str) -> Option<u64> {
 fn worked(index: usize, device: &CudaDevice) -> Vec<Finding> {
     let tried = match &device.tried {
         None => return Vec::new(),
-        Some(Err(why)) => {
-            let words = format!("copies were not tried: {why}");
-            let fix = "nvidia-smi shows what else uses the GPU; leave 1 GiB of its memory for this, or let it be shared \
-                       (compute mode Default)";
-            return vec![
-                Finding::note("cuda_kernel", words).fix(fix).of(format!("cuda {index} kernel")),
-            ];
-        }
+        Some(Err(why)) => return vec![untried(why).of(format!("cuda {index} kernel"))],
         Some(Ok(tried)) => tried,
     };
     let mut findings = vec![kernel(index, tried), pinning(index, tried)];
     findings.extend(device.more.as_ref().map(|more| exports(index, more, tried)));
     findings.push(costs(index, tried));
     findings
+}
+
+/// The finding why nothing was tried on a device.
+fn untried(why: &Untried) -> Finding {
+    let (why, fix) = match why {
+        Untried::Unended => (
+            "the driver did not answer any more".to_owned(),
+            "nvidia-smi, and the kernel's log (dmesg, lines with Xid): the driver hangs or crashes when this GPU, or one \
+             before it, is used",
+        ),
+        Untried::Refused(why) => (
+            why.clone(),
+            "nvidia-smi shows what else uses the GPU; leave 1 GiB of its memory for this, or let it be shared (compute mode \
+             Default)",
+        ),
+    };
+    Finding::note("cuda_kernel", format!("copies were not tried: {why}")).fix(fix)
 }
 
 /// The finding whether the driver compiles the kernel that copies small pieces.
@@ -451,8 +461,10 @@ mod tests {
             more: None,
             tried,
         };
-        let busy = worked(0, &device(Some(Err("CUDA_ERROR_OUT_OF_MEMORY".into()))));
-        assert!(busy.len() == 1 && busy[0].mark == Mark::Note && busy[0].fix.is_some());
+        for why in [Untried::Refused("CUDA_ERROR_OUT_OF_MEMORY".into()), Untried::Unended] {
+            let busy = worked(0, &device(Some(Err(why))));
+            assert!(busy.len() == 1 && busy[0].mark == Mark::Note && busy[0].fix.is_some());
+        }
         let tried = CudaTried {
             kernel: refused(),
             pinned_per_second: refused(),
