@@ -3,7 +3,9 @@
 use serde_json::json;
 
 use super::finding::{Finding, Group};
-use super::helper::{CudaCopies, CudaDevice, CudaFound, CudaMore, CudaTried, Library, Untried};
+use super::helper::{
+    CudaCopies, CudaDevice, CudaFound, CudaMore, CudaTried, Library, TRIAL_BYTES, Untried,
+};
 use super::host::{Host, Tries};
 use super::same_host;
 use kvferry_bench::units;
@@ -217,6 +219,19 @@ fn untried(why: &Untried) -> Finding {
             "nvidia-smi shows what else uses the GPU; leave 1 GiB of its memory for this, or let it be shared (compute mode \
              Default)",
         ),
+        Untried::Unwanted => ("--no-gpu-trial".to_owned(), "run the doctor without it"),
+        Untried::LittleMemory(free) => (
+            format!(
+                "{} of the GPU's memory are free, and the trial needs {}",
+                units::bytes(*free),
+                units::bytes(TRIAL_BYTES)
+            ),
+            "run the doctor before the engine, or leave 1 GiB of the GPU's memory",
+        ),
+        Untried::Exclusive => (
+            "one process at a time may use the GPU (compute mode EXCLUSIVE_PROCESS)".to_owned(),
+            "nvidia-smi -c DEFAULT, where the GPU may be shared",
+        ),
     };
     Finding::note("cuda_kernel", format!("copies were not tried: {why}")).fix(fix)
 }
@@ -248,7 +263,13 @@ fn pinning(index: usize, tried: &CudaTried) -> Finding {
             format!("pins {} of host memory a second", units::bytes(*rate)),
         ),
         Err(why) => {
-            let words = format!("host memory can't be pinned, copies are slow: {why}");
+            let words = match tried.pinned_bytes {
+                0 => format!("host memory can't be pinned, copies are slow: {why}"),
+                some => format!(
+                    "{} of host memory can be pinned, and no more, which makes copies slow: {why}",
+                    units::bytes(some)
+                ),
+            };
             Finding::note("cuda_pinning", words)
                 .fix("ulimit -l unlimited (Docker: --ulimit memlock=-1), and memory for 64 MiB")
         }
@@ -267,11 +288,14 @@ fn exports(index: usize, more: &CudaMore, tried: &CudaTried) -> Finding {
     ];
     let names: Vec<&str> =
         kinds.iter().filter(|(_, works)| *works).map(|(name, _)| *name).collect();
+    let ipc = tried.ipc.as_ref().err();
+    let ipc = ipc.map_or_else(String::new, |why| format!("; no IPC handles: {why}"));
     let finding = if names.is_empty() {
-        Finding::missing("cuda_exports", "memory can't be given to other processes")
+        let words = format!("memory can't be given to other processes{ipc}");
+        Finding::missing("cuda_exports", words)
             .fix("none needed: kvferry copies through host memory")
     } else {
-        let words = format!("memory can be given to other processes as {}", names.join(", "));
+        let words = format!("memory can be given to other processes as {}{ipc}", names.join(", "));
         Finding::ok("cuda_exports", words)
     };
     finding
@@ -461,13 +485,17 @@ mod tests {
             more: None,
             tried,
         };
-        for why in [Untried::Refused("CUDA_ERROR_OUT_OF_MEMORY".into()), Untried::Unended] {
+        let refused_by_driver = Untried::Refused("CUDA_ERROR_OUT_OF_MEMORY".into());
+        let others = [Untried::Unended, Untried::Unwanted, Untried::Exclusive];
+        let little = Untried::LittleMemory(512 << 20);
+        for why in others.into_iter().chain([refused_by_driver, little]) {
             let busy = worked(0, &device(Some(Err(why))));
             assert!(busy.len() == 1 && busy[0].mark == Mark::Note && busy[0].fix.is_some());
         }
         let tried = CudaTried {
             kernel: refused(),
             pinned_per_second: refused(),
+            pinned_bytes: 0,
             ipc: refused(),
             costs: "unknown".into(),
             is_measured: false,

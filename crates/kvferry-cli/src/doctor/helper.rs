@@ -22,6 +22,9 @@ use kvferry_bench::failure::Failure;
 /// Time limit of a vendor's library, and of each GPU that is tried. A first call to a GPU's driver takes seconds.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+/// Free memory of a GPU that is tried, at least: its context takes some hundred MB.
+pub(super) const TRIAL_BYTES: u64 = 1 << 30;
+
 /// Start of the line with an answer, of which the last one counts: a library may write to standard output, too.
 const ANSWER: &str = "@kvferry ";
 
@@ -31,6 +34,8 @@ pub(crate) enum Probe {
     Memory,
     Verbs,
     Cuda,
+    /// Makes no context on a GPU.
+    CudaUntried,
     Cufile,
 }
 
@@ -84,6 +89,12 @@ pub(super) enum Untried {
     Unended,
     /// The driver refuses to use the device, for this reason.
     Refused(String),
+    /// Nothing was to be tried.
+    Unwanted,
+    /// The device has only so many bytes free, which another process may need.
+    LittleMemory(u64),
+    /// One process at a time may use the device, and another may be about to.
+    Exclusive,
 }
 
 /// What works on a device, or why not.
@@ -91,6 +102,7 @@ pub(super) enum Untried {
 pub(super) struct CudaTried {
     pub(super) kernel: Result<(), String>,
     pub(super) pinned_per_second: Result<u64, String>,
+    pub(super) pinned_bytes: u64,
     pub(super) ipc: Result<(), String>,
     /// Where the times of copies come from: `setting`, `model` or `unknown`.
     pub(super) costs: String,
@@ -129,7 +141,11 @@ pub(crate) fn run(probe: Probe) -> Result<(), Failure> {
         }
         Probe::Cuda => {
             die_with_parent()?;
-            cuda()
+            cuda(true)
+        }
+        Probe::CudaUntried => {
+            die_with_parent()?;
+            cuda(false)
         }
         Probe::Cufile => {
             die_with_parent()?;
@@ -139,7 +155,7 @@ pub(crate) fn run(probe: Probe) -> Result<(), Failure> {
 }
 
 /// Tells what the driver says of its devices, and again after each device that was tried: a driver may hang or crash.
-fn cuda() -> Result<(), Failure> {
+fn cuda(tries: bool) -> Result<(), Failure> {
     const FILE: &str = "libcuda.so";
     // This call comes first, because it finds the library that kvferry uses.
     let driver = Driver::get();
@@ -160,17 +176,32 @@ fn cuda() -> Result<(), Failure> {
             memory_bytes: device.memory_bytes,
             bus: device.bus,
             more: known.and_then(|it| it.info().ok()).map(more),
-            tried: known.map(|_| Err(Untried::Unended)),
+            tried: known.map(|_| Err(if tries { Untried::Unended } else { Untried::Unwanted })),
         }
     });
     let mut found = CudaFound { version: cuda.version, devices: devices.collect(), copies };
     tell(FILE, Ok(&found))?;
+    let known = if tries { known } else { Vec::new() };
     for (index, device) in known.into_iter().enumerate().take(found.devices.len()) {
-        let outcome = Trial::of(device).map_err(|refused| Untried::Refused(refused.to_string()));
-        found.devices[index].tried = Some(outcome.map(tried));
+        let outcome = attempt(device, &found.devices[index].bus);
+        found.devices[index].tried = Some(outcome);
         tell(FILE, Ok(&found))?;
     }
     Ok(())
+}
+
+/// Tries a device, unless that could keep another process from using it.
+fn attempt(device: Device, bus: &str) -> Result<CudaTried, Untried> {
+    if device.is_exclusive().is_ok_and(|is_exclusive| is_exclusive) {
+        return Err(Untried::Exclusive);
+    }
+    // The trial's context itself needs memory, so the driver is not asked.
+    if let Ok(free) = vendor::gpu_memory_free(bus)
+        && free < TRIAL_BYTES
+    {
+        return Err(Untried::LittleMemory(free));
+    }
+    Trial::of(device).map(tried).map_err(|refused| Untried::Refused(refused.to_string()))
 }
 
 fn more(info: DeviceInfo) -> CudaMore {
@@ -196,6 +227,7 @@ fn tried(trial: Trial) -> CudaTried {
     CudaTried {
         kernel: trial.kernel,
         pinned_per_second: trial.pinned_per_second,
+        pinned_bytes: trial.pinned_bytes,
         ipc: trial.ipc,
         costs: costs.to_owned(),
         is_measured: trial.is_measured,
@@ -254,15 +286,15 @@ impl Helper {
     }
 }
 
-/// Starts the helpers of all libraries at once: the slowest library is a GPU's driver.
-pub(super) fn start_libraries() -> Libraries {
+/// Starts the helpers of all libraries at once, one of which tries GPUs if it may: the slowest library is a GPU's driver.
+pub(super) fn start_libraries(tries_gpus: bool) -> Libraries {
     let start = |name: &str| {
         Helper::start(Command::new("/proc/self/exe").arg0("kvferry").args(["doctor-probe", name]))
     };
     Libraries {
         began: Instant::now(),
         verbs: start("verbs"),
-        cuda: start("cuda"),
+        cuda: start(if tries_gpus { "cuda" } else { "cuda-untried" }),
         cufile: start("cufile"),
     }
 }
