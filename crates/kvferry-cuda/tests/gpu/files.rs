@@ -267,6 +267,33 @@ fn each_fault_of_a_driver_ends_a_transfer_from_a_file_to_a_gpu_and_no_byte_is_la
     faults_strike(Op::Get);
 }
 
+#[test]
+fn two_stages_are_enough_for_a_file_and_a_peer_at_a_time() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let stages = Some(2);
+    Settings::give(Some(Settings { stages, is_uncalibrated: true, ..Settings::default() }));
+    let copier = Copier::new(&rig, 0, PIECES, PATIENCE / 5);
+    let len = 16 << 20;
+    let gpu = rig.memory(0, len, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    let batch = whole(&pair.region, &pair.to, len);
+    for (seed, op) in (10..).zip([Op::Put, Op::Get].repeat(3)) {
+        let sent = Pattern::new(seed).bytes(len);
+        rig.write(&gpu, 0, &sent);
+        let running = pair.peer.write_async(&batch, &options());
+        copier.run(&rig, op, seed, PATIENCE).expect("moved");
+        ended(&running).expect("written");
+        let mut got = vec![0; len];
+        pair.to.read_at(0, &mut got).expect("inside");
+        assert!(got == sent, "{op:?}, {seed}");
+    }
+    assert!(Gpu::all().iter().all(|gpu| gpu.counters().pinned_stages <= 2));
+    Settings::give(None);
+    drop((copier, batch, pair, gpu));
+    rig.ends_clean();
+}
+
 /// Begins a transfer whose copy never ends, and returns its error.
 fn hung(rig: &FakeRig, copier: &Copier, op: Op) -> Error {
     let hits = || rig.fake.counter("hit:stream_stalls");

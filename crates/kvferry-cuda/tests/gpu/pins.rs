@@ -247,3 +247,33 @@ fn pinning_that_finds_the_context_destroyed_loses_the_gpu_before_anything_is_cop
     }
     assert!(found > 0, "no call that pins was struck");
 }
+
+/// Everything of one GPU to another at the same time as everything of that one to this.
+#[test]
+fn two_stages_of_each_gpu_are_enough_for_two_pairs_of_gpus_at_a_time() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(Some(2), 0);
+    let len = 16 << 20;
+    let gpus = [(0, 1), (1, 2), (1, 3), (0, 4)].map(|(device, seed)| rig.memory(device, len, seed));
+    let agents = [(); 4].map(|()| agent(TransportKind::TCP));
+    let regions = [0, 1, 2, 3].map(|i| register(&agents[i], &gpus[i]));
+    // The first of each pair writes to the second, and reads from it.
+    let pairs = [(0, 1), (2, 3)];
+    let peers = pairs.map(|(near, far)| peer_of(&agents[near], &agents[far]));
+    let batches = pairs.map(|(near, far)| whole(&regions[near], &regions[far], len));
+    let written = [0, 1].map(|i| peers[i].write_async(&batches[i], &options()));
+    written.iter().for_each(|transfer| ended(transfer).expect("written"));
+    for ((near, far), seed) in pairs.into_iter().zip([1, 3]) {
+        assert!(rig.bytes(&gpus[far], 0, len) == Pattern::new(seed).bytes(len), "{near} to {far}");
+        rig.write(&gpus[far], 0, &Pattern::new(10 + seed).bytes(len));
+    }
+    let read = [0, 1].map(|i| peers[i].read_async(&batches[i], &options()));
+    read.iter().for_each(|transfer| ended(transfer).expect("read"));
+    for ((near, far), seed) in pairs.into_iter().zip([11, 13]) {
+        assert!(rig.bytes(&gpus[near], 0, len) == Pattern::new(seed).bytes(len), "{far} to {near}");
+    }
+    assert!(rig.fake.counter("host_registered_bytes") <= 4 * STAGE_BYTES as u64);
+    drop((written, read, batches, peers, regions, agents, gpus));
+    rig.ends_clean();
+}
