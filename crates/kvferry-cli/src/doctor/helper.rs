@@ -1,7 +1,7 @@
 //! Helper processes: one for reading each other's memory, and one per vendor's library, because a broken
 //! driver may hang or crash the process that calls it.
 
-use std::io::Read;
+use std::io::{self, Read};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child as Process, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -276,8 +276,13 @@ impl Helper {
         // It ends with the helper, or this process.
         thread::spawn(move || {
             let mut part = [0; 4096];
-            while let Ok(len @ 1..) = out.read(&mut part) {
-                if send.send((Instant::now(), part[..len].to_vec())).is_err() {
+            loop {
+                let goes_on = match out.read(&mut part) {
+                    Ok(len @ 1..) => send.send((Instant::now(), part[..len].to_vec())).is_ok(),
+                    Ok(_) => false,
+                    Err(error) => error.kind() == io::ErrorKind::Interrupted,
+                };
+                if !goes_on {
                     return;
                 }
             }
