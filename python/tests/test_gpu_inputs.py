@@ -242,8 +242,9 @@ REMOVED = """
     array, stream, other = Array(driver, 1 << 16), Stream(driver), Array(driver, 1 << 16, device=1)
     file = agent.open_file(os.environ["FILE"], "rw", create=True, nbytes=1 << 16)
     batches = [kvferry.Batch(), kvferry.Batch()]
-    for batch, memory in zip(batches, (array, other)):
-        batch.push(agent.register(memory), 0, file.remote(), 0, 1 << 16)
+    regions = [agent.register(memory) for memory in (array, other)]
+    for batch, region in zip(batches, regions):
+        batch.push(region, 0, file.remote(), 0, 1 << 16)
     driver.fault("device_removed")
     calls = {
         "the first": lambda: agent.files.write(batches[0], after="host"),
@@ -251,13 +252,20 @@ REMOVED = """
         "ordered": lambda: agent.files.write(batches[0], after=stream),
         "registered": lambda: agent.register(array),
     }
+    quiesced = []
     for what, call in calls.items():
         try:
             call()
         except kvferry.Error as error:
+            quiesced.append(error.quiesced)
             print(what, type(error).__name__, "restart the process" in str(error))
     agent.files.write(batches[1], after="host")
     print("the other GPU goes on")
+    # By this error, the GPU is gone, and a copy that it has begun may still run.
+    try:
+        agent.unregister(regions[0])
+    except kvferry.QuarantinedError:
+        print("in quarantine", quiesced[:2], regions[0].is_quarantined)
 """
 
 
@@ -270,6 +278,7 @@ def test_a_gpu_that_is_removed_is_lost_and_what_comes_later_says_so(tmp_path: Pa
         "ordered InvalidArgumentError True",
         "registered InvalidArgumentError True",
         "the other GPU goes on",
+        "in quarantine [False, True] True",
     ], ended.stderr
 
 

@@ -52,6 +52,15 @@ pub enum Error {
         /// The error that the driver reported first.
         why: String,
     },
+    /// All stages that are free are out of use.
+    #[error(
+        "GPU {device} has no host memory to copy through: the driver has it for registered, though it is not; restart the \
+         process"
+    )]
+    NoStage {
+        /// Number of the GPU.
+        device: i32,
+    },
     /// The process is short of threads or address space.
     #[error("GPU {device} can't be used: {why}")]
     Host {

@@ -22,6 +22,8 @@ pub(crate) struct Config {
     pub(crate) slow_times: u64,
     /// The error of a device that the fault `device_removed` has struck.
     pub(crate) removed_code: i32,
+    /// The devices' compute mode, as the driver numbers it: 0 is shared, 3 is one process at a time.
+    pub(crate) compute_mode: i32,
     /// Bits `1 << a * 8 + b`: device ordinal a reaches device ordinal b.
     pub(crate) peers: u64,
     /// The most bytes of one host registration.
@@ -91,6 +93,7 @@ impl Default for Config {
             step_us: 0,
             slow_times: 100,
             removed_code: 46,
+            compute_mode: 0,
             peers: u64::MAX,
             pin_limit: 512 << 30,
             pin_total: u64::MAX,
@@ -157,6 +160,7 @@ impl Config {
             "delay_us" => self.delay_us = number(value)?,
             "step_us" => self.step_us = number(value)?,
             "slow_times" => self.slow_times = number(value)?,
+            "compute_mode" => self.compute_mode = number(value)?,
             "removed_code" => self.removed_code = number(value)?,
             "peers" => self.peers = peers(value)?,
             "pin_limit" => self.pin_limit = bytes(value)?,

@@ -330,7 +330,8 @@ impl Driver {
         const MEMORY_TYPE: c_int = 2;
         const IS_MANAGED: c_int = 8;
         const HOST: c_uint = 1;
-        const NOT_INITIALIZED: c_int = 3;
+        const SUCCESS: c_int = 0;
+        const INVALID_VALUE: c_int = 1;
         if cuda::Driver::is_inherited() {
             return None;
         }
@@ -338,11 +339,11 @@ impl Driver {
             let mut value: c_uint = 0;
             // SAFETY: both attributes are numbers of 32 bits; the driver only looks the address up.
             let code = unsafe { (self.0)((&raw mut value).cast(), which, addr as u64) };
-            // Only an initialised driver has another answer.
-            if code != NOT_INITIALIZED {
+            // Only an initialised driver knows the address, or that it does not.
+            if matches!(code, SUCCESS | INVALID_VALUE) {
                 cuda::Driver::claim();
             }
-            (code == 0).then_some(value)
+            (code == SUCCESS).then_some(value)
         };
         let kind = attribute(MEMORY_TYPE)?;
         // The driver moves the pages of managed memory to devices and back.

@@ -1,4 +1,4 @@
-//! The vendor libraries libibverbs, libcuda and libcufile, loaded at run time if they are present.
+//! The vendor libraries libibverbs, libcuda, libnvidia-ml and libcufile, loaded at run time if they are present.
 //!
 //! A loaded library stays loaded: unloading a driver's library while its threads run is not safe. A
 //! driver that does not fit its library may hang or crash the process. A caller that must not crash
@@ -6,7 +6,7 @@
 
 use libloading::{Library, Symbol};
 use std::error::Error;
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
 
 /// The reason why a library can't be used.
@@ -170,6 +170,43 @@ pub fn cuda() -> Result<Cuda, Unavailable> {
             });
         }
         Ok(found)
+    }
+}
+
+/// Bytes of a GPU's memory that nothing uses, by the address of the GPU on the PCI bus, such as `0000:1b:00.0`. Unlike
+/// libcuda, the library that is asked makes no context on the GPU.
+///
+/// # Errors
+/// If there is no usable libnvidia-ml, or it does not know the GPU.
+pub fn gpu_memory_free(bus: &str) -> Result<u64, Unavailable> {
+    /// `nvmlMemory_t`.
+    #[repr(C)]
+    #[derive(Default)]
+    struct Memory {
+        _total: u64,
+        free: u64,
+        _used: u64,
+    }
+    type Init = unsafe extern "C" fn() -> c_int;
+    type Find = unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
+    type Info = unsafe extern "C" fn(*mut c_void, *mut Memory) -> c_int;
+    let bus = CString::new(bus).map_err(|error| Unavailable::Broken(error.to_string()))?;
+    let library = Vendor::load("libnvidia-ml.so.1")?;
+    // SAFETY: the types are those of `nvml.h`; every pointer is to a local variable of that type, and the text ends with
+    // a zero byte.
+    unsafe {
+        let init: Symbol<'_, Init> = library.function("nvmlInit_v2")?;
+        let find: Symbol<'_, Find> = library.function("nvmlDeviceGetHandleByPciBusId_v2")?;
+        let info: Symbol<'_, Info> = library.function("nvmlDeviceGetMemoryInfo")?;
+        let ok = |call: &str, code: c_int| match code {
+            0 => Ok(()),
+            code => Err(Unavailable::Broken(format!("{call}: error {code}"))),
+        };
+        let (mut device, mut memory) = (std::ptr::null_mut(), Memory::default());
+        ok("nvmlInit", init())?;
+        ok("nvmlDeviceGetHandleByPciBusId", find(bus.as_ptr(), &raw mut device))?;
+        ok("nvmlDeviceGetMemoryInfo", info(device, &raw mut memory))?;
+        Ok(memory.free)
     }
 }
 

@@ -3,7 +3,9 @@
 use serde_json::json;
 
 use super::finding::{Finding, Group};
-use super::helper::{CudaCopies, CudaDevice, CudaFound, CudaMore, CudaTried, Library};
+use super::helper::{
+    CudaCopies, CudaDevice, CudaFound, CudaMore, CudaTried, Library, TRIAL_BYTES, Untried,
+};
 use super::host::{Host, Tries};
 use super::same_host;
 use kvferry_bench::units;
@@ -195,20 +197,43 @@ fn bar1_bytes(host: &Host, bus: &str) -> Option<u64> {
 fn worked(index: usize, device: &CudaDevice) -> Vec<Finding> {
     let tried = match &device.tried {
         None => return Vec::new(),
-        Some(Err(why)) => {
-            let words = format!("copies were not tried: {why}");
-            let fix = "nvidia-smi shows what else uses the GPU; leave 1 GiB of its memory for this, or let it be shared \
-                       (compute mode Default)";
-            return vec![
-                Finding::note("cuda_kernel", words).fix(fix).of(format!("cuda {index} kernel")),
-            ];
-        }
+        Some(Err(why)) => return vec![untried(why).of(format!("cuda {index} kernel"))],
         Some(Ok(tried)) => tried,
     };
     let mut findings = vec![kernel(index, tried), pinning(index, tried)];
     findings.extend(device.more.as_ref().map(|more| exports(index, more, tried)));
     findings.push(costs(index, tried));
     findings
+}
+
+/// The finding why nothing was tried on a device.
+fn untried(why: &Untried) -> Finding {
+    let (why, fix) = match why {
+        Untried::Unended => (
+            "the driver did not answer any more".to_owned(),
+            "nvidia-smi, and the kernel's log (dmesg, lines with Xid): the driver hangs or crashes when this GPU, or one \
+             before it, is used",
+        ),
+        Untried::Refused(why) => (
+            why.clone(),
+            "nvidia-smi shows what else uses the GPU; leave 1 GiB of its memory for this, or let it be shared (compute mode \
+             Default)",
+        ),
+        Untried::Unwanted => ("--no-gpu-trial".to_owned(), "run the doctor without it"),
+        Untried::LittleMemory(free) => (
+            format!(
+                "{} of the GPU's memory are free, and the trial needs {}",
+                units::bytes(*free),
+                units::bytes(TRIAL_BYTES)
+            ),
+            "run the doctor before the engine, or leave 1 GiB of the GPU's memory",
+        ),
+        Untried::Exclusive => (
+            "one process at a time may use the GPU (compute mode EXCLUSIVE_PROCESS)".to_owned(),
+            "nvidia-smi -c DEFAULT, where the GPU may be shared",
+        ),
+    };
+    Finding::note("cuda_kernel", format!("copies were not tried: {why}")).fix(fix)
 }
 
 /// The finding whether the driver compiles the kernel that copies small pieces.
@@ -238,7 +263,13 @@ fn pinning(index: usize, tried: &CudaTried) -> Finding {
             format!("pins {} of host memory a second", units::bytes(*rate)),
         ),
         Err(why) => {
-            let words = format!("host memory can't be pinned, copies are slow: {why}");
+            let words = match tried.pinned_bytes {
+                0 => format!("host memory can't be pinned, copies are slow: {why}"),
+                some => format!(
+                    "{} of host memory can be pinned, and no more, which makes copies slow: {why}",
+                    units::bytes(some)
+                ),
+            };
             Finding::note("cuda_pinning", words)
                 .fix("ulimit -l unlimited (Docker: --ulimit memlock=-1), and memory for 64 MiB")
         }
@@ -257,11 +288,14 @@ fn exports(index: usize, more: &CudaMore, tried: &CudaTried) -> Finding {
     ];
     let names: Vec<&str> =
         kinds.iter().filter(|(_, works)| *works).map(|(name, _)| *name).collect();
+    let ipc = tried.ipc.as_ref().err();
+    let ipc = ipc.map_or_else(String::new, |why| format!("; no IPC handles: {why}"));
     let finding = if names.is_empty() {
-        Finding::missing("cuda_exports", "memory can't be given to other processes")
+        let words = format!("memory can't be given to other processes{ipc}");
+        Finding::missing("cuda_exports", words)
             .fix("none needed: kvferry copies through host memory")
     } else {
-        let words = format!("memory can be given to other processes as {}", names.join(", "));
+        let words = format!("memory can be given to other processes as {}{ipc}", names.join(", "));
         Finding::ok("cuda_exports", words)
     };
     finding
@@ -451,11 +485,17 @@ mod tests {
             more: None,
             tried,
         };
-        let busy = worked(0, &device(Some(Err("CUDA_ERROR_OUT_OF_MEMORY".into()))));
-        assert!(busy.len() == 1 && busy[0].mark == Mark::Note && busy[0].fix.is_some());
+        let refused_by_driver = Untried::Refused("CUDA_ERROR_OUT_OF_MEMORY".into());
+        let others = [Untried::Unended, Untried::Unwanted, Untried::Exclusive];
+        let little = Untried::LittleMemory(512 << 20);
+        for why in others.into_iter().chain([refused_by_driver, little]) {
+            let busy = worked(0, &device(Some(Err(why))));
+            assert!(busy.len() == 1 && busy[0].mark == Mark::Note && busy[0].fix.is_some());
+        }
         let tried = CudaTried {
             kernel: refused(),
             pinned_per_second: refused(),
+            pinned_bytes: 0,
             ipc: refused(),
             costs: "unknown".into(),
             is_measured: false,

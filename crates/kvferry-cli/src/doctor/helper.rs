@@ -1,13 +1,15 @@
 //! Helper processes: one for reading each other's memory, and one per vendor's library, because a broken
 //! driver may hang or crash the process that calls it.
 
-use std::io::Read;
+use std::io::{self, Read};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child as Process, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use kvferry_cuda::gpu::{CostSource, Trial};
-use kvferry_sys::cuda::{DeviceInfo, Driver};
+use kvferry_sys::cuda::{Device, DeviceInfo, Driver};
 use kvferry_sys::vendor::{self, Unavailable};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -17,10 +19,13 @@ use crate::output;
 use kvferry_bench::child::{Child, answer_parent, die_with_parent};
 use kvferry_bench::failure::Failure;
 
-/// Time limit of a vendor's library. A first call to a GPU's driver takes seconds.
+/// Time limit of a vendor's library, and of each GPU that is tried. A first call to a GPU's driver takes seconds.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Start of the line with the answer: a library may write to standard output, too.
+/// Free memory of a GPU that is tried, at least: its context takes some hundred MB.
+pub(super) const TRIAL_BYTES: u64 = 1 << 30;
+
+/// Start of the line with an answer, of which the last one counts: a library may write to standard output, too.
 const ANSWER: &str = "@kvferry ";
 
 /// Task of a helper process.
@@ -29,6 +34,8 @@ pub(crate) enum Probe {
     Memory,
     Verbs,
     Cuda,
+    /// Makes no context on a GPU.
+    CudaUntried,
     Cufile,
 }
 
@@ -71,8 +78,23 @@ pub(super) struct CudaDevice {
     pub(super) bus: String,
     /// `None` if kvferry can't use the driver.
     pub(super) more: Option<CudaMore>,
-    /// What was tried, or why the driver refuses to use the device. `None` if kvferry can't use the driver.
-    pub(super) tried: Option<Result<CudaTried, String>>,
+    /// What was tried, or why not. `None` if kvferry can't use the driver.
+    pub(super) tried: Option<Result<CudaTried, Untried>>,
+}
+
+/// Why it is not known what works on a device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Untried {
+    /// The trial has not ended: its time is over, or the process that made it is gone.
+    Unended,
+    /// The driver refuses to use the device, for this reason.
+    Refused(String),
+    /// Nothing was to be tried.
+    Unwanted,
+    /// The device has only so many bytes free, which another process may need.
+    LittleMemory(u64),
+    /// One process at a time may use the device, and another may be about to.
+    Exclusive,
 }
 
 /// What works on a device, or why not.
@@ -80,6 +102,7 @@ pub(super) struct CudaDevice {
 pub(super) struct CudaTried {
     pub(super) kernel: Result<(), String>,
     pub(super) pinned_per_second: Result<u64, String>,
+    pub(super) pinned_bytes: u64,
     pub(super) ipc: Result<(), String>,
     /// Where the times of copies come from: `setting`, `model` or `unknown`.
     pub(super) costs: String,
@@ -118,7 +141,11 @@ pub(crate) fn run(probe: Probe) -> Result<(), Failure> {
         }
         Probe::Cuda => {
             die_with_parent()?;
-            tell("libcuda.so", cuda())
+            cuda(true)
+        }
+        Probe::CudaUntried => {
+            die_with_parent()?;
+            cuda(false)
         }
         Probe::Cufile => {
             die_with_parent()?;
@@ -127,27 +154,54 @@ pub(crate) fn run(probe: Probe) -> Result<(), Failure> {
     }
 }
 
-fn cuda() -> Result<CudaFound, Unavailable> {
+/// Tells what the driver says of its devices, and again after each device that was tried: a driver may hang or crash.
+fn cuda(tries: bool) -> Result<(), Failure> {
+    const FILE: &str = "libcuda.so";
     // This call comes first, because it finds the library that kvferry uses.
     let driver = Driver::get();
-    let cuda = vendor::cuda()?;
+    let cuda = match vendor::cuda() {
+        Ok(cuda) => cuda,
+        Err(why) => return tell::<CudaFound>(FILE, Err(why)),
+    };
     let copies = match driver {
         Ok(driver) => Ok(CudaCopies { batch_call: driver.batch_call().is_some() }),
         Err(why) => Err(why.to_string()),
     };
-    let known = driver.ok().and_then(|driver| driver.devices().ok()).unwrap_or_default();
-    let mut known = known.into_iter();
-    let devices = cuda.devices.into_iter().map(|device| {
-        let known = known.next();
+    let known: Vec<Device> =
+        driver.ok().and_then(|driver| driver.devices().ok()).unwrap_or_default();
+    let devices = cuda.devices.into_iter().enumerate().map(|(index, device)| {
+        let known = known.get(index);
         CudaDevice {
             name: device.name,
             memory_bytes: device.memory_bytes,
             bus: device.bus,
             more: known.and_then(|it| it.info().ok()).map(more),
-            tried: known.map(|it| Trial::of(it).map(tried).map_err(|refused| refused.to_string())),
+            tried: known.map(|_| Err(if tries { Untried::Unended } else { Untried::Unwanted })),
         }
     });
-    Ok(CudaFound { version: cuda.version, devices: devices.collect(), copies })
+    let mut found = CudaFound { version: cuda.version, devices: devices.collect(), copies };
+    tell(FILE, Ok(&found))?;
+    let known = if tries { known } else { Vec::new() };
+    for (index, device) in known.into_iter().enumerate().take(found.devices.len()) {
+        let outcome = attempt(device, &found.devices[index].bus);
+        found.devices[index].tried = Some(outcome);
+        tell(FILE, Ok(&found))?;
+    }
+    Ok(())
+}
+
+/// Tries a device, unless that could keep another process from using it.
+fn attempt(device: Device, bus: &str) -> Result<CudaTried, Untried> {
+    if device.is_exclusive().is_ok_and(|is_exclusive| is_exclusive) {
+        return Err(Untried::Exclusive);
+    }
+    // The trial's context itself needs memory, so the driver is not asked.
+    if let Ok(free) = vendor::gpu_memory_free(bus)
+        && free < TRIAL_BYTES
+    {
+        return Err(Untried::LittleMemory(free));
+    }
+    Trial::of(device).map(tried).map_err(|refused| Untried::Refused(refused.to_string()))
 }
 
 fn more(info: DeviceInfo) -> CudaMore {
@@ -173,6 +227,7 @@ fn tried(trial: Trial) -> CudaTried {
     CudaTried {
         kernel: trial.kernel,
         pinned_per_second: trial.pinned_per_second,
+        pinned_bytes: trial.pinned_bytes,
         ipc: trial.ipc,
         costs: costs.to_owned(),
         is_measured: trial.is_measured,
@@ -199,62 +254,109 @@ fn loaded(starts_with: &str) -> String {
 #[derive(Debug)]
 pub(super) struct Libraries {
     began: Instant,
-    verbs: Option<Process>,
-    cuda: Option<Process>,
-    cufile: Option<Process>,
+    verbs: Option<Helper>,
+    cuda: Option<Helper>,
+    cufile: Option<Helper>,
 }
 
-/// Starts the helpers of all libraries at once: the slowest library is a GPU's driver.
-pub(super) fn start_libraries() -> Libraries {
+/// A helper that was started, and what it writes. A thread reads that, so that no helper waits for a full pipe.
+#[derive(Debug)]
+struct Helper {
+    process: Process,
+    said: Receiver<(Instant, Vec<u8>)>,
+}
+
+impl Helper {
+    fn start(command: &mut Command) -> Option<Self> {
+        let command = command.stdin(Stdio::null()).stdout(Stdio::piped());
+        // Vendors' libraries log what they miss.
+        let mut process = command.stderr(Stdio::null()).spawn().ok()?;
+        let mut out = process.stdout.take()?;
+        let (send, said) = mpsc::channel();
+        // It ends with the helper, or this process.
+        thread::spawn(move || {
+            let mut part = [0; 4096];
+            loop {
+                let goes_on = match out.read(&mut part) {
+                    Ok(len @ 1..) => send.send((Instant::now(), part[..len].to_vec())).is_ok(),
+                    Ok(_) => false,
+                    Err(error) => error.kind() == io::ErrorKind::Interrupted,
+                };
+                if !goes_on {
+                    return;
+                }
+            }
+        });
+        Some(Self { process, said })
+    }
+}
+
+/// Starts the helpers of all libraries at once, one of which tries GPUs if it may: the slowest library is a GPU's driver.
+pub(super) fn start_libraries(tries_gpus: bool) -> Libraries {
     let start = |name: &str| {
-        Command::new("/proc/self/exe")
-            .arg0("kvferry")
-            .args(["doctor-probe", name])
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            // Vendors' libraries log what they miss.
-            .stderr(Stdio::null())
-            .spawn()
-            .ok()
+        Helper::start(Command::new("/proc/self/exe").arg0("kvferry").args(["doctor-probe", name]))
     };
     Libraries {
         began: Instant::now(),
         verbs: start("verbs"),
-        cuda: start("cuda"),
+        cuda: start(if tries_gpus { "cuda" } else { "cuda-untried" }),
         cufile: start("cufile"),
     }
 }
 
 impl Libraries {
     pub(super) fn answers(self) -> (Library<VerbsFound>, Library<CudaFound>, Library<Option<u32>>) {
-        let until = self.began + PATIENCE;
-        (answer(self.verbs, until), answer(self.cuda, until), answer(self.cufile, until))
+        let began = self.began;
+        (
+            answer(self.verbs, began, PATIENCE),
+            answer(self.cuda, began, PATIENCE),
+            answer(self.cufile, began, PATIENCE),
+        )
     }
 }
 
-/// The answer of a helper, or why there is none.
-fn answer<T: DeserializeOwned>(process: Option<Process>, until: Instant) -> Library<T> {
+/// The last answer of a helper, or why there is none. The helper has the time of `patience` from `began` on, and again after
+/// each answer.
+fn answer<T: DeserializeOwned>(
+    helper: Option<Helper>,
+    began: Instant,
+    patience: Duration,
+) -> Library<T> {
     let broken = |why: &str| Library::Broken(why.to_owned());
-    let Some(mut process) = process else { return broken("no helper process can be started") };
-    // The answer fits the pipe, so the helper can end before it is read.
-    while let Ok(None) = process.try_wait() {
-        if Instant::now() >= until {
+    let Some(Helper { mut process, said }) = helper else {
+        return broken("no helper process can be started");
+    };
+    let (mut until, mut text) = (began + patience, Vec::new());
+    loop {
+        match said.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok((at, part)) => {
+                if String::from_utf8_lossy(&part).contains(ANSWER) {
+                    until = at + patience;
+                }
+                text.extend(part);
+            }
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break,
+        }
+    }
+    let mut ended = process.try_wait();
+    while matches!(ended, Ok(None)) && Instant::now() < until {
+        thread::sleep(Duration::from_millis(5));
+        ended = process.try_wait();
+    }
+    let why = match ended.map(|status| status.map(|status| status.signal())) {
+        Ok(None) => {
             // Not reaped: a process that hangs inside a driver can't be killed.
             let _ = process.kill();
-            return broken(&format!("no answer within {} s", PATIENCE.as_secs()));
+            format!("no answer within {} s", patience.as_secs())
         }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let mut said = String::new();
-    if let Some(mut out) = process.stdout.take() {
-        let _ = out.read_to_string(&mut said);
-    }
-    let ended = match process.wait().map(|status| status.signal()) {
-        Ok(Some(signal)) => format!("the process that asked it died of signal {signal}"),
+        Ok(Some(Some(signal))) => format!("the process that asked it died of signal {signal}"),
         _ => "the process that asked it gave no answer".to_owned(),
     };
-    let answer = said.lines().rev().find_map(|line| line.strip_prefix(ANSWER));
-    answer.and_then(|answer| serde_json::from_str(answer).ok()).unwrap_or_else(|| broken(&ended))
+    let text = String::from_utf8_lossy(&text);
+    let mut answers = text.lines().rev().filter_map(|line| line.strip_prefix(ANSWER));
+    // The last one may have been cut off.
+    let last = answers.find_map(|answer| serde_json::from_str(answer).ok());
+    last.unwrap_or_else(|| broken(&why))
 }
 
 /// Bytes that are known, and their address.
@@ -309,33 +411,48 @@ pub(super) fn read_each_other() -> (Result<(), String>, Result<(), String>) {
 mod tests {
     use super::*;
 
-    /// A helper that may end after its test, and so holds none of the test's streams.
-    fn shell(script: &str) -> Option<Process> {
-        let mut command = Command::new("sh");
-        command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::piped());
-        command.stderr(Stdio::null()).spawn().ok()
+    /// A helper that may end after its test.
+    fn shell(script: &str) -> Option<Helper> {
+        Helper::start(Command::new("sh").args(["-c", script]))
     }
 
-    fn soon() -> Instant {
-        Instant::now() + Duration::from_secs(120)
+    /// The answer of a helper that has time.
+    fn said(script: &str) -> Library<u32> {
+        answer(shell(script), Instant::now(), Duration::from_secs(120))
+    }
+
+    fn works(found: u32) -> Library<u32> {
+        Library::Works { file: "x".into(), found }
     }
 
     #[test]
     fn a_library_that_crashes_hangs_or_babbles_is_a_finding() {
-        let crashed: Library<u32> = answer(shell("kill -SEGV $$"), soon());
+        let crashed = said("kill -SEGV $$");
         assert_eq!(crashed, Library::Broken("the process that asked it died of signal 11".into()));
-        let hung: Library<u32> = answer(shell("exec sleep 600"), Instant::now());
+        let hung: Library<u32> = answer(shell("exec sleep 600"), Instant::now(), Duration::ZERO);
         assert!(matches!(&hung, Library::Broken(why) if why.starts_with("no answer")), "{hung:?}");
-        let babbling: Library<u32> = answer(
-            shell(r#"echo hello; echo '@kvferry {"Works":{"file":"x","found":7}}'; echo bye"#),
-            soon(),
-        );
-        assert_eq!(babbling, Library::Works { file: "x".into(), found: 7 });
-        let silent: Library<u32> = answer(shell("exit 3"), soon());
-        assert!(matches!(silent, Library::Broken(_)));
-        assert_eq!(
-            answer::<u32>(shell("echo '@kvferry \"NotInstalled\"'"), soon()),
-            Library::NotInstalled
-        );
+        let script = r#"echo hello; echo '@kvferry {"Works":{"file":"x","found":7}}'; echo bye"#;
+        assert_eq!(said(script), works(7));
+        assert!(matches!(said("exit 3"), Library::Broken(_)));
+        assert_eq!(said("echo '@kvferry \"NotInstalled\"'"), Library::NotInstalled);
+    }
+
+    #[test]
+    fn what_a_library_said_before_it_crashed_or_hung_is_its_answer() {
+        let first = r#"echo '@kvferry {"Works":{"file":"x","found":1}}'"#;
+        let second = r#"echo '@kvferry {"Works":{"file":"x","found":2}}'"#;
+        assert_eq!(said(&format!("{first}; {second}; kill -SEGV $$")), works(2));
+        // An answer that was cut off.
+        assert_eq!(said(&format!("{first}; printf '@kvferry {{\"Wor'; kill -SEGV $$")), works(1));
+        let script = format!("{first}; exec sleep 600");
+        let hung: Library<u32> = answer(shell(&script), Instant::now(), Duration::from_secs(10));
+        assert_eq!(hung, works(1));
+    }
+
+    #[test]
+    fn a_library_that_writes_more_than_a_pipe_holds_is_heard() {
+        let much = "head -c 300000 /dev/zero | tr '\\0' x; echo";
+        let script = format!(r#"{much}; echo '@kvferry {{"Works":{{"file":"x","found":3}}}}'"#);
+        assert_eq!(said(&script), works(3));
     }
 }

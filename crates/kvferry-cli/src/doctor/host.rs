@@ -87,11 +87,11 @@ pub(super) struct Tries {
 }
 
 impl Tries {
-    pub(super) fn here() -> Tries {
+    pub(super) fn here(tries_gpus: bool) -> Tries {
         use rustix::fs::MemfdFlags;
         use rustix::process::{PidfdFlags, Resource, getpid, getrlimit, pidfd_open};
         let errno = |e: std::io::Error| Errno::from_io_error(&e).unwrap_or(Errno::IO);
-        let libraries = helper::start_libraries();
+        let libraries = helper::start_libraries(tries_gpus);
         let (read_unrelated, read_child) = helper::read_each_other();
         let (verbs, cuda, cufile) = libraries.answers();
         Tries {

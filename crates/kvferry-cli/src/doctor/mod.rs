@@ -43,6 +43,9 @@ An agent elsewhere sends what it sends every peer. Its memory is never written. 
 on memory that its peers may read, 64 MiB at a time for a second (not with --no-bandwidth). Writes
 are measured at a `kvferry bench transfers --serve`, which has memory for them.
 
+Each GPU that this process sees is tried, which takes some hundred MB of its memory for a moment;
+not with --no-gpu-trial, nor a GPU with less than 1 GiB free or in exclusive compute mode.
+
 Secrets and configurations are never shown. --json prints one object, schema kvferry.doctor/1:
 version, target, worst, counts, and groups of findings: id, subject, mark, finding, fix, facts.
 
@@ -66,6 +69,9 @@ pub(crate) struct DoctorArgs {
     /// Do not measure bandwidth
     #[arg(long, requires = "target")]
     no_bandwidth: bool,
+    /// Do not try GPUs: that makes a context on each for a moment
+    #[arg(long, conflicts_with = "target")]
+    no_gpu_trial: bool,
     /// Print the findings as JSON
     #[arg(long)]
     json: bool,
@@ -73,7 +79,7 @@ pub(crate) struct DoctorArgs {
 
 pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let report = match &args.target {
-        None => this_host(&Host::at("/"), &Tries::here(), &settings()),
+        None => this_host(&Host::at("/"), &Tries::here(!args.no_gpu_trial), &settings()),
         Some(target) => peer::look(target, args)?,
     };
     output::show(&report, args.json)?;
@@ -251,6 +257,7 @@ mod tests {
                         tried: Some(Ok(CudaTried {
                             kernel: Ok(()),
                             pinned_per_second: Ok(8 << 30),
+                            pinned_bytes: 64 << 20,
                             ipc: Ok(()),
                             costs: "model".into(),
                             is_measured: true,

@@ -295,16 +295,16 @@ fn a_missing_agent_is_bad_and_a_wrong_command_line_has_another_exit_code() {
     assert_eq!((code, &finding(&report, "connect")["mark"]), (1, &"bad".into()), "{report}");
     let (code, report) = run(&mut doctor(&["no-such-host.invalid:1"]));
     assert_eq!((code, &finding(&report, "name")["mark"]), (1, &"bad".into()), "{report}");
-    for line in [&["no-port"][..], &["--timeout", "3"], &["--no-bandwidth"], &["--what"]] {
+    let of_this_host = &["127.0.0.1:1", "--no-gpu-trial"];
+    let of_an_agent = [&["--timeout", "3"][..], &["--no-bandwidth"]];
+    for line in [&["no-port"][..], of_this_host, &["--what"]].into_iter().chain(of_an_agent) {
         let output = doctor(line).output().expect("the command starts");
         assert_eq!(output.status.code(), Some(2), "{line:?}: {}", said(&output));
     }
 }
 
-/// A libcuda of our own making, and the directory it is in.
+/// The directory of a libcuda of our own making.
 fn made_cuda(name: &str, init: &str) -> Option<std::path::PathBuf> {
-    let dir = std::env::temp_dir().join(format!("kvferry-{name}-{}", std::process::id()));
-    std::fs::create_dir_all(&dir).expect("a directory");
     let source = format!(
         "#include <string.h>\n#include <stdlib.h>\n
          int cuInit(unsigned f) {{ {init} }}
@@ -316,18 +316,82 @@ fn made_cuda(name: &str, init: &str) -> Option<std::path::PathBuf> {
          int cuDeviceGetPCIBusId(char *s, int n, int d) {{ strncpy(s, \"0000:1B:00.0\", n); return 0; }}
          int cuDeviceTotalMem_v2(size_t *n, int d) {{ *n = 1ul << 37; return 0; }}"
     );
-    std::fs::write(dir.join("cuda.c"), source).expect("a file");
+    made(name, "libcuda.so.1", &source)
+}
+
+/// The directory of a library that is compiled from this source.
+fn made(name: &str, library: &str, source: &str) -> Option<std::path::PathBuf> {
+    let dir = std::env::temp_dir().join(format!("kvferry-{name}-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).expect("a directory");
+    std::fs::write(dir.join("made.c"), source).expect("a file");
     let built = Command::new("cc")
-        .args(["-shared", "-fPIC", "-w", "-o", "libcuda.so.1", "cuda.c"])
+        .args(["-shared", "-fPIC", "-w", "-o", library, "made.c"])
         .current_dir(&dir)
         .status();
     match built {
         Ok(status) if status.success() => Some(dir),
         _ => {
-            drop(writeln!(std::io::stderr(), "SKIPPED: a libcuda that misbehaves: no C compiler"));
+            drop(writeln!(std::io::stderr(), "SKIPPED: a made up {library}: no C compiler"));
             None
         }
     }
+}
+
+/// The doctor on a host with one fake GPU, with these settings.
+fn doctor_of_a_gpu(line: &[&str], settings: &str) -> Command {
+    let mut command = doctor(line);
+    command.env("KVFERRY_LIBCUDA", kvferry_fakecuda::control::library_path());
+    command.env("FAKECUDA", format!("devices=1,{settings}"));
+    command
+}
+
+#[track_caller]
+fn is_untried(report: &Value, why: &str) {
+    let kernel = finding(report, "cuda_kernel");
+    assert!(kernel["finding"].as_str().is_some_and(|text| text.contains(why)), "{why}: {kernel}");
+    assert_eq!(kernel["mark"], "note", "{kernel}");
+    for id in ["cuda_pinning", "cuda_exports", "cuda_costs"] {
+        assert!(findings(report).iter().all(|finding| finding["id"] != id), "{id}: {report}");
+    }
+    // What the driver says without a context.
+    assert!(finding(report, "cuda_device")["facts"]["uuid"].is_string(), "{report}");
+    assert_eq!(finding(report, "cuda_copies")["mark"], "ok");
+}
+
+#[test]
+fn a_gpu_is_not_tried_that_others_need_nor_where_the_user_says_so() {
+    let (_, report) = run(&mut doctor_of_a_gpu(&["--no-gpu-trial"], "compute_mode=0"));
+    is_untried(&report, "not tried: --no-gpu-trial");
+    let (_, report) = run(&mut doctor_of_a_gpu(&[], "compute_mode=3"));
+    is_untried(&report, "EXCLUSIVE_PROCESS");
+    let source = "#include <string.h>\n
+         int nvmlInit_v2(void) { return 0; }
+         int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **device) {
+             *device = (void *)1;
+             return strcmp(bus, \"0000:10:00.0\") ? 6 : 0;
+         }
+         int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *bytes) {
+             bytes[0] = 1ull << 37; bytes[1] = 512ull << 20; bytes[2] = bytes[0] - bytes[1];
+             return 0;
+         }";
+    let Some(dir) = made("nvml", "libnvidia-ml.so.1", source) else { return };
+    let mut command = doctor_of_a_gpu(&[], "compute_mode=0");
+    let (_, report) = run(command.env("LD_LIBRARY_PATH", &dir));
+    is_untried(&report, "512 MiB of the GPU's memory are free");
+    std::fs::remove_dir_all(dir).expect("ours");
+}
+
+#[test]
+fn the_doctor_says_what_has_failed_of_pinning_and_of_exports() {
+    let (_, report) = run(&mut doctor_of_a_gpu(&[], "pin_total=38MiB"));
+    let pinning = finding(&report, "cuda_pinning");
+    let words = pinning["finding"].as_str().expect("words");
+    assert!(words.starts_with("36 MiB of host memory can be pinned"), "{pinning}");
+    assert_eq!(pinning["mark"], "note", "{pinning}");
+    let (_, report) = run(&mut doctor_of_a_gpu(&[], "alloc_oom=1:ever"));
+    let exports = finding(&report, "cuda_exports");
+    let words = exports["finding"].as_str().expect("words");
+    assert!(words.contains("2 MiB of the GPU's memory can't be allocated"), "{exports}");
 }
 
 #[test]

@@ -188,9 +188,12 @@ impl Calibrator {
         }
     }
 
-    /// Measures nothing more, because the GPU is lost: no call is in progress any more, and none is made.
+    /// Measures nothing more, because the GPU is lost. What a failed measurement has begun may still run: not every error by
+    /// which a GPU is lost says that it does not.
     pub(super) fn stop(&mut self) {
-        self.state = State::over();
+        if let ends @ State::Ends { .. } = std::mem::replace(&mut self.state, State::over()) {
+            std::mem::forget(ends);
+        }
     }
 
     /// Measures the next point. Returns the calibration after the last one.

@@ -238,13 +238,15 @@ impl Engine {
         true
     }
 
-    fn start(&mut self, direction: Direction, copy: DeviceCopy) {
+    fn start(&mut self, direction: Direction, mut copy: DeviceCopy) {
         let shared = &self.shared;
-        if let Some(lost) = shared.lost() {
-            Counts::add(&shared.counts.failed, 1);
-            return copy.complete(Err(lost.into()));
-        }
-        let pinned = self.pins.pin(shared, &copy);
+        let pinned = match self.pins.pin(shared, &mut copy) {
+            Ok(pinned) => pinned,
+            Err(error) => {
+                Counts::add(&shared.counts.failed, 1);
+                return copy.complete(Err(error.into()));
+            }
+        };
         fill(&mut self.jobs, shared, direction, &copy);
         if let Err(error) = self.plan(direction, pinned) {
             Counts::add(&self.shared.counts.failed, 1);

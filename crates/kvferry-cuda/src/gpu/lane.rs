@@ -96,10 +96,15 @@ impl Lane {
         let mut has_ended = false;
         while let Some(first) = self.running.front() {
             // The first error may be of another call.
-            let answer = first.event.query().or_else(|_| first.event.query());
+            let heard = first.event.query().or_else(|_| first.event.query());
+            let is_reached = heard == Ok(true);
+            let answer = match heard {
+                Ok(false) => self.has_ended_unheard(shared),
+                heard => heard,
+            };
             match answer {
-                Ok(false) if !self.has_ended_unheard() => break,
-                Ok(is_reached) => {
+                Ok(false) => break,
+                Ok(true) => {
                     let Running { submitted, event } = self.running.pop_front().expect("the first");
                     self.spare.extend(is_reached.then_some(event));
                     self.calls -= submitted.calls.count;
@@ -121,29 +126,35 @@ impl Lane {
     }
 
     /// True if the first batch has ended, though its event was lost. The stream ends its work in order: the next event tells,
-    /// or after a while the stream, once nothing is left in it.
-    fn has_ended_unheard(&mut self) -> bool {
+    /// or after a while the stream, once nothing is left in it. An error is one by which the GPU is lost.
+    fn has_ended_unheard(&mut self, shared: &Shared) -> Result<bool, cuda::Error> {
         if self.running.get(1).is_some_and(|second| second.event.query() == Ok(true)) {
-            return true;
+            return Ok(true);
         }
         let now = Instant::now();
         if now < self.ask_at {
-            return false;
+            return Ok(false);
         }
         self.ask_at = now + UNHEARD;
-        self.stream.query() == Ok(true)
+        // Any other error may be of another call: the stream is asked again after a while.
+        self.stream.query().or_else(|error| match shared.is_lost_by(&error) {
+            true => Err(error),
+            false => Ok(false),
+        })
     }
 
-    /// Ends a batch that no event tells of.
+    /// Ends a batch that no event tells of. By a sticky error, the driver has ended all work of the context. That a device
+    /// is gone says nothing of the copies that it has begun.
     fn lose(&self, shared: &Shared, submitted: Submitted, error: cuda::Error) {
-        if shared.is_lost_by(&error) {
-            // The driver has ended all work of the context.
-            let Submitted { copy, .. } = submitted;
+        let is_lost = shared.is_lost_by(&error);
+        let Submitted { copy, calls } = submitted;
+        if is_lost && error.is_sticky() {
             return end(shared, copy, Err(error));
         }
-        // Before anything that may panic: a drop would give its stage and its regions back.
-        std::mem::forget(submitted);
+        // Before anything that may panic: a drop would give them back.
+        std::mem::forget(calls);
         Counts::add(&shared.counts.leaked, 1);
+        copy.lose(Error::Driver(error.clone()).into());
         tracing::error!(
             device = shared.device,
             %error,

@@ -13,8 +13,9 @@
 //! what another transfer, or a peer, must do first.
 //!
 //! Errors: a call that failed fails its batch, after an event behind it; the driver may have made a part of the call. A
-//! batch for whose copies no event can be had is leaked. After a sticky error nothing of the context runs any more: all
-//! batches fail, those that come later too, and other GPUs go on.
+//! batch for whose copies no event can be had is lost: it fails, and keeps its stage and regions for ever. After a sticky
+//! error nothing of the context runs any more: all batches fail, those that come later too, and other GPUs go on. After an
+//! error that says that the device is gone, they fail as well, but the driver's batches are lost: copies may still run.
 
 mod allocations;
 mod calibrate;
@@ -189,15 +190,22 @@ impl Gpu {
     }
 
     /// The counters of all GPUs of which this process has memory registered, by the names in agents' statistics, such as
-    /// `gpu0_bytes_out`. `gpu0_lost` is 1 for a GPU that is lost to this process.
+    /// `gpu0_bytes_out`. `gpu0_lost` is 1 for a GPU that is lost to this process. A GPU with several contexts, as after one was
+    /// destroyed, has the sums of theirs, and is lost if one of them is.
     pub fn named_counters() -> Vec<(String, u64)> {
-        let mut named = Vec::new();
+        let mut named: Vec<(String, u64)> = Vec::new();
         for gpu in Self::all() {
             let device = gpu.device();
             let counters = gpu.counters();
             let lost = ("lost", u64::from(gpu.is_lost()));
-            let each = counters.each().chain([lost]);
-            named.extend(each.map(|(name, value)| (format!("gpu{device}_{name}"), value)));
+            for (name, value) in counters.each().chain([lost]) {
+                let full = format!("gpu{device}_{name}");
+                match named.iter_mut().find(|(known, _)| *known == full) {
+                    Some((_, all)) if name == lost.0 => *all |= value,
+                    Some((_, all)) => *all += value,
+                    None => named.push((full, value)),
+                }
+            }
         }
         named
     }
@@ -404,11 +412,13 @@ counters! {
     measuring_us,
     /// Stages that are pinned.
     pinned_stages,
-    /// Stages that could not be pinned: copies are slow, and go one by one. The sum of those by reason.
+    /// Times that a stage could not be pinned: copies through it are slow, and go one by one, or the stage is out of use. One
+    /// that was tried before its first use is tried once more then. The sum of those by reason.
     unpinned_stages,
     /// Those for which memory, or the limit of locked memory, does not suffice.
     unpinned_memory,
-    /// Those whose memory another library of the process has pinned.
+    /// Those that are out of use, because the driver has their memory for registered: something unmapped other memory at
+    /// the same address without unregistering it.
     unpinned_registered,
     /// Those that the driver refuses for another reason.
     unpinned_other,

@@ -6,6 +6,7 @@
 
 use super::settings::Settings;
 use super::{Counts, STAGE_BYTES, Shared};
+use crate::error::Error;
 use kvferry::DeviceCopy;
 use kvferry_sys::HostSpan;
 use kvferry_sys::cuda::HostRegistration;
@@ -43,6 +44,9 @@ enum Pin {
         is_mapped: bool,
     },
     Refused,
+    /// The driver takes the memory for registered, though kvferry has not registered it. A copy might go to pages that had
+    /// the address before.
+    Taken,
 }
 
 /// The way in which the driver has pinned a stage.
@@ -75,14 +79,17 @@ impl Pins {
         self.next < self.ahead
     }
 
-    /// Pins the next stage ahead. None is pinned any more after a refusal, or once the GPU is lost.
+    /// Pins the next stage ahead. None is pinned any more after a refusal, or once the GPU is lost. The first use of a stage
+    /// that was refused tries again.
     pub(super) fn pin_next(&mut self, shared: &Shared) {
         let next = (self.next..self.ahead).find(|at| matches!(self.stages[*at], Pin::Unused));
         self.next = self.ahead;
         if let Some(at) = next.filter(|_| shared.lost().is_none()) {
             self.stages[at] = Self::register(shared, at);
-            if matches!(self.stages[at], Pin::Pinned { .. }) {
-                self.next = at + 1;
+            match self.stages[at] {
+                Pin::Pinned { .. } => self.next = at + 1,
+                Pin::Refused => self.stages[at] = Pin::Unused,
+                Pin::Unused | Pin::Taken => {}
             }
         }
     }
@@ -136,8 +143,24 @@ impl Pins {
         true
     }
 
-    /// Pins the stage of a batch, unless it was pinned before.
-    pub(super) fn pin(&mut self, shared: &Shared, copy: &DeviceCopy) -> Pinned {
+    /// Pins the stage of a batch, unless it was pinned before. A batch whose stage the driver takes for registered moves to a
+    /// free one.
+    ///
+    /// # Errors
+    /// If no free stage can be used, or the GPU is lost, which pinning may find out.
+    pub(super) fn pin(&mut self, shared: &Shared, copy: &mut DeviceCopy) -> Result<Pinned, Error> {
+        loop {
+            let pinned = if shared.lost().is_some() { None } else { self.pin_own(shared, copy) };
+            match (shared.lost(), pinned) {
+                (Some(lost), _) => return Err(lost),
+                (None, Some(pinned)) => return Ok(pinned),
+                (None, None) if copy.leave_stage() => {}
+                (None, None) => return Err(Error::NoStage { device: shared.device }),
+            }
+        }
+    }
+
+    fn pin_own(&mut self, shared: &Shared, copy: &DeviceCopy) -> Option<Pinned> {
         let begin = shared.stages.as_ptr() as usize;
         let index = (copy.as_ptr() as usize - begin) / STAGE_BYTES;
         if matches!(self.stages[index], Pin::Unused) {
@@ -148,9 +171,10 @@ impl Pins {
             }
         }
         match self.stages[index] {
-            Pin::Pinned { is_mapped: true, .. } => Pinned::Mapped,
-            Pin::Pinned { .. } => Pinned::Yes,
-            Pin::Unused | Pin::Refused => Pinned::No,
+            Pin::Pinned { is_mapped: true, .. } => Some(Pinned::Mapped),
+            Pin::Pinned { .. } => Some(Pinned::Yes),
+            Pin::Unused | Pin::Refused => Some(Pinned::No),
+            Pin::Taken => None,
         }
     }
 
@@ -160,7 +184,17 @@ impl Pins {
         let span = unsafe { HostSpan::new(at, STAGE_BYTES) };
         // SAFETY: the pages stay mapped, as above. The thread drops its pins after the last batch has ended, and after
         // it has leaked one, it leaks them.
-        match unsafe { HostRegistration::new(&shared.context, span) } {
+        let register = || unsafe { HostRegistration::new(&shared.context, span) };
+        let mut registered = register();
+        let is_taken =
+            registered.as_ref().is_err_and(|error| error.code() == Some(ALREADY_REGISTERED));
+        if is_taken {
+            // SAFETY: only this thread registers the pool's memory, which nobody else has, and it has not registered this
+            // stage. So the registration is of memory that had the address before.
+            let _ = unsafe { HostRegistration::end_stale(&shared.context, span) };
+            registered = register();
+        }
+        match registered {
             Ok(registration) => {
                 Counts::add(&shared.counts.pinned_stages, 1);
                 let is_mapped = registration.device_address() == Ok(at as u64);
@@ -169,18 +203,28 @@ impl Pins {
             Err(error) => {
                 let counts = &shared.counts;
                 let by_reason = match error.code() {
+                    _ if is_taken => &counts.unpinned_registered,
                     Some(OUT_OF_MEMORY) => &counts.unpinned_memory,
-                    Some(ALREADY_REGISTERED) => &counts.unpinned_registered,
                     _ => &counts.unpinned_other,
                 };
                 Counts::add(&counts.unpinned_stages, 1);
                 Counts::add(by_reason, 1);
                 let device = shared.device;
-                tracing::warn!(
-                    device,
-                    %error,
-                    "host memory for copies of the GPU can't be pinned; copies are slow. Raise the limit of locked memory"
-                );
+                let is_memory = error.code() == Some(OUT_OF_MEMORY);
+                let what = match is_taken {
+                    true => {
+                        "host memory for copies of the GPU is out of use: the driver has it for registered"
+                    }
+                    false if is_memory => {
+                        "host memory for copies of the GPU can't be pinned; copies are slow. Raise the limit of locked memory"
+                    }
+                    false => "host memory for copies of the GPU can't be pinned; copies are slow",
+                };
+                tracing::warn!(device, %error, "{what}");
+                shared.is_lost_by(&error);
+                if is_taken {
+                    return Pin::Taken;
+                }
                 Pin::Refused
             }
         }

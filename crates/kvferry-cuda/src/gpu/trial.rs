@@ -23,8 +23,10 @@ const EXPORTED_BYTES: usize = 2 << 20;
 pub struct Trial {
     /// Whether the driver compiles the kernel, or why not.
     pub kernel: Result<(), String>,
-    /// Bytes of host memory that the driver pins in a second, or why it pins none.
+    /// Bytes of host memory that the driver pins in a second, or why it does not pin all that was tried.
     pub pinned_per_second: Result<u64, String>,
+    /// Bytes of host memory that the driver has pinned.
+    pub pinned_bytes: u64,
     /// Whether an allocation has a handle for another process, or why not.
     pub ipc: Result<(), String>,
     /// The costs of copies.
@@ -55,8 +57,7 @@ impl Trial {
         let context = Context::primary(device)?;
         let settings = Settings::get();
         let kernel = Kernels::new(&context, settings).prepare(true, None);
-        let exported = DeviceAllocation::new(&context, EXPORTED_BYTES)
-            .and_then(|memory| IpcHandle::of_allocation(&context, memory.address()));
+        let (pinned_bytes, pinned_per_second) = pin(&context);
         let name = device.name()?;
         let costs = match settings.method {
             Some(_) => CostSource::Setting,
@@ -65,27 +66,44 @@ impl Trial {
         };
         Ok(Self {
             kernel: kernel.map(|_| ()).map_err(|refusal| refusal.to_string()),
-            pinned_per_second: pinned_per_second(&context),
-            ipc: exported.map(|_| ()).map_err(|error| error.to_string()),
+            pinned_per_second,
+            pinned_bytes,
+            ipc: export(&context),
             costs,
             is_measured: settings.method.is_none() && !settings.is_uncalibrated,
         })
     }
 }
 
-/// Pins stages whose pages the system has given already, as many as a short measurement takes.
-fn pinned_per_second(context: &Context) -> Result<u64, String> {
+/// Exports an allocation.
+fn export(context: &Context) -> Result<(), String> {
+    let memory = DeviceAllocation::new(context, EXPORTED_BYTES).map_err(|error| {
+        format!("{} MiB of the GPU's memory can't be allocated: {error}", EXPORTED_BYTES >> 20)
+    })?;
+    let handle = IpcHandle::of_allocation(context, memory.address());
+    handle.map(|_| ()).map_err(|error| error.to_string())
+}
+
+/// Pins stages whose pages the system has given already, as many as a short measurement takes. Returns how many bytes were
+/// pinned, and the rate.
+fn pin(context: &Context) -> (u64, Result<u64, String>) {
     let mut stages = Vec::with_capacity(PINS);
     let mut spent = Duration::ZERO;
-    for _ in 0..PINS {
-        let memory = Mapping::populated(STAGE_BYTES).map_err(|error| error.to_string())?;
+    let refused = (0..PINS).find_map(|_| {
+        let memory = match Mapping::populated(STAGE_BYTES) {
+            Ok(memory) => memory,
+            Err(error) => return Some(format!("the system has no memory for it: {error}")),
+        };
         let began = Instant::now();
         // SAFETY: nothing copies from or to the memory.
         let pinned = unsafe { Pinned::new(context, memory) };
         spent += began.elapsed();
-        stages.push(pinned.map_err(|error| error.to_string())?);
-    }
-    let bytes = (PINS * STAGE_BYTES) as u128;
-    let per_second = bytes * 1_000_000_000 / spent.as_nanos().max(1);
-    Ok(u64::try_from(per_second).unwrap_or(u64::MAX))
+        pinned.map(|stage| stages.push(stage)).err().map(|error| error.to_string())
+    });
+    let bytes = (stages.len() * STAGE_BYTES) as u64;
+    let per_second = || {
+        let rate = u128::from(bytes) * 1_000_000_000 / spent.as_nanos().max(1);
+        u64::try_from(rate).unwrap_or(u64::MAX)
+    };
+    (bytes, refused.map_or_else(|| Ok(per_second()), Err))
 }

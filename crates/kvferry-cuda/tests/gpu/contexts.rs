@@ -2,10 +2,10 @@
 
 use crate::kit::*;
 use kvferry::{Access, After, Batch, FileOptions, Region, TransportKind};
-use kvferry_cuda::{Edge, Order, order};
+use kvferry_cuda::{Edge, Gpu, Order, order};
 use kvferry_sys::cuda::{Event, RawStream, Stream};
-use kvferry_testkit::Watchdog;
 use kvferry_testkit::pattern::Pattern;
+use kvferry_testkit::{Watchdog, eventually};
 use std::ffi::{c_int, c_void};
 
 const LEN: usize = 256 << 10;
@@ -154,4 +154,33 @@ fn refusals(thread: &Thread, near: &kvferry::Agent, region: &Region) {
     unknown.expect_err("no such stream");
     let memory = region.device_memory().expect("memory of a GPU").clone();
     thread.keeps("twice", || near.register_device(memory, Access::READ).map(drop)).expect("twice");
+}
+
+#[test]
+fn counters_of_a_gpu_are_the_sums_of_those_of_its_contexts() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    eventually("no GPU is in use", || Gpu::all().is_empty());
+    let gpu = rig.memory(0, LEN, 1);
+    let first = Pair::new(TransportKind::TCP, &gpu);
+    let batch = whole(&first.region, &first.to, LEN);
+    first.peer.write(&batch, &options()).expect("written");
+    // The agent has memory of the context that is gone, and memory of the next one.
+    rig.fake.destroy_context(0);
+    first.peer.write(&batch, &options()).expect_err("the context is gone");
+    let again = rig.memory(0, LEN, 2);
+    let second = Pair::new(TransportKind::TCP, &again);
+    let next = whole(&second.region, &second.to, LEN);
+    second.peer.write(&next, &options()).expect("written");
+    let each: Vec<_> =
+        Gpu::all().iter().map(|gpu| (gpu.counters().bytes_out, gpu.is_lost())).collect();
+    assert_eq!(each.len(), 2);
+    let named = Gpu::named_counters();
+    let values = |name: &str| -> Vec<u64> {
+        named.iter().filter(|(known, _)| known == name).map(|(_, value)| *value).collect()
+    };
+    assert_eq!(values("gpu0_bytes_out"), [each[0].0 + each[1].0]);
+    assert_eq!(values("gpu0_lost"), [u64::from(each[0].1 || each[1].1)]);
+    drop((batch, next, first, second, again, gpu));
+    rig.releases_contexts();
 }

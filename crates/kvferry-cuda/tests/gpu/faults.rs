@@ -54,8 +54,8 @@ fn a_sticky_error_ends_all_transfers_of_its_gpu_and_no_others() {
 #[test]
 fn a_gpu_that_is_removed_ends_its_transfers_and_what_comes_later_says_that_it_is_lost() {
     let _bound = Watchdog::new(LIMIT);
-    // What a driver reports then is not documented.
-    for (i, code) in ["46", "100", "101", "4", "214", "999"].into_iter().enumerate() {
+    // What a driver reports then is not documented. Errors that say nothing of copies are in `files.rs`.
+    for (i, code) in ["4", "214", "999"].into_iter().enumerate() {
         let Some(rig) = FakeRig::new(&[("removed_code", code)]) else { return };
         let kind = KINDS[i % 2];
         let (near, far) = (agent(kind), agent(kind));
@@ -155,7 +155,7 @@ fn counters_are_quiet() -> bool {
 #[test]
 fn memory_that_can_not_be_pinned_is_copied_one_piece_after_the_other() {
     let _bound = Watchdog::new(LIMIT);
-    for fault in [Fault::PinOom, Fault::PinTwice, Fault::PinTooLong] {
+    for fault in [Fault::PinOom, Fault::PinTooLong] {
         let Some(rig) = FakeRig::new(&[]) else { return };
         rig.fake.fault(fault, 1, u64::MAX / 2);
         let (near, far) = (agent(TransportKind::TCP), agent(TransportKind::TCP));
@@ -176,7 +176,6 @@ fn memory_that_can_not_be_pinned_is_copied_one_piece_after_the_other() {
         assert!(counters.unpinned_stages > 0 && counters.pinned_stages == 0, "{counters:?}");
         let by_reason = match fault {
             Fault::PinOom => counters.unpinned_memory,
-            Fault::PinTwice => counters.unpinned_registered,
             _ => counters.unpinned_other,
         };
         assert_eq!(by_reason, counters.unpinned_stages, "{fault:?}: {counters:?}");

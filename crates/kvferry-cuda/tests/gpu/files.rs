@@ -245,7 +245,8 @@ fn faults_strike(op: Op) {
             println!("{}: in no transfer with a file: {why}", fault.name());
             continue;
         }
-        let Some(rig) = FakeRig::new(&[]) else { return };
+        // A device that is gone by another error keeps memory in quarantine, see below.
+        let Some(rig) = FakeRig::new(&[("removed_code", "999")]) else { return };
         let method = method(fault);
         Settings::give(Some(Settings { method, is_uncalibrated: true, ..Settings::default() }));
         let max = if effect == Effect::Hang { 3 } else { OCCASIONS_MAX };
@@ -264,6 +265,33 @@ fn each_fault_of_a_driver_ends_a_transfer_from_a_gpu_to_a_file_and_no_byte_is_la
 #[test]
 fn each_fault_of_a_driver_ends_a_transfer_from_a_file_to_a_gpu_and_no_byte_is_late() {
     faults_strike(Op::Get);
+}
+
+#[test]
+fn two_stages_are_enough_for_a_file_and_a_peer_at_a_time() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let stages = Some(2);
+    Settings::give(Some(Settings { stages, is_uncalibrated: true, ..Settings::default() }));
+    let copier = Copier::new(&rig, 0, PIECES, PATIENCE / 5);
+    let len = 16 << 20;
+    let gpu = rig.memory(0, len, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    let batch = whole(&pair.region, &pair.to, len);
+    for (seed, op) in (10..).zip([Op::Put, Op::Get].repeat(3)) {
+        let sent = Pattern::new(seed).bytes(len);
+        rig.write(&gpu, 0, &sent);
+        let running = pair.peer.write_async(&batch, &options());
+        copier.run(&rig, op, seed, PATIENCE).expect("moved");
+        ended(&running).expect("written");
+        let mut got = vec![0; len];
+        pair.to.read_at(0, &mut got).expect("inside");
+        assert!(got == sent, "{op:?}, {seed}");
+    }
+    assert!(Gpu::all().iter().all(|gpu| gpu.counters().pinned_stages <= 2));
+    Settings::give(None);
+    drop((copier, batch, pair, gpu));
+    rig.ends_clean();
 }
 
 /// Begins a transfer whose copy never ends, and returns its error.
@@ -301,6 +329,55 @@ fn a_copy_that_never_ends_ends_a_transfer_with_a_file_and_a_shutdown_and_keeps_t
         drop(copier);
         rig.ends_clean();
     }
+}
+
+/// The GPU goes, by an error that says nothing of the copies that it has begun.
+fn a_gpu_goes(code: &str) {
+    let _bound = Watchdog::new(2 * LIMIT);
+    // The process never gets a GPU back that has gone.
+    for (device, op) in [(0, Op::Put), (1, Op::Get)] {
+        let Some(rig) = FakeRig::new(&[("removed_code", code)]) else { return };
+        let what = format!("{code}, {op:?}");
+        let struck = Copier::new(&rig, device, PIECES, SILENCE);
+        rig.fake.fault(Fault::DeviceRemoved, 1, 1);
+        let error = struck.run(&rig, op, 1, PATIENCE).expect_err("the GPU is gone");
+        assert_eq!((error.kind(), error.quiesced()), (ErrorKind::Internal, Some(false)), "{what}");
+        let text = format!("{error:?}");
+        assert!(text.contains(&format!("({code})")), "{what}: {text}");
+        let in_use = Gpu::all().into_iter().find(|gpu| gpu.device() == device);
+        let gpu = in_use.expect("its memory is registered");
+        assert!(gpu.is_lost() && gpu.counters().leaked > 0, "{what}: {gpu:?}");
+        let later = struck.run(&rig, op, 2, PATIENCE).expect_err("the GPU is lost");
+        assert!(format!("{later:?}").contains("restart the process"), "{what}: {later:?}");
+        assert_eq!(later.quiesced(), Some(true), "{what}: {later}");
+        if device == 0 {
+            let other = Copier::new(&rig, 1, PIECES, PATIENCE / 5);
+            other.run(&rig, op, 3, PATIENCE).expect("the other GPU");
+        }
+        let refused = struck.agent.unregister(&struck.region).expect_err("the GPU may copy");
+        assert_eq!(refused.kind(), ErrorKind::Quarantined, "{what}");
+        assert!(struck.region.is_quarantined(), "{what}");
+        // Nothing gives the memory back.
+        rig.fake.clear_faults();
+        eventually("the GPU does nothing", || rig.fake.counter("pending") == 0);
+        assert!(struck.region.is_quarantined(), "{what}");
+        assert_eq!(rig.findings(), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn a_gpu_that_is_unavailable_ends_its_transfers_and_keeps_their_memory() {
+    alone(|| a_gpu_goes("46"));
+}
+
+#[test]
+fn a_gpu_that_no_driver_sees_ends_its_transfers_and_keeps_their_memory() {
+    alone(|| a_gpu_goes("100"));
+}
+
+#[test]
+fn a_gpu_whose_number_is_refused_ends_its_transfers_and_keeps_their_memory() {
+    alone(|| a_gpu_goes("101"));
 }
 
 #[test]

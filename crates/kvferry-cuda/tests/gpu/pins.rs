@@ -3,11 +3,15 @@
 
 use crate::kit::*;
 use kvferry::TransportKind;
-use kvferry_cuda::Method;
 use kvferry_cuda::gpu::{STAGE_BYTES, Settings};
+use kvferry_cuda::{Gpu, Method};
+use kvferry_fakecuda::Fault;
 use kvferry_fakecuda::control::DEVICE_TO_HOST;
+use kvferry_sys::HostSpan;
+use kvferry_sys::cuda::{DeviceAllocation, HostRegistration};
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::{Watchdog, eventually};
+use std::ops::Range;
 use std::time::Duration;
 
 /// Settings that hold until the value is dropped.
@@ -115,7 +119,7 @@ fn a_stage_that_can_not_be_pinned_ahead_ends_the_pinning_and_no_transfer() {
     let _bound = Watchdog::new(LIMIT);
     let Some(rig) = FakeRig::new(&[]) else { return };
     let _given = Given::new(None, 4);
-    rig.fake.fault(kvferry_fakecuda::Fault::PinOom, 2, 1);
+    rig.fake.fault(Fault::PinOom, 2, 1);
     let len = 1 << 20;
     let gpu = rig.memory(0, len, 1);
     let pair = Pair::new(TransportKind::TCP, &gpu);
@@ -189,5 +193,164 @@ fn stages_beyond_those_pinned_ahead_are_unpinned_when_the_gpu_is_idle_and_pinned
         before.is_some() && sleeps() == before
     });
     drop((pairs, gpus));
+}
+
+#[test]
+fn the_first_use_of_a_stage_that_was_not_pinned_ahead_pins_it() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(Some(2), 2);
+    rig.fake.fault(Fault::PinOom, 1, 1);
+    let gpu = rig.memory(0, 64 << 10, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    eventually("a stage is refused", || counters().unpinned_memory == 1);
+    moves_both_ways(&rig, &pair, &gpu);
+    assert_eq!((counters().pinned_stages, counters().unpinned_stages), (1, 1));
+    drop((pair, gpu));
+    rig.ends_clean();
+}
+
+/// A registration of bytes of the first stage, in the place of one of other memory that was unmapped later.
+fn stale(rig: &FakeRig, gpu: &DeviceAllocation, bytes: Range<usize>) -> HostRegistration {
+    let memory = kvferry_cuda::memory(gpu.address(), gpu.len() as u64, None).expect("a GPU");
+    let at = memory.stages().as_ptr().wrapping_add(bytes.start);
+    // SAFETY: the stages stay mapped as long as a region of the GPU, and the span is only registered.
+    let span = unsafe { HostSpan::new(at, bytes.len()) };
+    // SAFETY: as above.
+    unsafe { HostRegistration::new(&rig.context(0), span) }.expect("registered")
+}
+
+/// Reads and writes all of the memory, and checks the bytes.
+fn moves_both_ways(rig: &FakeRig, pair: &Pair, gpu: &DeviceAllocation) {
+    let batch = whole(&pair.region, &pair.to, gpu.len());
+    let sent = Pattern::new(2).bytes(gpu.len());
+    pair.to.write_at(0, &sent).expect("inside");
+    pair.peer.read(&batch, &options()).expect("read");
+    assert!(rig.bytes(gpu, 0, gpu.len()) == sent, "in");
+    let sent = Pattern::new(3).bytes(gpu.len());
+    rig.write(gpu, 0, &sent);
+    pair.peer.write(&batch, &options()).expect("written");
+    let mut got = vec![0; gpu.len()];
+    pair.to.read_at(0, &mut got).expect("inside");
+    assert!(got == sent, "out");
+}
+
+#[test]
+fn a_registration_that_has_outlived_its_memory_is_ended_and_the_stage_there_is_pinned() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(Some(2), 0);
+    let gpu = rig.memory(0, 64 << 10, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    let stale = stale(&rig, &gpu, 0..8192);
+    moves_both_ways(&rig, &pair, &gpu);
+    let counted = counters();
+    assert_eq!((counted.pinned_stages, counted.unpinned_stages), (1, 0));
+    assert_eq!(rig.fake.counter("host_registered_bytes"), STAGE_BYTES as u64);
+    drop(pair);
+    eventually("the stage is unpinned", || rig.fake.counter("host_registrations") == 0);
+    drop((stale, gpu));
+    rig.ends_clean();
+}
+
+#[test]
+fn nothing_is_copied_through_a_stage_that_the_driver_has_for_registered() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(Some(2), 0);
+    let gpu = rig.memory(0, 64 << 10, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    // It does not begin where the stage does, so that it can't be ended.
+    let stale = stale(&rig, &gpu, 4096..8192);
+    moves_both_ways(&rig, &pair, &gpu);
+    let counted = counters();
+    assert_eq!((counted.pinned_stages, counted.unpinned_stages), (1, 1));
+    assert_eq!(counted.unpinned_registered, 1);
+    assert_eq!(rig.fake.counter("host_registered_bytes"), STAGE_BYTES as u64 + 4096);
+    drop(pair);
+    eventually("the stage is unpinned", || rig.fake.counter("host_registrations") == 1);
+    drop((stale, gpu));
+    rig.ends_clean();
+}
+
+#[test]
+fn without_a_stage_that_can_be_used_transfers_fail_and_say_so() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(Some(2), 0);
+    rig.fake.fault(Fault::PinTwice, 1, u64::MAX / 2);
+    let gpu = rig.memory(0, 64 << 10, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    let batch = whole(&pair.region, &pair.to, gpu.len());
+    for write in [true, false, true] {
+        let outcome = match write {
+            true => pair.peer.write(&batch, &options()).map(drop),
+            false => pair.peer.read(&batch, &options()).map(drop),
+        };
+        let error = outcome.expect_err("no stage");
+        assert_eq!(error.quiesced(), Some(true), "{error}");
+        assert!(format!("{error:?}").contains("has no host memory to copy through"), "{error:?}");
+    }
+    let counted = counters();
+    assert_eq!((counted.unpinned_registered, counted.unpinned_stages), (2, 2));
+    assert_eq!((counted.batches, counted.failed), (0, 3));
+    rig.fake.clear_faults();
+    drop((pair, batch, gpu));
+    rig.ends_clean();
+}
+
+#[test]
+fn pinning_that_finds_the_context_destroyed_loses_the_gpu_before_anything_is_copied() {
+    let _bound = Watchdog::new(LIMIT);
+    let mut found = 0;
+    for at in 1..=24 {
+        let Some(rig) = FakeRig::new(&[]) else { return };
+        let _given = Given::new(Some(2), 0);
+        let gpu = rig.memory(0, 64 << 10, 1);
+        let pair = Pair::new(TransportKind::TCP, &gpu);
+        let batch = whole(&pair.region, &pair.to, gpu.len());
+        rig.fake.fault(Fault::ContextDestroyed, at, 1);
+        let outcome = pair.peer.write(&batch, &options());
+        rig.fake.clear_faults();
+        let counted = counters();
+        if counted.unpinned_stages > 0 {
+            found += 1;
+            outcome.expect_err("the context is gone");
+            assert_eq!((counted.unpinned_other, counted.batches), (1, 0), "call {at}");
+        }
+        drop((pair, batch, gpu));
+        eventually("no GPU is in use", || Gpu::all().is_empty());
+        rig.releases_contexts();
+    }
+    assert!(found > 0, "no call that pins was struck");
+}
+
+/// Everything of one GPU to another at the same time as everything of that one to this.
+#[test]
+fn two_stages_of_each_gpu_are_enough_for_two_pairs_of_gpus_at_a_time() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(Some(2), 0);
+    let len = 16 << 20;
+    let gpus = [(0, 1), (1, 2), (1, 3), (0, 4)].map(|(device, seed)| rig.memory(device, len, seed));
+    let agents = [(); 4].map(|()| agent(TransportKind::TCP));
+    let regions = [0, 1, 2, 3].map(|i| register(&agents[i], &gpus[i]));
+    // The first of each pair writes to the second, and reads from it.
+    let pairs = [(0, 1), (2, 3)];
+    let peers = pairs.map(|(near, far)| peer_of(&agents[near], &agents[far]));
+    let batches = pairs.map(|(near, far)| whole(&regions[near], &regions[far], len));
+    let written = [0, 1].map(|i| peers[i].write_async(&batches[i], &options()));
+    written.iter().for_each(|transfer| ended(transfer).expect("written"));
+    for ((near, far), seed) in pairs.into_iter().zip([1, 3]) {
+        assert!(rig.bytes(&gpus[far], 0, len) == Pattern::new(seed).bytes(len), "{near} to {far}");
+        rig.write(&gpus[far], 0, &Pattern::new(10 + seed).bytes(len));
+    }
+    let read = [0, 1].map(|i| peers[i].read_async(&batches[i], &options()));
+    read.iter().for_each(|transfer| ended(transfer).expect("read"));
+    for ((near, far), seed) in pairs.into_iter().zip([11, 13]) {
+        assert!(rig.bytes(&gpus[near], 0, len) == Pattern::new(seed).bytes(len), "{far} to {near}");
+    }
+    assert!(rig.fake.counter("host_registered_bytes") <= 4 * STAGE_BYTES as u64);
+    drop((written, read, batches, peers, regions, agents, gpus));
     rig.ends_clean();
 }

@@ -155,6 +155,7 @@ pub(crate) unsafe extern "C" fn cuDeviceGetAttribute(
             // Warp, copy engines, unified addresses, mapped host memory.
             10 => 32,
             16 => 132,
+            20 => session.config.compute_mode,
             40 => 4,
             19 | 41 => 1,
             33 => session.devices[device].bus() as c_int,

@@ -156,6 +156,7 @@ pub(super) const CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR: CUpointer_attribute = 1
 pub(super) const CU_POINTER_ATTRIBUTE_MEMORY_BLOCK_ID: CUpointer_attribute = 20;
 
 pub(super) const CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: CUdevice_attribute = 16;
+pub(super) const CU_DEVICE_ATTRIBUTE_COMPUTE_MODE: CUdevice_attribute = 20;
 pub(super) const CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT: CUdevice_attribute = 40;
 pub(super) const CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: CUdevice_attribute = 41;
 pub(super) const CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: CUdevice_attribute = 75;
@@ -173,6 +174,9 @@ pub(super) const CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS: CUdev
 pub(super) const CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING: CUdevice_attribute = 118;
 pub(super) const CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED: CUdevice_attribute = 124;
 pub(super) const CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED: CUdevice_attribute = 128;
+
+/// A value of the attribute `CU_DEVICE_ATTRIBUTE_COMPUTE_MODE`.
+pub(super) const CU_COMPUTEMODE_EXCLUSIVE_PROCESS: c_int = 3;
 
 pub(super) const CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST: c_uint = 1;
 pub(super) const CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER: c_uint = 100;

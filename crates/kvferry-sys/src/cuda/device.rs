@@ -188,6 +188,15 @@ impl Device {
         Ok(active != 0)
     }
 
+    /// Whether the device lets only one process have a context at a time.
+    ///
+    /// # Errors
+    /// If the driver refuses, or in a forked child.
+    pub fn is_exclusive(&self) -> Result<bool> {
+        let mode = self.attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_MODE)?;
+        Ok(mode == CU_COMPUTEMODE_EXCLUSIVE_PROCESS)
+    }
+
     /// The host's NUMA node next to the device, where the kernel knows it.
     pub fn numa_node(&self) -> Option<u32> {
         numa_node_of(&self.pci_bus_id().ok()?)

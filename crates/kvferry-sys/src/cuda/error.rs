@@ -24,6 +24,16 @@ pub enum Unavailable {
     Forked,
 }
 
+impl Unavailable {
+    /// True if the library was not asked to initialise the driver.
+    pub(super) fn is_before_init(&self) -> bool {
+        matches!(
+            self,
+            Self::NoLibrary(_) | Self::BrokenLibrary(_) | Self::TooOld(_) | Self::MissingSymbols(_)
+        )
+    }
+}
+
 /// The oldest CUDA version of a driver that is used: 11.4.
 pub const OLDEST_VERSION: i32 = 11_040;
 

@@ -38,6 +38,19 @@ impl HostRegistration {
         Ok(Self { context: context.clone(), span })
     }
 
+    /// Ends a registration of other memory, which was unmapped before, at the address of `span`.
+    ///
+    /// # Errors
+    /// If the driver has no registration that begins there, or refuses; in a forked child.
+    ///
+    /// # Safety
+    /// Nothing has registered the memory that is mapped there now, and no copy uses it.
+    pub unsafe fn end_stale(context: &Context, span: HostSpan) -> Result<()> {
+        let _entered = context.enter()?;
+        // SAFETY: by the caller's promise, the registration is of memory that is not mapped any more.
+        unsafe { call!(context.driver(), host_unregister(span.as_ptr().cast())) }
+    }
+
     /// The registered memory.
     pub fn span(&self) -> HostSpan {
         self.span

@@ -35,6 +35,11 @@ impl Driver {
     /// # Errors
     /// The reason why this process can't use the driver.
     pub fn get() -> std::result::Result<&'static Self, &'static Unavailable> {
+        if let Some(Err(why)) = DRIVER.get()
+            && why.is_before_init()
+        {
+            return Err(why);
+        }
         if !Self::claim() {
             // A failure is the child's as well.
             return match DRIVER.get() {
@@ -42,7 +47,12 @@ impl Driver {
                 _ => Err(&FORKED),
             };
         }
-        DRIVER.get_or_init(|| load(&library_file())).as_ref()
+        let loaded = DRIVER.get_or_init(|| load(&library_file())).as_ref();
+        if loaded.is_err_and(Unavailable::is_before_init) {
+            // Nothing was initialised that a child could not use.
+            let _ = USER.compare_exchange(this_process(), 0, Ordering::Relaxed, Ordering::Relaxed);
+        }
+        loaded
     }
 
     /// The driver, if [`Driver::get`] has initialised it in this process. Loads none, calls none, and waits for no thread.
@@ -179,6 +189,8 @@ fn check_init(
 ) -> std::result::Result<(), Unavailable> {
     match code {
         CUDA_SUCCESS => Ok(()),
+        // Another library of a parent has initialised it.
+        CUDA_ERROR_NOT_INITIALIZED if fd::forks() > 0 => Err(Unavailable::Forked),
         CUDA_ERROR_NO_DEVICE => Err(Unavailable::NoDevice),
         CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => Err(Unavailable::Mismatch),
         code => Err(Unavailable::Init(failure(table, call, code))),

@@ -63,7 +63,7 @@ fn compiled(test: &str, macros: &[&str]) -> Option<PathBuf> {
     let library = folder.join("libcuda.so.1");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/stub.c");
     let built = Command::new("cc")
-        .args(["-shared", "-fPIC", "-w", "-o"])
+        .args(["-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o"])
         .arg(&library)
         .args(macros.iter().map(|it| format!("-D{it}")))
         .arg(source)

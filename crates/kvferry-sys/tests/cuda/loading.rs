@@ -5,7 +5,11 @@ use kvferry_sys::cuda::{
     BatchCall, Context, DeviceUuid, Driver, Error, Event, Stream, Unavailable, WritesOrdering,
     host_function,
 };
+use kvferry_sys::host::LoadedDriver;
 use std::path::Path;
+
+/// The start of the stub's memory of a device.
+const DEVICE: usize = 0x70 << 40;
 
 /// Any thread may use and drop what the driver gives.
 const _: () = {
@@ -269,6 +273,51 @@ fn a_forked_child_hears_why_its_parent_has_no_driver() {
     with_library("loading::a_forked_child_hears_why_its_parent_has_no_driver", file, || {
         let why = refused().0;
         assert!(in_child(|| Driver::get().is_err_and(|it| *it == why)));
+    });
+}
+
+/// Whether the driver that this process has loaded says that a byte is memory of a device.
+fn is_of_a_device(address: usize) -> bool {
+    LoadedDriver::find().expect("it is loaded").has_device_memory_at(address)
+}
+
+#[test]
+fn a_driver_that_answers_without_knowing_the_memory_is_left_to_a_forked_child() {
+    let test =
+        "loading::a_driver_that_answers_without_knowing_the_memory_is_left_to_a_forked_child";
+    let environment = &[("STUB_FAIL", "cuPointerGetAttribute=999")];
+    with_stub(test, &Stub { environment, ..Stub::default() }, || {
+        let stub = stub();
+        assert!(!is_of_a_device(DEVICE));
+        assert!(stub.calls().iter().any(|call| call.starts_with("cuPointerGetAttribute ")));
+        assert!(in_child(|| Driver::get().is_ok()));
+        // An answer that an initialised driver gives.
+        stub.fail("cuPointerGetAttribute=1");
+        assert!(!is_of_a_device(DEVICE));
+        assert!(in_child(|| Driver::get().is_err_and(|why| *why == Unavailable::Forked)));
+    });
+}
+
+#[test]
+fn a_library_that_was_refused_before_its_first_call_is_asked_in_a_forked_child() {
+    let test =
+        "loading::a_library_that_was_refused_before_its_first_call_is_asked_in_a_forked_child";
+    let stub_of = Stub { macros: &["WITHOUT_EVENTS"], ..Stub::default() };
+    with_stub(test, &stub_of, || {
+        let _stub = stub();
+        let why = refused().0;
+        assert!(in_child(|| is_of_a_device(DEVICE) && Driver::get().is_err_and(|it| *it == why)));
+    });
+}
+
+#[test]
+fn a_child_in_which_the_driver_is_not_initialised_hears_that_it_was_forked() {
+    let test = "loading::a_child_in_which_the_driver_is_not_initialised_hears_that_it_was_forked";
+    let environment = &[("STUB_FAIL", "cuInit=3")];
+    with_stub(test, &Stub { environment, ..Stub::default() }, || {
+        // As an agent does.
+        kvferry_sys::fd::install_fork_handlers().expect("a placeholder");
+        assert!(in_child(|| Driver::get().is_err_and(|why| *why == Unavailable::Forked)));
     });
 }
 

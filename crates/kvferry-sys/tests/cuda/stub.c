@@ -209,6 +209,10 @@ CUresult cuPointerGetAttributes(unsigned n, unsigned *names, void **places, Addr
     }
     return 0;
 }
+CUresult cuPointerGetAttribute(void *place, unsigned name, Address at) {
+    CALL("cuPointerGetAttribute", " %u %lx", name, at);
+    return cuPointerGetAttributes(1, &name, &place, at);
+}
 CUresult cuMemRetainAllocationHandle(uint64_t *handle, void *at) {
     CALL("cuMemRetainAllocationHandle", " %p", at);
     if ((Address)at >> 40 != 0x71) return 1;

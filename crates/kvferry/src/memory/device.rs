@@ -304,10 +304,10 @@ impl Copy {
 /// them any more. Dropping it without [`DeviceCopy::complete`] fails the copy.
 ///
 /// A copy by [`DeviceCopy::as_ptr`], such as a GPU's, must have ended before the batch is completed or dropped:
-/// a device that loses track of it must leak the batch (`std::mem::forget`). The pool never gets its stage back: once
-/// all stages are lost, every transfer of the device's memory waits for one until its deadline. Its regions can be used,
-/// but stay in quarantine once they are unregistered. Its transfer ends when the agent's limit of silence has passed
-/// since the transfer was stopped, by its deadline, say: it has failed, and
+/// a device that loses track of it must call [`DeviceCopy::lose`], or leak the batch (`std::mem::forget`). The pool never
+/// gets its stage back: once all stages are lost, every transfer of the device's memory waits for one until its deadline.
+/// Its regions can be used, but stay in quarantine once they are unregistered. Its transfer ends when the agent's limit of
+/// silence has passed since the transfer was stopped, by the error of `lose` or its deadline: it has failed, and
 /// [`Error::quiesced`](crate::Error::quiesced) is `Some(false)`.
 ///
 /// A lost copy may still read and write its pieces. Their memory must not be used for anything else, nor registered
@@ -360,6 +360,18 @@ impl DeviceCopy {
         self.span(0, self.len()).as_ptr()
     }
 
+    /// Moves the batch to a free stage, for a device that can't copy from or to the batch's own. The pool never gets that one
+    /// back. False if no stage is free: the batch is as before.
+    pub fn leave_stage(&mut self) -> bool {
+        let (copy, stage, _) = self.owned.as_mut().expect("there until it is dropped");
+        let former = stage.span(0, copy.len);
+        let is_other = stage.exchange();
+        if is_other && copy.direction == Direction::In {
+            stage.span(0, copy.len).copy_from_span(&former);
+        }
+        is_other
+    }
+
     /// Copies `bytes` to the stage's bytes from `at` on.
     ///
     /// # Panics
@@ -380,6 +392,17 @@ impl DeviceCopy {
     /// the stage, may be those of before or those that were to be copied.
     pub fn complete(mut self, result: io::Result<()>) {
         self.end(result);
+    }
+
+    /// Fails a copy that the device can't follow any more, and that may still run. Its stage and its regions are never given
+    /// back.
+    pub fn lose(mut self, error: io::Error) {
+        if let Some((copy, stage, regions)) = self.owned.take() {
+            // Before anything that may panic: a drop would give them back. The gate counts the copy for ever.
+            std::mem::forget((stage, regions));
+            *copy.outcome.lock() = Some(Err(error));
+            (copy.wake)();
+        }
     }
 
     fn end(&mut self, result: io::Result<()>) {

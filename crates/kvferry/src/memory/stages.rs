@@ -323,6 +323,13 @@ impl Stage {
         self
     }
 
+    /// Takes a free stage in the place of this one, which the pool never gets back. False if none is free.
+    pub(crate) fn exchange(&mut self) -> bool {
+        let free = self.pool.state().free.pop();
+        self.index = free.unwrap_or(self.index);
+        free.is_some()
+    }
+
     /// Bytes that the stage takes.
     pub(crate) fn room(&self) -> usize {
         self.pool.stage_bytes - self.lead
@@ -390,6 +397,20 @@ mod tests {
         drop((a, c));
         let state = pool.state();
         assert_eq!((state.free.len(), state.waiting.len(), state.users.len()), (1, 0, 0));
+    }
+
+    #[test]
+    fn a_stage_in_whose_place_another_is_taken_never_comes_back() {
+        let pool = StagePool::new(PAGE, 2).expect("memory");
+        let (a, _) = user(&pool);
+        let mut stage = a.take(0).expect("free").aligned_as(5);
+        let former = stage.span(0, 1).as_ptr();
+        assert!(stage.exchange());
+        assert_ne!(stage.span(0, 1).as_ptr(), former);
+        assert_eq!(stage.span(0, 1).as_ptr() as u64 % LINE, 5);
+        assert!(!stage.exchange(), "none is free");
+        drop(stage);
+        assert_eq!(pool.free(), 1);
     }
 
     #[test]

@@ -5,6 +5,7 @@ use crate::wire::target::{OK, READ, V2, WRITE, connect_at, request, status, writ
 use crate::wire::{NEVER, PAGE, handshake, pattern};
 use kvferry::Batch;
 use kvferry_cuda::Order;
+use kvferry_cuda::gpu::Settings;
 use kvferry_fakecuda::control::{COMPUTE, DEVICE_TO_HOST, Fake, FakeKernel, library_path};
 use kvferry_mooncake::{MooncakeEngine, Moves};
 use kvferry_sys::cuda::{Context, DeviceAllocation, Driver, Stream};
@@ -127,6 +128,40 @@ fn memory_of_a_gpu_is_moved_to_and_from_a_stock_peer() {
         assert!(stock.memory() == woven(&pattern(4, LEN), &pattern(9, LEN)), "{version}");
         engine.shutdown();
     }
+    assert_eq!(fake.findings(), Vec::<String>::new());
+}
+
+#[test]
+fn two_stages_of_a_gpu_are_enough_for_transfers_of_engines_and_stock_peers_at_a_time() {
+    let fake = loaded();
+    let few = Settings { stages: Some(2), is_uncalibrated: true, ..Settings::default() };
+    Settings::give(Some(few));
+    let stock = StockPeer::start(LEN, Behaviour::default());
+    stock.fill(&pattern(9, LEN));
+    let (near, far) = (engine(), engine());
+    let ours = [1, 2, 3].map(|seed| memory(fake, 0, seed));
+    let theirs = [4, 5].map(|seed| memory(fake, 1, seed));
+    for (engine, memories) in [(&near, &ours[..]), (&far, &theirs[..])] {
+        let addresses: Vec<u64> = memories.iter().map(DeviceAllocation::address).collect();
+        let lens = vec![LEN as u64; addresses.len()];
+        assert_eq!(engine.register(&addresses, &lens, "*"), 0, "{}", engine.last_error());
+    }
+    let (to_far, to_near, to_stock) = (address(&far), address(&near), stock.address());
+    for _ in 0..20 {
+        let near_ids = [
+            near.submit(moves(true, &to_far, ours[0].address(), theirs[0].address()), &|| false),
+            near.submit(moves(false, &to_stock, ours[2].address(), BASE), &|| false),
+        ];
+        let far_id =
+            far.submit(moves(true, &to_near, theirs[1].address(), ours[1].address()), &|| false);
+        assert_eq!(near.wait(&near_ids, &|| false), 0, "{}", near.last_error());
+        assert_eq!(far.wait(&[far_id], &|| false), 0, "{}", far.last_error());
+    }
+    assert!(bytes(fake, &theirs[0]) == woven(&pattern(1, LEN), &pattern(4, LEN)));
+    assert!(bytes(fake, &ours[1]) == woven(&pattern(5, LEN), &pattern(2, LEN)));
+    assert!(bytes(fake, &ours[2]) == woven(&pattern(9, LEN), &pattern(3, LEN)));
+    [near, far].iter().for_each(MooncakeEngine::shutdown);
+    Settings::give(None);
     assert_eq!(fake.findings(), Vec::<String>::new());
 }
 

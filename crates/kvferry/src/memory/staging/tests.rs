@@ -308,16 +308,27 @@ fn a_device_may_complete_copies_before_its_calls_return() {
 
 #[test]
 fn a_batch_that_its_device_loses_keeps_stage_and_region_in_use() {
-    let (table, device) = (RegionTable::default(), Manual::new(STAGE, 2));
-    let region = device.region(&table, 0, STAGE);
-    let pieces = Arc::new(scattered(&region, 1, 512));
-    let mut cursor = cursor(Direction::Out, &pieces, &counted().0);
-    assert_eq!(take(&mut cursor, STAGE, &mut Vec::new()), Lent::NotReady);
-    std::mem::forget(device.started.lock().remove(0));
-    drop(cursor);
-    table.remove(&region).expect("registered");
-    assert!(region.is_quarantined());
-    assert_eq!(device.stages.free(), 1);
+    for is_told in [false, true] {
+        let (table, device) = (RegionTable::default(), Manual::new(STAGE, 2));
+        let region = device.region(&table, 0, STAGE);
+        let pieces = Arc::new(scattered(&region, 1, 512));
+        let (wake, woken) = counted();
+        let mut cursor = cursor(Direction::Out, &pieces, &wake);
+        assert_eq!(take(&mut cursor, STAGE, &mut Vec::new()), Lent::NotReady);
+        let (_, copy) = device.started.lock().remove(0);
+        if is_told {
+            copy.lose(io::Error::other("no event"));
+            assert_eq!(woken.load(Ordering::SeqCst), 1);
+            let fault = cursor.lend(STAGE, &mut |_| Ok(0)).expect_err("the device has lost it");
+            assert!(format!("{fault:?}").contains("no event"), "{fault:?}");
+        } else {
+            std::mem::forget(copy);
+        }
+        drop(cursor);
+        table.remove(&region).expect("registered");
+        assert!(region.is_quarantined(), "{is_told}");
+        assert_eq!(device.stages.free(), 1);
+    }
 }
 
 #[test]
