@@ -146,8 +146,8 @@ class Instance(Server):
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONUNBUFFERED": "1",
             # Killed servers leave sockets and files behind; here they are removed with the run.
-            "TMPDIR": str(self.setup.scratch),
-            "VLLM_RPC_BASE_PATH": str(self.setup.scratch),
+            "TMPDIR": str(self.setup.temporary),
+            "VLLM_RPC_BASE_PATH": str(self.setup.temporary),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CACHE_ROOT": str(self.setup.folder / "vllm-cache"),

@@ -45,6 +45,15 @@ class Setup:
     scratch: Path
     engine_env: Mapping[str, str]
 
+    @property
+    def temporary(self) -> Path:
+        """The servers' folder for temporary files. No model is beside them: one whose folders change while a server
+        starts may be another one.
+        """
+        folder = self.scratch / "tmp"
+        folder.mkdir(exist_ok=True)
+        return folder
+
 
 @dataclass(kw_only=True)
 class Server(ABC):
