@@ -425,8 +425,11 @@ def offload_phases(run: Run) -> None:
 
 def weights_phases(run: Run) -> None:
     """Two instances on one directory, whose weights were under one path when they started."""
-    path = run.setup.scratch / "weights"
-    store = {"disk": str(run.setup.scratch / "store"), "disk_gib": 0.5, "host_gib": 0.0625}
+    path, store_folder = run.setup.scratch / "weights", run.setup.scratch / "store"
+    store = {"disk": str(store_folder), "disk_gib": 0.5, "host_gib": 0.0625}
+    # Nothing is made beside the weights while a server starts, which could as well be other weights.
+    for folder in (store_folder, run.setup.temporary):
+        folder.mkdir(exist_ok=True)
 
     def start(name: str, number: int) -> Instance:
         kept: dict[str, Any] = {"caching": True, "cache_mib": 256, "unbound": True, "store": store, "model": str(path)}
