@@ -211,6 +211,11 @@ CUresult cuPointerGetAttributes(unsigned n, unsigned *names, void **places, Addr
 }
 CUresult cuPointerGetAttribute(void *place, unsigned name, Address at) {
     CALL("cuPointerGetAttribute", " %u %lx", name, at);
+    // Of an address that the driver does not know, this function fails where the other one gives zeros.
+    unsigned type = 0, of_type = 2;
+    void *to = &type;
+    CUresult code = cuPointerGetAttributes(1, &of_type, &to, at);
+    if (code || !type) return code ? code : 1;
     return cuPointerGetAttributes(1, &name, &place, at);
 }
 CUresult cuMemRetainAllocationHandle(uint64_t *handle, void *at) {
