@@ -465,6 +465,23 @@ int kvferry_region_register_cuda(const struct kvferry_agent *agent,
                                  struct kvferry_region **region,
                                  struct kvferry_error *error);
 
+// Registers memory of a GPU as `kvferry_region_register_cuda` does. `device` names the GPU that owns it: by its UUID,
+// such as `GPU-8c1b1a5e-…` of `nvidia-smi -L`, by its address on the PCI bus, such as `0000:1b:00.0`, or by its number
+// in this process. UUID and address are the same in all processes, whatever `CUDA_VISIBLE_DEVICES` is.
+//
+// `KVFERRY_INVALID_ARGUMENT`: also if no GPU that this process sees has the name; the error's text lists those that it
+// sees.
+//
+// Any thread. After a fork: `KVFERRY_FORKED`.
+int kvferry_region_register_cuda_device(const struct kvferry_agent *agent,
+                                        uint64_t address,
+                                        size_t len,
+                                        const char *device,
+                                        uint32_t access,
+                                        const char *name,
+                                        struct kvferry_region **region,
+                                        struct kvferry_error *error);
+
 // Allocates `len` zeroed bytes and registers them; `kvferry_region_unregister` frees them. From 1 MiB
 // on, agents of the same user on this host map the memory, which is the fastest way to copy.
 //
