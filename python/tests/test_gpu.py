@@ -266,7 +266,7 @@ def test_a_gpu_is_named_by_its_uuid_or_its_pci_address(driver: Driver, agent: kv
     for array, other in zip(arrays, reversed(arrays), strict=True):
         for name in names(driver, array.device):
             for device in (name, name.upper(), f"cuda:{name}"):
-                for buffer in (array, (array.address, NBYTES), Exported(array, (NBYTES // 2,), (1,))):
+                for buffer in (array, (array.address, NBYTES), Exported(array, (NBYTES // 4,), (1,))):
                     agent.unregister(agent.register(buffer, device=device))
                 (region,) = agent.register_batch([(array.address, NBYTES)], device=device)
                 agent.unregister(region)

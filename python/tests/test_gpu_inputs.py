@@ -270,7 +270,8 @@ REMOVED = """
 
 
 def test_a_gpu_that_is_removed_is_lost_and_what_comes_later_says_so(tmp_path: Path) -> None:
-    ended = run_python(REMOVED, env=ALONE | {"FILE": str(tmp_path / "file")})
+    # A transfer whose copy may still run fails once the limit of silence has passed.
+    ended = run_python(REMOVED, env=ALONE | {"FILE": str(tmp_path / "file"), "KVFERRY_SILENCE_MS": "2000"})
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     assert [line.rsplit(maxsplit=1)[0] for line in lines[:2]] == ["the first InternalError", "the next InternalError"]
