@@ -49,6 +49,8 @@ pub const STAGE_BYTES: usize = 4 << 20;
 /// Stages of a GPU, at most, unless `KVFERRY_GPU_STAGES` says otherwise. Only those that were used lately, and a few more,
 /// are pinned. 256 MiB.
 pub const STAGES: usize = 64;
+/// Address space behind the stages for the place of those that the driver has for registered, in stages.
+const RESERVE: usize = 8;
 /// Pieces of one batch, at most: a stage of blocks of 1 KiB.
 pub const PIECES_MAX: usize = 4096;
 
@@ -119,7 +121,7 @@ impl Gpu {
         }
         let device = context.device().ordinal();
         let settings = Settings::get();
-        let stages = StagePool::new(STAGE_BYTES, settings.stages())
+        let stages = StagePool::with_reserve(STAGE_BYTES, settings.stages(), RESERVE)
             .map_err(|error| Error::Host { device, why: error.to_string() })?;
         if let Some(node) = context.device().numa_node()
             && let Err(error) = stages.prefer_node(node)

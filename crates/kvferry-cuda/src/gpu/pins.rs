@@ -61,8 +61,8 @@ pub(super) enum Pinned {
 impl Pins {
     /// No stage is pinned yet.
     pub(super) fn new(shared: &Shared, settings: Settings) -> Self {
-        let stages: Vec<Pin> = (0..shared.stages.stages()).map(|_| Pin::default()).collect();
-        let ahead = settings.pin_ahead.min(stages.len());
+        let stages = (0..shared.stages.all_stages()).map(|_| Pin::default()).collect();
+        let ahead = settings.pin_ahead.min(shared.stages.stages());
         Self {
             stages,
             next: 0,
@@ -143,11 +143,11 @@ impl Pins {
         true
     }
 
-    /// Pins the stage of a batch, unless it was pinned before. A batch whose stage the driver takes for registered moves to a
-    /// free one.
+    /// Pins the stage of a batch, unless it was pinned before. A batch whose stage the driver takes for registered moves to
+    /// one in reserve, or a free one.
     ///
     /// # Errors
-    /// If no free stage can be used, or the GPU is lost, which pinning may find out.
+    /// If none of these can be used, or the GPU is lost, which pinning may find out.
     pub(super) fn pin(&mut self, shared: &Shared, copy: &mut DeviceCopy) -> Result<Pinned, Error> {
         loop {
             let pinned = if shared.lost().is_some() { None } else { self.pin_own(shared, copy) };

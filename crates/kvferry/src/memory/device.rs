@@ -360,8 +360,9 @@ impl DeviceCopy {
         self.span(0, self.len()).as_ptr()
     }
 
-    /// Moves the batch to a free stage, for a device that can't copy from or to the batch's own. The pool never gets that one
-    /// back. False if no stage is free: the batch is as before.
+    /// Moves the batch to a stage in reserve or a free one, for a device that can't copy from or to the batch's own. The pool
+    /// never gets that one back. False if there is no other: the batch is as before, and the pool does not get its stage back
+    /// when it ends, unless that is the last one.
     pub fn leave_stage(&mut self) -> bool {
         let (copy, stage, _) = self.owned.as_mut().expect("there until it is dropped");
         let former = stage.span(0, copy.len);
@@ -399,7 +400,8 @@ impl DeviceCopy {
     pub fn lose(mut self, error: io::Error) {
         if let Some((copy, stage, regions)) = self.owned.take() {
             // Before anything that may panic: a drop would give them back. The gate counts the copy for ever.
-            std::mem::forget((stage, regions));
+            std::mem::forget(regions);
+            stage.lose();
             *copy.outcome.lock() = Some(Err(error));
             (copy.wake)();
         }

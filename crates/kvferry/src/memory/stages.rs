@@ -3,7 +3,7 @@
 //! Ownership: the pool belongs to the device, so that the device can register the memory with its driver
 //! ("pin" it) once. A [`Stage`] is one part of it, held by a batch or a cursor until it is dropped.
 //!
-//! Bound and fairness: the pool never grows. A user that has no stage and finds none free waits in a queue, and
+//! Bound and fairness: the pool never grows; stages in reserve replace those that the device can't use. A user that has no stage and finds none free waits in a queue, and
 //! a stage that is given back goes to the user at the head of it. A user that has stages takes further ones only
 //! while no user waits, and only up to its part: the stages divided by the users. It never waits for a further one.
 //! A cursor that waits for its peer and has no stage is no user (`Staging::park`).
@@ -38,6 +38,7 @@ pub struct StagePool {
     memory: Mapping,
     stage_bytes: usize,
     stages: usize,
+    reserve: usize,
     state: Mutex<State>,
 }
 
@@ -45,6 +46,10 @@ pub struct StagePool {
 struct State {
     /// Free stages, the first to be used last. Empty while users wait.
     free: Vec<usize>,
+    /// Stages that no one has had, for the place of those that a device can't use.
+    reserve: Vec<usize>,
+    /// Stages that are free or come back.
+    in_use: usize,
     users: FxHashMap<u64, User>,
     /// Users that wait for a stage, in the order of their arrival.
     waiting: VecDeque<u64>,
@@ -107,14 +112,36 @@ impl StagePool {
     /// `InvalidInput` if there are no stages, if `stage_bytes` is not a multiple of 4096, or for more bytes than
     /// can be addressed; else the kernel's error.
     pub fn new(stage_bytes: usize, stages: usize) -> io::Result<Arc<Self>> {
+        Self::with_reserve(stage_bytes, stages, 0)
+    }
+
+    /// A pool as [`StagePool::new`] makes it, with more stages behind the others. Each of these takes the place of a stage
+    /// that the device can't use, so that the others do not become fewer.
+    ///
+    /// # Errors
+    /// Those of [`StagePool::new`].
+    pub fn with_reserve(
+        stage_bytes: usize,
+        stages: usize,
+        reserve: usize,
+    ) -> io::Result<Arc<Self>> {
+        if stages == 0 {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "no stages"));
+        }
         if !stage_bytes.is_multiple_of(PAGE) {
             let what = format!("a stage of {stage_bytes} bytes, not a multiple of {PAGE}");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
         }
-        let bytes = stage_bytes.checked_mul(stages).ok_or(io::ErrorKind::InvalidInput)?;
+        let all = stages.checked_add(reserve).ok_or(io::ErrorKind::InvalidInput)?;
+        let bytes = stage_bytes.checked_mul(all).ok_or(io::ErrorKind::InvalidInput)?;
         let memory = Mapping::kept_from_children(bytes)?;
-        let state = State { free: (0..stages).rev().collect(), ..State::default() };
-        Ok(Arc::new(Self { memory, stage_bytes, stages, state: Mutex::new(state) }))
+        let state = State {
+            free: (0..stages).rev().collect(),
+            reserve: (stages..all).rev().collect(),
+            in_use: stages,
+            ..State::default()
+        };
+        Ok(Arc::new(Self { memory, stage_bytes, stages, reserve, state: Mutex::new(state) }))
     }
 
     /// Has the memory of stages that were not used yet come from a NUMA node, as long as the node has some.
@@ -130,9 +157,14 @@ impl StagePool {
         self.stage_bytes
     }
 
-    /// Number of stages.
+    /// Number of stages, without those in reserve.
     pub fn stages(&self) -> usize {
         self.stages
+    }
+
+    /// Number of stages, with those in reserve, which lie behind the others.
+    pub fn all_stages(&self) -> usize {
+        self.stages + self.reserve
     }
 
     /// Start address of the stages, which follow each other, for the calls that pin them. Whole stages must be
@@ -156,6 +188,24 @@ impl StagePool {
         let wake = self.state().pass_last(stage);
         if let Some(wake) = wake {
             wake();
+        }
+        true
+    }
+
+    /// Takes a stage that the device can't use out of the pool, if no copy and no transfer has it. One in reserve takes its
+    /// place. Without one, the last stage stays, so that transfers fail by it, and do not wait for none.
+    ///
+    /// Returns whether the stage is out of the pool.
+    pub fn retire(&self, stage: usize) -> bool {
+        let mut state = self.state();
+        let Some(at) = state.free.iter().position(|free| *free == stage) else { return false };
+        match state.reserve.pop() {
+            Some(other) => state.free[at] = other,
+            None if state.in_use > 1 => {
+                state.free.remove(at);
+                state.in_use -= 1;
+            }
+            None => return false,
         }
         true
     }
@@ -261,7 +311,8 @@ impl StageUser {
         if index.is_some() || has > 0 {
             *state.standing(self.id) = Standing::Idle;
             drop(state);
-            return index.map(|index| Stage { pool: Arc::clone(&self.pool), index, lead: 0 });
+            let pool = || Arc::clone(&self.pool);
+            return index.map(|index| Stage { pool: pool(), index, lead: 0, is_bad: false });
         }
         *state.standing(self.id) = Standing::Waiting;
         state.waiting.push_back(self.id);
@@ -306,6 +357,8 @@ pub(crate) struct Stage {
     pool: Arc<StagePool>,
     index: usize,
     lead: usize,
+    /// The device can't use it.
+    is_bad: bool,
 }
 
 impl Stage {
@@ -323,11 +376,26 @@ impl Stage {
         self
     }
 
-    /// Takes a free stage in the place of this one, which the pool never gets back. False if none is free.
+    /// Takes a stage in reserve, or a free one, in the place of this one, which the pool never gets back. False if there is
+    /// none. Then the pool does not get this one back either, unless it is the last.
     pub(crate) fn exchange(&mut self) -> bool {
-        let free = self.pool.state().free.pop();
-        self.index = free.unwrap_or(self.index);
-        free.is_some()
+        let mut state = self.pool.state();
+        let other = state.reserve.pop();
+        let is_of_reserve = other.is_some();
+        let other = other.or_else(|| state.free.pop());
+        if other.is_some() && !is_of_reserve {
+            state.in_use -= 1;
+        }
+        drop(state);
+        self.is_bad = other.is_none();
+        self.index = other.unwrap_or(self.index);
+        !self.is_bad
+    }
+
+    /// Never gives the stage back: its memory stays as it is for ever.
+    pub(crate) fn lose(self) {
+        self.pool.state().in_use -= 1;
+        std::mem::forget(self);
     }
 
     /// Bytes that the stage takes.
@@ -346,6 +414,13 @@ impl Stage {
 
 impl Drop for Stage {
     fn drop(&mut self) {
+        if self.is_bad {
+            let mut state = self.pool.state();
+            if state.in_use > 1 {
+                state.in_use -= 1;
+                return;
+            }
+        }
         self.pool.give_back(self.index);
     }
 }
@@ -411,6 +486,53 @@ mod tests {
         assert!(!stage.exchange(), "none is free");
         drop(stage);
         assert_eq!(pool.free(), 1);
+    }
+
+    #[test]
+    fn a_stage_that_can_not_be_used_is_replaced_by_one_in_reserve_while_all_are_in_use() {
+        let pool = StagePool::with_reserve(PAGE, 64, 1).expect("memory");
+        assert_eq!((pool.stages(), pool.all_stages(), pool.free()), (64, 65, 64));
+        let (a, _) = user(&pool);
+        let mut stages: Vec<Stage> = (0..64).map(|has| a.take(has).expect("free")).collect();
+        assert_eq!(pool.free(), 0);
+        assert!(stages[63].exchange());
+        assert_eq!(stages[63].index, 64);
+        stages.clear();
+        assert_eq!(pool.free(), 64);
+        let again: Vec<Stage> = (0..64).map(|has| a.take(has).expect("free")).collect();
+        assert!(again.iter().all(|stage| stage.index != 63), "it is out of use");
+    }
+
+    #[test]
+    fn a_stage_without_another_in_its_place_never_comes_back_unless_it_is_the_last() {
+        let pool = StagePool::new(PAGE, 3).expect("memory");
+        let (a, _) = user(&pool);
+        let [mut bad, mut well, other] = [0, 1, 2].map(|has| a.take(has).expect("free"));
+        other.lose();
+        let (b, woken) = user(&pool);
+        assert!(b.take(0).is_none());
+        assert!(!bad.exchange(), "none is free");
+        drop(bad);
+        assert_eq!(times(&woken), 0, "no one gets it");
+        assert!(!well.exchange());
+        drop(well);
+        assert_eq!(times(&woken), 1, "a copy by the last one fails");
+        drop(b.take(0).expect("granted"));
+        assert_eq!(pool.free(), 1);
+    }
+
+    #[test]
+    fn a_free_stage_is_retired_while_another_is_left() {
+        let pool = StagePool::with_reserve(PAGE, 2, 1).expect("memory");
+        let (a, _) = user(&pool);
+        let stage = a.take(0).expect("free");
+        assert!(!pool.retire(stage.index), "it is in use");
+        drop(stage);
+        assert!(pool.retire(0), "the one in reserve takes its place");
+        assert_eq!(pool.free(), 2);
+        assert!(pool.retire(1) && !pool.retire(1));
+        assert!(!pool.retire(2), "it is the last");
+        assert_eq!(a.take(0).expect("free").index, 2);
     }
 
     #[test]
