@@ -3,8 +3,8 @@
 //! Ownership: the pool belongs to the device, so that the device can register the memory with its driver
 //! ("pin" it) once. A [`Stage`] is one part of it, held by a batch or a cursor until it is dropped.
 //!
-//! Bound and fairness: the pool never grows; stages in reserve replace those that the device can't use. A user that has no stage and finds none free waits in a queue, and
-//! a stage that is given back goes to the user at the head of it. A user that has stages takes further ones only
+//! Bound and fairness: the pool never grows; stages in reserve replace those that the device can't use. A user that has
+//! no stage and finds none free waits in a queue, and a stage that is given back goes to the user at the head of it. A user that has stages takes further ones only
 //! while no user waits, and only up to its part: the stages divided by the users. It never waits for a further one.
 //! A cursor that waits for its peer and has no stage is no user (`Staging::park`).
 //!
@@ -49,7 +49,7 @@ struct State {
     /// Stages that no one has had, for the place of those that a device can't use.
     reserve: Vec<usize>,
     /// Stages that are free or come back.
-    in_use: usize,
+    usable: usize,
     users: FxHashMap<u64, User>,
     /// Users that wait for a stage, in the order of their arrival.
     waiting: VecDeque<u64>,
@@ -138,7 +138,7 @@ impl StagePool {
         let state = State {
             free: (0..stages).rev().collect(),
             reserve: (stages..all).rev().collect(),
-            in_use: stages,
+            usable: stages,
             ..State::default()
         };
         Ok(Arc::new(Self { memory, stage_bytes, stages, reserve, state: Mutex::new(state) }))
@@ -201,9 +201,9 @@ impl StagePool {
         let Some(at) = state.free.iter().position(|free| *free == stage) else { return false };
         match state.reserve.pop() {
             Some(other) => state.free[at] = other,
-            None if state.in_use > 1 => {
+            None if state.usable > 1 => {
                 state.free.remove(at);
-                state.in_use -= 1;
+                state.usable -= 1;
             }
             None => return false,
         }
@@ -384,7 +384,7 @@ impl Stage {
         let is_of_reserve = other.is_some();
         let other = other.or_else(|| state.free.pop());
         if other.is_some() && !is_of_reserve {
-            state.in_use -= 1;
+            state.usable -= 1;
         }
         drop(state);
         self.is_bad = other.is_none();
@@ -394,7 +394,7 @@ impl Stage {
 
     /// Never gives the stage back: its memory stays as it is for ever.
     pub(crate) fn lose(self) {
-        self.pool.state().in_use -= 1;
+        self.pool.state().usable -= 1;
         std::mem::forget(self);
     }
 
@@ -416,8 +416,8 @@ impl Drop for Stage {
     fn drop(&mut self) {
         if self.is_bad {
             let mut state = self.pool.state();
-            if state.in_use > 1 {
-                state.in_use -= 1;
+            if state.usable > 1 {
+                state.usable -= 1;
                 return;
             }
         }
