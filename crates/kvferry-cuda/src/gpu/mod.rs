@@ -329,6 +329,10 @@ impl Shared {
     fn lose(&self, why: &str) {
         if self.lost.set(why.to_owned()).is_ok() {
             tracing::error!(device = self.device, why, "the GPU is lost; restart the process");
+            // Transfers that wait for a stage would else wait for those of copies that never end.
+            if let Some(lost) = self.lost() {
+                self.stages.end(lost.to_string());
+            }
         }
     }
 

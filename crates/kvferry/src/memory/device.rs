@@ -23,7 +23,7 @@ use std::{fmt, io};
 ///
 /// No method may wait for the device: an I/O thread of the agent calls it. Copies complete later, in any order,
 /// on a thread of the device or of its driver, or before the call returns. A call that panics fails its transfer.
-/// A device that is lost completes every batch with an error.
+/// A device that is lost completes every batch with an error, and ends its stages ([`StagePool::end`]).
 pub trait Device: Send + Sync + 'static {
     /// The stages of the device's copies, the same for each call. They also tell devices apart: memories with
     /// the same stages are copied by the same device.
@@ -305,7 +305,8 @@ impl Copy {
 ///
 /// A copy by [`DeviceCopy::as_ptr`], such as a GPU's, must have ended before the batch is completed or dropped:
 /// a device that loses track of it must call [`DeviceCopy::lose`], or leak the batch (`std::mem::forget`). The pool never
-/// gets its stage back: once all stages are lost, every transfer of the device's memory waits for one until its deadline.
+/// gets its stage back: once all stages are lost, every transfer of the device's memory waits for one until its deadline,
+/// unless the device ends the pool ([`StagePool::end`]).
 /// Its regions can be used, but stay in quarantine once they are unregistered. Its transfer ends when the agent's limit of
 /// silence has passed since the transfer was stopped, by the error of `lose` or its deadline: it has failed, and
 /// [`Error::quiesced`](crate::Error::quiesced) is `Some(false)`.

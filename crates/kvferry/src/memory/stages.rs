@@ -4,9 +4,9 @@
 //! ("pin" it) once. A [`Stage`] is one part of it, held by a batch or a cursor until it is dropped.
 //!
 //! Bound and fairness: the pool never grows; stages in reserve replace those that the device can't use. A user that has
-//! no stage and finds none free waits in a queue, and a stage that is given back goes to the user at the head of it. A user that has stages takes further ones only
-//! while no user waits, and only up to its part: the stages divided by the users. It never waits for a further one.
-//! A cursor that waits for its peer and has no stage is no user (`Staging::park`).
+//! no stage and finds none free waits in a queue, and a stage that is given back goes to the user at the head of it.
+//! A user that has stages takes further ones only while no user waits, and only up to its part: the stages divided by
+//! the users. It never waits for a further one. A cursor that waits for its peer and has no stage is no user (`Staging::park`).
 //!
 //! Progress: a stage in a device's copy comes back when the copy ends. A stage that waits for a peer instead is
 //! *parked*: a user that begins to wait wakes the users that have parked stages, and they give them back
@@ -15,6 +15,9 @@
 //!
 //! Wake-up: a user that was refused is woken when it has been granted a stage; the grant is made under the lock
 //! that the refusal was made under.
+//!
+//! End: a device that is lost ends its pool. No one gets a stage any more, as copies that the device has begun may still
+//! write to those that it has lost, and users that wait hear why.
 
 use crate::sync::{Arc, Mutex, MutexGuard};
 use kvferry_sys::map::Mapping;
@@ -54,6 +57,8 @@ struct State {
     /// Users that wait for a stage, in the order of their arrival.
     waiting: VecDeque<u64>,
     next_user: u64,
+    /// Why no one gets a stage any more.
+    ended: Option<String>,
 }
 
 struct User {
@@ -210,6 +215,23 @@ impl StagePool {
         true
     }
 
+    /// Lets no one have a stage any more, for a device that is lost: each wait for a stage, and each later one, fails with
+    /// this error. Stages that transfers have stay theirs.
+    pub fn end(&self, why: impl Into<String>) {
+        let mut state = self.state();
+        state.ended.get_or_insert_with(|| why.into());
+        let waiting = std::mem::take(&mut state.waiting);
+        let mut wakes = Vec::new();
+        for id in waiting {
+            if let Some(user) = state.users.get_mut(&id) {
+                user.standing = Standing::Idle;
+                wakes.push(Arc::clone(&user.wake));
+            }
+        }
+        drop(state);
+        wakes.iter().for_each(|wake| wake());
+    }
+
     /// Stages that no copy and no transfer has. For leak tests.
     pub fn free(&self) -> usize {
         self.state().free.len()
@@ -276,13 +298,23 @@ impl StageUsers {
     }
 
     /// Takes a stage of this pool for a cursor or share that has `has` stages in all; see [`StageUser::take`].
-    pub(crate) fn take(&mut self, pool: &Arc<StagePool>, has: usize) -> Option<Stage> {
+    ///
+    /// # Errors
+    /// If the pool has ended.
+    pub(crate) fn take(&mut self, pool: &Arc<StagePool>, has: usize) -> io::Result<Option<Stage>> {
         let known = self.users.iter().position(|user| Arc::ptr_eq(&user.pool, pool));
         let user = known.unwrap_or_else(|| {
             self.users.push(pool.join(&self.wake));
             self.users.len() - 1
         });
-        self.users[user].take(has)
+        let user = &self.users[user];
+        let stage = user.take(has);
+        if stage.is_none()
+            && let Some(why) = &pool.state().ended
+        {
+            return Err(io::Error::other(why.clone()));
+        }
+        Ok(stage)
     }
 
     /// Parks the stages of all pools. True if another user waits for one of them.
@@ -300,6 +332,9 @@ impl StageUser {
     /// A stage for a user that has so many, or `None`: one that has none is woken when it has been granted one.
     fn take(&self, has: usize) -> Option<Stage> {
         let mut state = self.pool.state();
+        if state.ended.is_some() {
+            return None;
+        }
         let part = self.pool.stages / state.users.len();
         let standing = state.standing(self.id);
         let index = match *standing {
@@ -633,6 +668,43 @@ mod tests {
         assert!(pool.give_up(0, || assert!(user.take(0).is_none(), "no one gets it meanwhile")));
         assert_eq!(times(&woken), 1);
         drop(user.take(0).expect("granted"));
+        assert_eq!(pool.free(), 1);
+    }
+
+    #[test]
+    fn a_pool_that_ends_wakes_all_who_wait_and_no_one_gets_a_stage_any_more() {
+        let pool = StagePool::new(PAGE, 2).expect("memory");
+        let woken = [(); 5].map(|()| Arc::new(AtomicUsize::new(0)));
+        let mut users = woken.each_ref().map(|woken| {
+            let count = Arc::clone(woken);
+            StageUsers::new(Arc::new(move || _ = count.fetch_add(1, Ordering::SeqCst)))
+        });
+        let mut take = |user: usize| users[user].take(&pool, 0);
+        let stages = [0, 1].map(|user| take(user).expect("not ended").expect("free"));
+        assert!([2, 3].iter().all(|user| take(*user).is_ok_and(|stage| stage.is_none())));
+        pool.end("lost");
+        assert_eq!(woken.each_ref().map(|woken| times(woken)), [0, 0, 1, 1, 0]);
+        for user in [2, 3, 4] {
+            assert_eq!(take(user).expect_err("ended").to_string(), "lost");
+        }
+        stages[0].span(0, 1).copy_from(&[7]);
+        drop(stages);
+        assert!(take(2).is_err(), "no stage that comes back is granted");
+        drop(users);
+        assert_eq!(pool.free(), 2);
+    }
+
+    #[test]
+    fn a_stage_that_was_granted_before_its_pool_ended_is_given_back() {
+        let pool = StagePool::new(PAGE, 1).expect("memory");
+        let [(a, _), (b, woken)] = [(); 2].map(|()| user(&pool));
+        let stage = a.take(0).expect("free");
+        assert!(b.take(0).is_none());
+        drop(stage);
+        assert_eq!(times(&woken), 1);
+        pool.end("lost");
+        assert!(b.take(0).is_none());
+        drop(b);
         assert_eq!(pool.free(), 1);
     }
 
