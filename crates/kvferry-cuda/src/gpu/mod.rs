@@ -46,8 +46,8 @@ use std::sync::{Arc, OnceLock, Weak};
 
 /// Bytes of a stage: large enough for the bus's rate, small enough that a transfer's copies and its network overlap.
 pub const STAGE_BYTES: usize = 4 << 20;
-/// Stages of a GPU, at most, unless `KVFERRY_GPU_STAGES` says otherwise. Only those that were used lately, and a few more,
-/// are pinned. 256 MiB.
+/// Stages of a GPU, at most, unless `KVFERRY_GPU_STAGES` says otherwise. Only those that were used, and a few more, are
+/// pinned. 256 MiB.
 pub const STAGES: usize = 64;
 /// Address space behind the stages for the place of those that the driver has for registered, in stages.
 const RESERVE: usize = 8;
