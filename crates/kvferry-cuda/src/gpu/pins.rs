@@ -80,7 +80,7 @@ impl Pins {
     }
 
     /// Pins the next stage ahead. None is pinned any more after a refusal, or once the GPU is lost. The first use of a stage
-    /// that was refused tries again.
+    /// that was refused tries again. One that the driver takes for registered is left out.
     pub(super) fn pin_next(&mut self, shared: &Shared) {
         let next = (self.next..self.ahead).find(|at| matches!(self.stages[*at], Pin::Unused));
         self.next = self.ahead;
@@ -88,8 +88,12 @@ impl Pins {
             self.stages[at] = Self::register(shared, at);
             match self.stages[at] {
                 Pin::Pinned { .. } => self.next = at + 1,
+                Pin::Taken => {
+                    self.next = at + 1;
+                    shared.stages.retire(at);
+                }
                 Pin::Refused => self.stages[at] = Pin::Unused,
-                Pin::Unused | Pin::Taken => {}
+                Pin::Unused => {}
             }
         }
     }

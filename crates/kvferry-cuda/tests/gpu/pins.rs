@@ -367,6 +367,26 @@ fn without_a_reserve_a_stage_that_can_not_be_used_fails_one_transfer_and_no_late
 }
 
 #[test]
+fn a_stage_that_the_driver_has_for_registered_does_not_end_the_pinning_ahead() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(None, 4);
+    rig.fake.fault(Fault::PinTwice, 2, 2);
+    let gpu = rig.memory(0, 64 << 10, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    eventually("the others are pinned", || counters().pinned_stages == 3);
+    rig.becomes_idle(Duration::from_millis(500));
+    assert_eq!((counters().pinned_stages, counters().unpinned_registered), (3, 1));
+    let memory = kvferry_cuda::memory(gpu.address(), gpu.len() as u64, None).expect("a GPU");
+    eventually("a stage in reserve is free", || memory.stages().free() == memory.stages().stages());
+    moves_both_ways(&rig, &pair, &gpu);
+    assert_eq!(counters().failed, 0);
+    rig.fake.clear_faults();
+    drop((pair, memory, gpu));
+    rig.ends_clean();
+}
+
+#[test]
 fn without_a_stage_that_can_be_used_transfers_fail_and_say_so() {
     let _bound = Watchdog::new(LIMIT);
     let Some(rig) = FakeRig::new(&[]) else { return };
