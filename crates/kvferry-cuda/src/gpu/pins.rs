@@ -1,6 +1,6 @@
 //! Pins stages: the first ones while nothing is copied, since the driver may let a call that pins memory wait for a kernel
-//! that is held; the others when they are used first. If a setting says so, the others are unpinned, one by one, once nothing was
-//! copied for a while, and pinned again when they are used again.
+//! that is held; the others when they are used first. If a setting says so, the others are unpinned, one by one, once
+//! nothing was copied for a while, and pinned again when they are used again.
 
 #![allow(unsafe_code, reason = "the driver pins memory of the stage pool")]
 
