@@ -419,7 +419,8 @@ counters! {
     /// Stages that are pinned.
     pinned_stages,
     /// Times that a stage could not be pinned: copies through it are slow, and go one by one, or the stage is out of use. One
-    /// that was tried before its first use is tried once more then. The sum of those by reason.
+    /// that was tried before its first use is tried once more then, and one of those refused when it is used after some
+    /// seconds, later minutes. The sum of those by reason.
     unpinned_stages,
     /// Those for which memory, or the limit of locked memory, does not suffice.
     unpinned_memory,

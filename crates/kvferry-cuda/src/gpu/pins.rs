@@ -16,6 +16,10 @@ use std::time::{Duration, Instant};
 const OUT_OF_MEMORY: i32 = 2;
 const ALREADY_REGISTERED: i32 = 712;
 
+/// Time after which the use of a stage that was refused tries again, and the longest such time: each refusal doubles it.
+const RETRY_AFTER: Duration = Duration::from_secs(5);
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(600);
+
 /// Registrations of the stages, indexed as the pool has them. A stage is a registration of its own, so that no copy
 /// crosses two.
 #[derive(Debug)]
@@ -33,6 +37,9 @@ pub(super) struct Pins {
     idle_at: Option<Instant>,
     /// The first stage that may then have to be unpinned.
     unpin_from: usize,
+    /// Time from which the use of a stage that was refused tries again, and the time between this and the last refusal.
+    retry_at: Instant,
+    retry_after: Duration,
 }
 
 #[derive(Debug, Default)]
@@ -71,6 +78,8 @@ impl Pins {
             unpin_after: settings.unpin_after,
             idle_at: None,
             unpin_from: ahead,
+            retry_at: Instant::now(),
+            retry_after: RETRY_AFTER,
         }
     }
 
@@ -167,8 +176,12 @@ impl Pins {
     fn pin_own(&mut self, shared: &Shared, copy: &DeviceCopy) -> Option<Pinned> {
         let begin = shared.stages.as_ptr() as usize;
         let index = (copy.as_ptr() as usize - begin) / STAGE_BYTES;
-        if matches!(self.stages[index], Pin::Unused) {
+        let was_refused = matches!(self.stages[index], Pin::Refused);
+        if matches!(self.stages[index], Pin::Unused)
+            || was_refused && Instant::now() >= self.retry_at
+        {
             self.stages[index] = Self::register(shared, index);
+            self.note_answer(index, was_refused);
             if index >= self.ahead && matches!(self.stages[index], Pin::Pinned { .. }) {
                 self.beyond += 1;
                 self.note_use();
@@ -179,6 +192,23 @@ impl Pins {
             Pin::Pinned { .. } => Some(Pinned::Yes),
             Pin::Unused | Pin::Refused => Some(Pinned::No),
             Pin::Taken => None,
+        }
+    }
+
+    /// Notes when stages that were refused are tried again. If the driver takes one of them now, it may take the others.
+    fn note_answer(&mut self, index: usize, was_refused: bool) {
+        let now = Instant::now();
+        match self.stages[index] {
+            Pin::Pinned { .. } if was_refused => {
+                (self.retry_at, self.retry_after) = (now, RETRY_AFTER);
+            }
+            Pin::Refused => {
+                if was_refused {
+                    self.retry_after = (2 * self.retry_after).min(RETRY_AFTER_MAX);
+                }
+                self.retry_at = now + self.retry_after;
+            }
+            Pin::Unused | Pin::Pinned { .. } | Pin::Taken => {}
         }
     }
 

@@ -210,6 +210,29 @@ fn the_first_use_of_a_stage_that_was_not_pinned_ahead_pins_it() {
     rig.ends_clean();
 }
 
+#[test]
+fn a_stage_that_was_refused_is_pinned_when_it_is_used_later() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(Some(2), 0);
+    rig.fake.fault(Fault::PinOom, 1, 1);
+    let gpu = rig.memory(0, 64 << 10, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    let batch = whole(&pair.region, &pair.to, gpu.len());
+    pair.peer.write(&batch, &options()).expect("written");
+    let counted = counters();
+    assert_eq!((counted.pinned_stages, counted.unpinned_memory), (0, 1));
+    eventually("the stage is tried again", || {
+        pair.peer.write(&batch, &options()).expect("written");
+        counters().pinned_stages == 1
+    });
+    moves_both_ways(&rig, &pair, &gpu);
+    assert_eq!((counters().pinned_stages, counters().unpinned_stages), (1, 1));
+    rig.fake.clear_faults();
+    drop((pair, batch, gpu));
+    rig.ends_clean();
+}
+
 /// A registration of bytes of the first stage, in the place of one of other memory that was unmapped later.
 fn stale(rig: &FakeRig, gpu: &DeviceAllocation, bytes: Range<usize>) -> HostRegistration {
     let memory = kvferry_cuda::memory(gpu.address(), gpu.len() as u64, None).expect("a GPU");
