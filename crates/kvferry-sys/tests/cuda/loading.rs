@@ -338,6 +338,24 @@ fn a_child_that_was_forked_during_the_first_use_is_refused() {
 }
 
 #[test]
+fn a_device_is_found_by_its_name_though_the_driver_does_not_tell_that_of_another() {
+    let test =
+        "loading::a_device_is_found_by_its_name_though_the_driver_does_not_tell_that_of_another";
+    let environment = &[("STUB_FAIL", "cuDeviceGetUuid 0=46,cuDeviceGetPCIBusId 0=46")];
+    with_stub(test, &Stub { environment, ..Stub::default() }, || {
+        let devices = driver().devices().expect("two");
+        let named = |name: &str| driver().device_named(name.parse().expect("a name"));
+        for name in ["1", "GPU-a1a1a1a1-a1a1-a1a1-a1a1-a1a1a1a1a1a1", "0000:1c:00.0"] {
+            assert_eq!(named(name), Ok(devices[1]), "{name}");
+        }
+        // It may be the one that the driver does not tell of.
+        for name in ["GPU-a0a0a0a0-a0a0-a0a0-a0a0-a0a0a0a0a0a0", "0000:1b:00.0"] {
+            assert_eq!(named(name).expect_err("unknown").code(), Some(46), "{name}");
+        }
+    });
+}
+
+#[test]
 fn a_device_is_described() {
     with_stub("loading::a_device_is_described", &Stub::default(), || {
         let devices = driver().devices().expect("two");
