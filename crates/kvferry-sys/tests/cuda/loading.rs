@@ -311,6 +311,19 @@ fn a_library_that_was_refused_before_its_first_call_is_asked_in_a_forked_child()
 }
 
 #[test]
+fn a_driver_that_another_library_uses_is_left_to_no_child_though_this_one_was_refused_before() {
+    let test = "loading::a_driver_that_another_library_uses_is_left_to_no_child_though_this_one_was_refused_before";
+    let stub_of = Stub { macros: &["WITHOUT_EVENTS"], ..Stub::default() };
+    with_stub(test, &stub_of, || {
+        let _stub = stub();
+        // An answer that an initialised driver gives.
+        assert!(is_of_a_device(DEVICE));
+        let why = refused().0;
+        assert!(in_child(|| !is_of_a_device(DEVICE) && Driver::get().is_err_and(|it| *it == why)));
+    });
+}
+
+#[test]
 fn a_child_in_which_the_driver_is_not_initialised_hears_that_it_was_forked() {
     let test = "loading::a_child_in_which_the_driver_is_not_initialised_hears_that_it_was_forked";
     let environment = &[("STUB_FAIL", "cuInit=3")];
