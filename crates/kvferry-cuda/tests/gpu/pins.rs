@@ -341,10 +341,16 @@ fn a_long_transfer_succeeds_with_two_stages_of_which_one_can_not_be_used() {
     let _given = Given::new(Some(2), 0);
     let gpu = rig.memory(0, 16 << 20, 1);
     let pair = Pair::new(TransportKind::TCP, &gpu);
-    let stale = stale(&rig, &gpu, 4096..8192);
+    let stale = stale(&rig, &gpu, STAGE_BYTES + 4096..STAGE_BYTES + 8192);
+    let batch = whole(&pair.region, &pair.to, gpu.len());
+    rig.fake.hold(DEVICE_TO_HOST);
+    let running = pair.peer.write_async(&batch, &options());
+    eventually("both stages are in use", || counters().batches == 2);
+    rig.release();
+    ended(&running).expect("written");
     moves_both_ways(&rig, &pair, &gpu);
     assert_eq!((counters().unpinned_registered, counters().failed), (1, 0));
-    drop(pair);
+    drop((running, batch, pair));
     eventually("the stages are unpinned", || rig.fake.counter("host_registrations") == 1);
     drop((stale, gpu));
     rig.ends_clean();
