@@ -278,7 +278,7 @@ def test_a_gpu_is_named_by_its_uuid_or_its_pci_address(driver: Driver, agent: kv
             agent.register(arrays[0], device=unknown)
         text = str(caught.value)
         assert f"no CUDA device {unknown.removeprefix('cuda:')} in this process" in text
-        assert f"which sees {seen};" in text
+        assert f"check CUDA_VISIBLE_DEVICES; it sees {seen}" in text
     for malformed in ("GPU-0707", "0000:77", "cuda:", "cuda:GPU-", "cuda:-1"):
         with pytest.raises(ValueError, match="device must be"):
             agent.register(arrays[0], device=malformed)

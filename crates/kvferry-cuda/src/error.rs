@@ -52,7 +52,7 @@ pub enum Error {
         /// The error that the driver reported first.
         why: String,
     },
-    /// All stages that are free are out of use.
+    /// All stages that are in reserve or free are out of use.
     #[error(
         "GPU {device} has no host memory to copy through: the driver has it for registered, though it is not; restart the \
          process"

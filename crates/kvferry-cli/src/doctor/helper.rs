@@ -2,14 +2,19 @@
 //! driver may hang or crash the process that calls it.
 
 use std::io::{self, Read};
+use std::os::fd::AsFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child as Process, Command, Stdio};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::process::{Child as Process, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::{Acquire, Release};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use kvferry_cuda::gpu::{CostSource, Trial};
 use kvferry_sys::cuda::{Device, DeviceInfo, Driver};
+use kvferry_sys::poll::{Interest, wait_one};
 use kvferry_sys::vendor::{self, Unavailable};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -27,6 +32,12 @@ pub(super) const TRIAL_BYTES: u64 = 1 << 30;
 
 /// Start of the line with an answer, of which the last one counts: a library may write to standard output, too.
 const ANSWER: &str = "@kvferry ";
+
+/// Bytes of a line that are kept, at most. No answer has as many.
+const LINE_MAX: usize = 1 << 20;
+
+/// Time between two looks at whether a helper has ended.
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// Task of a helper process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -259,11 +270,13 @@ pub(super) struct Libraries {
     cufile: Option<Helper>,
 }
 
-/// A helper that was started, and what it writes. A thread reads that, so that no helper waits for a full pipe.
+/// A helper that was started, and its answers. A thread reads what it writes, so that no helper waits for a full pipe.
 #[derive(Debug)]
 struct Helper {
     process: Process,
-    said: Receiver<(Instant, Vec<u8>)>,
+    said: Receiver<(Instant, String)>,
+    /// Nothing but what is in the pipe by now is an answer. Another process that a library has started may keep it open.
+    has_ended: Arc<AtomicBool>,
 }
 
 impl Helper {
@@ -271,23 +284,73 @@ impl Helper {
         let command = command.stdin(Stdio::null()).stdout(Stdio::piped());
         // Vendors' libraries log what they miss.
         let mut process = command.stderr(Stdio::null()).spawn().ok()?;
-        let mut out = process.stdout.take()?;
+        let out = process.stdout.take()?;
         let (send, said) = mpsc::channel();
+        let has_ended = Arc::new(AtomicBool::new(false));
+        let ends = Arc::clone(&has_ended);
         // It ends with the helper, or this process.
-        thread::spawn(move || {
-            let mut part = [0; 4096];
-            loop {
-                let goes_on = match out.read(&mut part) {
-                    Ok(len @ 1..) => send.send((Instant::now(), part[..len].to_vec())).is_ok(),
-                    Ok(_) => false,
-                    Err(error) => error.kind() == io::ErrorKind::Interrupted,
-                };
-                if !goes_on {
-                    return;
-                }
+        thread::spawn(move || listen(out, &ends, &send));
+        Some(Self { process, said, has_ended })
+    }
+}
+
+/// Sends the answers among the lines that a helper writes, until it has ended and no more of them is in the pipe.
+fn listen(mut out: ChildStdout, has_ended: &AtomicBool, send: &Sender<(Instant, String)>) {
+    let tell = |line: &[u8]| {
+        if let Some(answer) = String::from_utf8_lossy(line).strip_prefix(ANSWER) {
+            // No one listens any more once the answer is not needed.
+            let _ = send.send((Instant::now(), answer.to_owned()));
+        }
+    };
+    let (mut lines, mut part, mut quiet) = (Lines::default(), [0; 4096], 0);
+    // A signal ends a pause early.
+    while quiet < 4 {
+        // Comes first: what the helper has written by its end is seen below.
+        let is_last = has_ended.load(Acquire);
+        match wait_one(out.as_fd(), Interest::Read, Some(PAUSE)) {
+            Ok(ready) if ready.any() => quiet = 0,
+            Ok(_) => {
+                quiet += u32::from(is_last);
+                continue;
             }
-        });
-        Some(Self { process, said })
+            Err(_) => break,
+        }
+        match out.read(&mut part) {
+            Ok(len @ 1..) => lines.take(&part[..len], tell),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Ok(_) | Err(_) => break,
+        }
+    }
+    // Without its end, it may still be an answer.
+    lines.take(b"\n", tell);
+}
+
+/// Cuts what a helper writes into lines. A longer one than [`LINE_MAX`] is dropped.
+#[derive(Debug, Default)]
+struct Lines {
+    /// The line that has not ended.
+    line: Vec<u8>,
+    is_long: bool,
+}
+
+impl Lines {
+    /// Takes the next bytes, and calls `each` for each line that ends in them.
+    fn take(&mut self, part: &[u8], each: impl Fn(&[u8])) {
+        for piece in part.split_inclusive(|byte| *byte == b'\n') {
+            let text = piece.strip_suffix(b"\n").unwrap_or(piece);
+            self.is_long |= self.line.len() + text.len() > LINE_MAX;
+            if self.is_long {
+                self.line.clear();
+            } else {
+                self.line.extend_from_slice(text);
+            }
+            if text.len() < piece.len() {
+                if !std::mem::take(&mut self.is_long) {
+                    each(&self.line);
+                }
+                self.line.clear();
+            }
+        }
     }
 }
 
@@ -323,18 +386,22 @@ fn answer<T: DeserializeOwned>(
     patience: Duration,
 ) -> Library<T> {
     let broken = |why: &str| Library::Broken(why.to_owned());
-    let Some(Helper { mut process, said }) = helper else {
+    let Some(Helper { mut process, said, has_ended }) = helper else {
         return broken("no helper process can be started");
     };
-    let (mut until, mut text) = (began + patience, Vec::new());
+    let (mut until, mut last) = (began + patience, None);
     loop {
-        match said.recv_timeout(until.saturating_duration_since(Instant::now())) {
-            Ok((at, part)) => {
-                if String::from_utf8_lossy(&part).contains(ANSWER) {
-                    until = at + patience;
-                }
-                text.extend(part);
+        if !matches!(process.try_wait(), Ok(None)) {
+            has_ended.store(true, Release);
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        match said.recv_timeout(left.min(PAUSE)) {
+            Ok((at, answer)) => {
+                until = at + patience;
+                // The last one may have been cut off.
+                last = serde_json::from_str(&answer).ok().or(last);
             }
+            Err(RecvTimeoutError::Timeout) if !left.is_zero() => {}
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break,
         }
     }
@@ -352,10 +419,7 @@ fn answer<T: DeserializeOwned>(
         Ok(Some(Some(signal))) => format!("the process that asked it died of signal {signal}"),
         _ => "the process that asked it gave no answer".to_owned(),
     };
-    let text = String::from_utf8_lossy(&text);
-    let mut answers = text.lines().rev().filter_map(|line| line.strip_prefix(ANSWER));
-    // The last one may have been cut off.
-    let last = answers.find_map(|answer| serde_json::from_str(answer).ok());
+    has_ended.store(true, Release);
     last.unwrap_or_else(|| broken(&why))
 }
 
@@ -447,6 +511,34 @@ mod tests {
         let script = format!("{first}; exec sleep 600");
         let hung: Library<u32> = answer(shell(&script), Instant::now(), Duration::from_secs(10));
         assert_eq!(hung, works(1));
+    }
+
+    #[test]
+    fn a_process_that_a_library_leaves_behind_is_not_waited_for() {
+        let _bound = kvferry_testkit::Watchdog::new(kvferry_testkit::PATIENCE);
+        // It ends once no one reads what it writes.
+        let left = "while sleep 1 && echo more; do :; done &";
+        let script = format!(r#"{left} echo '@kvferry {{"Works":{{"file":"x","found":4}}}}'"#);
+        let hour = Duration::from_secs(3600);
+        let heard: Library<u32> = answer(shell(&script), Instant::now(), hour);
+        assert_eq!(heard, works(4));
+        let heard: Library<u32> = answer(shell(left), Instant::now(), hour);
+        assert!(matches!(heard, Library::Broken(_)), "{heard:?}");
+    }
+
+    #[test]
+    fn a_line_without_an_end_takes_no_more_than_its_limit_and_hides_no_later_answer() {
+        let heard = std::cell::RefCell::new(Vec::new());
+        let hear = |line: &[u8]| heard.borrow_mut().push(line.to_vec());
+        let mut lines = Lines::default();
+        lines.take(b"one\ntw", hear);
+        lines.take(b"o\n", hear);
+        for _ in 0..3 * LINE_MAX / 4096 {
+            lines.take(&[b'x'; 4096], hear);
+            assert!(lines.line.len() <= LINE_MAX);
+        }
+        lines.take(b"\n\nthree\n", hear);
+        assert_eq!(*heard.borrow(), [&b"one"[..], b"two", b"", b"three"]);
     }
 
     #[test]

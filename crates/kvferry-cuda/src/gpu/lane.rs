@@ -132,7 +132,8 @@ impl Lane {
             return Ok(true);
         }
         let now = Instant::now();
-        if now < self.ask_at {
+        // Nothing is to be gained by waiting for a GPU that is lost.
+        if now < self.ask_at && shared.lost().is_none() {
             return Ok(false);
         }
         self.ask_at = now + UNHEARD;

@@ -46,9 +46,11 @@ use std::sync::{Arc, OnceLock, Weak};
 
 /// Bytes of a stage: large enough for the bus's rate, small enough that a transfer's copies and its network overlap.
 pub const STAGE_BYTES: usize = 4 << 20;
-/// Stages of a GPU, at most, unless `KVFERRY_GPU_STAGES` says otherwise. Only those that were used lately, and a few more,
-/// are pinned. 256 MiB.
+/// Stages of a GPU, at most, unless `KVFERRY_GPU_STAGES` says otherwise. Only those that were used, and a few more, are
+/// pinned. 256 MiB.
 pub const STAGES: usize = 64;
+/// Address space behind the stages for the place of those that the driver has for registered, in stages.
+const RESERVE: usize = 8;
 /// Pieces of one batch, at most: a stage of blocks of 1 KiB.
 pub const PIECES_MAX: usize = 4096;
 
@@ -119,7 +121,7 @@ impl Gpu {
         }
         let device = context.device().ordinal();
         let settings = Settings::get();
-        let stages = StagePool::new(STAGE_BYTES, settings.stages())
+        let stages = StagePool::with_reserve(STAGE_BYTES, settings.stages(), RESERVE)
             .map_err(|error| Error::Host { device, why: error.to_string() })?;
         if let Some(node) = context.device().numa_node()
             && let Err(error) = stages.prefer_node(node)
@@ -327,6 +329,10 @@ impl Shared {
     fn lose(&self, why: &str) {
         if self.lost.set(why.to_owned()).is_ok() {
             tracing::error!(device = self.device, why, "the GPU is lost; restart the process");
+            // Transfers that wait for a stage would else wait for those of copies that never end.
+            if let Some(lost) = self.lost() {
+                self.stages.end(lost.to_string());
+            }
         }
     }
 
@@ -413,7 +419,8 @@ counters! {
     /// Stages that are pinned.
     pinned_stages,
     /// Times that a stage could not be pinned: copies through it are slow, and go one by one, or the stage is out of use. One
-    /// that was tried before its first use is tried once more then. The sum of those by reason.
+    /// that was tried before its first use is tried once more then, and one of those refused when it is used after some
+    /// seconds, later minutes. The sum of those by reason.
     unpinned_stages,
     /// Those for which memory, or the limit of locked memory, does not suffice.
     unpinned_memory,

@@ -1,6 +1,6 @@
 //! Pins stages: the first ones while nothing is copied, since the driver may let a call that pins memory wait for a kernel
-//! that is held; the others when they are used first. The others are unpinned, one by one, once nothing was copied for a
-//! while, and pinned again when they are used again.
+//! that is held; the others when they are used first. If a setting says so, the others are unpinned, one by one, once
+//! nothing was copied for a while, and pinned again when they are used again.
 
 #![allow(unsafe_code, reason = "the driver pins memory of the stage pool")]
 
@@ -15,6 +15,10 @@ use std::time::{Duration, Instant};
 /// Codes of the driver: `CUDA_ERROR_OUT_OF_MEMORY` and `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`.
 const OUT_OF_MEMORY: i32 = 2;
 const ALREADY_REGISTERED: i32 = 712;
+
+/// Time after which the use of a stage that was refused tries again, and the longest such time: each refusal doubles it.
+const RETRY_AFTER: Duration = Duration::from_secs(5);
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(600);
 
 /// Registrations of the stages, indexed as the pool has them. A stage is a registration of its own, so that no copy
 /// crosses two.
@@ -33,6 +37,9 @@ pub(super) struct Pins {
     idle_at: Option<Instant>,
     /// The first stage that may then have to be unpinned.
     unpin_from: usize,
+    /// Time from which the use of a stage that was refused tries again, and the time between this and the last refusal.
+    retry_at: Instant,
+    retry_after: Duration,
 }
 
 #[derive(Debug, Default)]
@@ -61,8 +68,8 @@ pub(super) enum Pinned {
 impl Pins {
     /// No stage is pinned yet.
     pub(super) fn new(shared: &Shared, settings: Settings) -> Self {
-        let stages: Vec<Pin> = (0..shared.stages.stages()).map(|_| Pin::default()).collect();
-        let ahead = settings.pin_ahead.min(stages.len());
+        let stages = (0..shared.stages.all_stages()).map(|_| Pin::default()).collect();
+        let ahead = settings.pin_ahead.min(shared.stages.stages());
         Self {
             stages,
             next: 0,
@@ -71,6 +78,8 @@ impl Pins {
             unpin_after: settings.unpin_after,
             idle_at: None,
             unpin_from: ahead,
+            retry_at: Instant::now(),
+            retry_after: RETRY_AFTER,
         }
     }
 
@@ -80,7 +89,7 @@ impl Pins {
     }
 
     /// Pins the next stage ahead. None is pinned any more after a refusal, or once the GPU is lost. The first use of a stage
-    /// that was refused tries again.
+    /// that was refused tries again. One that the driver takes for registered is left out.
     pub(super) fn pin_next(&mut self, shared: &Shared) {
         let next = (self.next..self.ahead).find(|at| matches!(self.stages[*at], Pin::Unused));
         self.next = self.ahead;
@@ -88,8 +97,12 @@ impl Pins {
             self.stages[at] = Self::register(shared, at);
             match self.stages[at] {
                 Pin::Pinned { .. } => self.next = at + 1,
+                Pin::Taken => {
+                    self.next = at + 1;
+                    shared.stages.retire(at);
+                }
                 Pin::Refused => self.stages[at] = Pin::Unused,
-                Pin::Unused | Pin::Taken => {}
+                Pin::Unused => {}
             }
         }
     }
@@ -143,11 +156,11 @@ impl Pins {
         true
     }
 
-    /// Pins the stage of a batch, unless it was pinned before. A batch whose stage the driver takes for registered moves to a
-    /// free one.
+    /// Pins the stage of a batch, unless it was pinned before. A batch whose stage the driver takes for registered moves to
+    /// one in reserve, or a free one.
     ///
     /// # Errors
-    /// If no free stage can be used, or the GPU is lost, which pinning may find out.
+    /// If none of these can be used, or the GPU is lost, which pinning may find out.
     pub(super) fn pin(&mut self, shared: &Shared, copy: &mut DeviceCopy) -> Result<Pinned, Error> {
         loop {
             let pinned = if shared.lost().is_some() { None } else { self.pin_own(shared, copy) };
@@ -163,8 +176,12 @@ impl Pins {
     fn pin_own(&mut self, shared: &Shared, copy: &DeviceCopy) -> Option<Pinned> {
         let begin = shared.stages.as_ptr() as usize;
         let index = (copy.as_ptr() as usize - begin) / STAGE_BYTES;
-        if matches!(self.stages[index], Pin::Unused) {
+        let was_refused = matches!(self.stages[index], Pin::Refused);
+        if matches!(self.stages[index], Pin::Unused)
+            || was_refused && Instant::now() >= self.retry_at
+        {
             self.stages[index] = Self::register(shared, index);
+            self.note_answer(index, was_refused);
             if index >= self.ahead && matches!(self.stages[index], Pin::Pinned { .. }) {
                 self.beyond += 1;
                 self.note_use();
@@ -175,6 +192,23 @@ impl Pins {
             Pin::Pinned { .. } => Some(Pinned::Yes),
             Pin::Unused | Pin::Refused => Some(Pinned::No),
             Pin::Taken => None,
+        }
+    }
+
+    /// Notes when stages that were refused are tried again. If the driver takes one of them now, it may take the others.
+    fn note_answer(&mut self, index: usize, was_refused: bool) {
+        let now = Instant::now();
+        match self.stages[index] {
+            Pin::Pinned { .. } if was_refused => {
+                (self.retry_at, self.retry_after) = (now, RETRY_AFTER);
+            }
+            Pin::Refused => {
+                if was_refused {
+                    self.retry_after = (2 * self.retry_after).min(RETRY_AFTER_MAX);
+                }
+                self.retry_at = now + self.retry_after;
+            }
+            Pin::Unused | Pin::Pinned { .. } | Pin::Taken => {}
         }
     }
 

@@ -9,8 +9,6 @@ use std::time::Duration;
 
 /// Stages that are pinned before they are used: 32 MiB, as many as a transfer with a file has.
 const PIN_AHEAD: usize = 8;
-/// Time without a copy after which the stages beyond those are unpinned.
-const UNPIN_AFTER: Duration = Duration::from_secs(60);
 /// The fewest and the most stages that a setting may name: 8 MiB to 4 GiB.
 const STAGES_ALLOWED: RangeInclusive<usize> = 2..=1024;
 
@@ -29,7 +27,8 @@ pub struct Settings {
     pub stages: Option<usize>,
     /// `KVFERRY_GPU_PIN_AHEAD`: stages that are pinned before they are used, while the GPU has nothing to copy.
     pub pin_ahead: usize,
-    /// `KVFERRY_GPU_UNPIN_AFTER`: time without a copy after which the other stages are unpinned. `None`, or `off`: never.
+    /// `KVFERRY_GPU_UNPIN_AFTER`: time without a copy after which the other stages are unpinned. `None`, or `off`: never. That
+    /// is the default: a driver may keep a call that unpins until a kernel has ended, which may wait for a transfer.
     pub unpin_after: Option<Duration>,
     /// The longest time of all measurements together, and of each one. Each point is then measured once. Tests need
     /// this for a fake GPU, which takes longer than a real one.
@@ -56,8 +55,7 @@ impl Settings {
     }
 
     fn of(variable: impl Fn(&str) -> Option<String>) -> Self {
-        let (pin_ahead, unpin_after) = (PIN_AHEAD, Some(UNPIN_AFTER));
-        let mut settings = Self { pin_ahead, unpin_after, ..Self::default() };
+        let mut settings = Self { pin_ahead: PIN_AHEAD, ..Self::default() };
         let mut read = |name, parse: fn(&mut Self, &str) -> Option<()>| {
             let value = variable(name).filter(|value| !value.is_empty());
             if let Some(value) = value.filter(|value| parse(&mut settings, value).is_none()) {
@@ -120,8 +118,7 @@ mod tests {
                 found.map(|(_, value)| value.to_owned())
             })
         };
-        let unpin_after = Some(Duration::from_secs(60));
-        let unset = Settings { pin_ahead: 8, unpin_after, ..Settings::default() };
+        let unset = Settings { pin_ahead: 8, unpin_after: None, ..Settings::default() };
         assert_eq!((of(""), unset.stages()), (unset, 64));
         let all = "KVFERRY_GPU_METHOD=gather KVFERRY_GPU_CALIBRATE=off KVFERRY_GPU_BLOCKS=12 \
                    KVFERRY_GPU_STAGES=2 KVFERRY_GPU_PIN_AHEAD=0 KVFERRY_GPU_UNPIN_AFTER=5";
@@ -139,6 +136,8 @@ mod tests {
                    KVFERRY_GPU_STAGES=1 KVFERRY_GPU_PIN_AHEAD=1025 KVFERRY_GPU_UNPIN_AFTER=-1";
         assert_eq!(of(bad), unset);
         assert_eq!(of("KVFERRY_GPU_STAGES=1025 KVFERRY_GPU_PIN_AHEAD=-1"), unset);
-        assert_eq!(of("KVFERRY_GPU_UNPIN_AFTER=off"), Settings { unpin_after: None, ..unset });
+        assert_eq!(of("KVFERRY_GPU_UNPIN_AFTER=off"), unset);
+        let unpin_after = Some(Duration::from_secs(60));
+        assert_eq!(of("KVFERRY_GPU_UNPIN_AFTER=60"), Settings { unpin_after, ..unset });
     }
 }

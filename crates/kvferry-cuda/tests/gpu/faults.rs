@@ -1,8 +1,10 @@
 //! Faults of the driver and the GPU: nothing hangs, nothing is reused too early, others go on.
 
+use crate::hardware::alone;
 use crate::kit::*;
 use crate::machine::Kernel;
 use kvferry::{Access, ErrorKind, TransportKind};
+use kvferry_cuda::gpu::Settings;
 use kvferry_cuda::{Edge, Error, Gpu};
 use kvferry_fakecuda::Fault;
 use kvferry_fakecuda::control::ALL_ENGINES;
@@ -102,6 +104,45 @@ fn a_gpu_that_is_removed_ends_its_transfers_and_what_comes_later_says_that_it_is
         eventually("no GPU is in use", || Gpu::all().is_empty());
         assert_eq!(rig.findings(), Vec::<String>::new());
     }
+}
+
+#[test]
+fn a_gpu_that_goes_while_its_copies_have_all_stages_ends_the_transfers_that_wait_for_one() {
+    // The process never gets a GPU back that has gone. By this error, its copies may still write to their stages.
+    alone(|| {
+        let _bound = Watchdog::new(LIMIT);
+        let Some(rig) = FakeRig::new(&[("removed_code", "46")]) else { return };
+        let stages = Some(2);
+        Settings::give(Some(Settings { stages, is_uncalibrated: true, ..Settings::default() }));
+        let gpu = rig.memory(0, 8192, 1);
+        let pairs = [0, 1, 2, 3, 4].map(|i| Pair::new(KINDS[i % 2], &gpu));
+        let batches = pairs.each_ref().map(|it| scattered(&it.region, &it.to, 4, 1024));
+        rig.fake.hold(ALL_ENGINES);
+        let running = [0, 1].map(|i| pairs[i].peer.write_async(&batches[i], &options()));
+        eventually("the driver has both stages", || counters().batches == 2);
+        let waiting = [2, 3].map(|i| match i {
+            2 => pairs[i].peer.write_async(&batches[i], &options()),
+            _ => pairs[i].peer.read_async(&batches[i], &options()),
+        });
+        for transfer in &waiting {
+            assert!(transfer.wait(Duration::from_millis(200)).is_none(), "no stage is free");
+        }
+        rig.fake.fault(Fault::DeviceRemoved, 1, 1);
+        rig.release();
+        let is_told = |error: &kvferry::Error| {
+            assert_ne!(error.kind(), ErrorKind::Deadline, "{error}");
+            assert_eq!(error.quiesced(), Some(true), "{error}");
+            assert!(format!("{error:?}").contains("restart the process"), "{error:?}");
+        };
+        for transfer in &waiting {
+            is_told(&ended(transfer).expect_err("the GPU is gone"));
+        }
+        is_told(&pairs[4].peer.write(&batches[4], &options()).expect_err("it is lost"));
+        is_told(&pairs[4].peer.read(&batches[4], &options()).expect_err("it is lost"));
+        eventually("copies that may still run are lost", || counters().leaked > 0);
+        // The transfers with lost copies end when their agents' limit of silence has passed.
+        std::mem::forget((running, waiting, batches, pairs, gpu));
+    });
 }
 
 #[test]

@@ -210,6 +210,29 @@ fn the_first_use_of_a_stage_that_was_not_pinned_ahead_pins_it() {
     rig.ends_clean();
 }
 
+#[test]
+fn a_stage_that_was_refused_is_pinned_when_it_is_used_later() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(Some(2), 0);
+    rig.fake.fault(Fault::PinOom, 1, 1);
+    let gpu = rig.memory(0, 64 << 10, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    let batch = whole(&pair.region, &pair.to, gpu.len());
+    pair.peer.write(&batch, &options()).expect("written");
+    let counted = counters();
+    assert_eq!((counted.pinned_stages, counted.unpinned_memory), (0, 1));
+    eventually("the stage is tried again", || {
+        pair.peer.write(&batch, &options()).expect("written");
+        counters().pinned_stages == 1
+    });
+    moves_both_ways(&rig, &pair, &gpu);
+    assert_eq!((counters().pinned_stages, counters().unpinned_stages), (1, 1));
+    rig.fake.clear_faults();
+    drop((pair, batch, gpu));
+    rig.ends_clean();
+}
+
 /// A registration of bytes of the first stage, in the place of one of other memory that was unmapped later.
 fn stale(rig: &FakeRig, gpu: &DeviceAllocation, bytes: Range<usize>) -> HostRegistration {
     let memory = kvferry_cuda::memory(gpu.address(), gpu.len() as u64, None).expect("a GPU");
@@ -274,6 +297,125 @@ fn nothing_is_copied_through_a_stage_that_the_driver_has_for_registered() {
 }
 
 #[test]
+fn a_stage_that_the_driver_has_for_registered_fails_no_transfer_though_all_others_are_in_use() {
+    let _bound = Watchdog::new(LIMIT);
+    // Each transfer has one batch and one stage. The last stage is the bad one.
+    for stages in [2, 8] {
+        let Some(rig) = FakeRig::new(&[]) else { return };
+        let _given = Given::new(Some(stages), 0);
+        let gpu = rig.memory(0, 64 << 10, 1);
+        let pairs: Vec<_> = (0..stages).map(|_| Pair::new(TransportKind::TCP, &gpu)).collect();
+        let begin = (stages - 1) * STAGE_BYTES;
+        let stale = stale(&rig, &gpu, begin + 4096..begin + 8192);
+        rig.fake.hold(DEVICE_TO_HOST);
+        let transfers: Vec<_> = pairs
+            .iter()
+            .map(|pair| {
+                let batch = whole(&pair.region, &pair.to, gpu.len());
+                (pair.peer.write_async(&batch, &options()), batch)
+            })
+            .collect();
+        eventually("all stages are in use", || counters().batches == stages as u64);
+        assert_eq!(counters().unpinned_registered, 1, "{stages}");
+        assert_eq!(counters().pinned_stages, stages as u64, "one in reserve has its place");
+        rig.release();
+        for (transfer, _) in &transfers {
+            ended(transfer).expect("written");
+        }
+        for pair in &pairs {
+            let mut got = vec![0; gpu.len()];
+            pair.to.read_at(0, &mut got).expect("inside");
+            assert!(got == Pattern::new(1).bytes(gpu.len()), "{stages}");
+        }
+        drop((transfers, pairs));
+        eventually("the stages are unpinned", || rig.fake.counter("host_registrations") == 1);
+        drop((stale, gpu));
+        rig.ends_clean();
+    }
+}
+
+#[test]
+fn a_long_transfer_succeeds_with_two_stages_of_which_one_can_not_be_used() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(Some(2), 0);
+    let gpu = rig.memory(0, 16 << 20, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    let stale = stale(&rig, &gpu, STAGE_BYTES + 4096..STAGE_BYTES + 8192);
+    let batch = whole(&pair.region, &pair.to, gpu.len());
+    rig.fake.hold(DEVICE_TO_HOST);
+    let running = pair.peer.write_async(&batch, &options());
+    eventually("both stages are in use", || counters().batches == 2);
+    rig.release();
+    ended(&running).expect("written");
+    moves_both_ways(&rig, &pair, &gpu);
+    assert_eq!((counters().unpinned_registered, counters().failed), (1, 0));
+    drop((running, batch, pair));
+    eventually("the stages are unpinned", || rig.fake.counter("host_registrations") == 1);
+    drop((stale, gpu));
+    rig.ends_clean();
+}
+
+/// Registrations of bytes of every stage in reserve, so that none takes the place of another stage.
+fn stale_reserve(rig: &FakeRig, gpu: &DeviceAllocation) -> Vec<HostRegistration> {
+    let memory = kvferry_cuda::memory(gpu.address(), gpu.len() as u64, None).expect("a GPU");
+    let reserve = memory.stages().stages()..memory.stages().all_stages();
+    let begins = reserve.map(|stage| stage * STAGE_BYTES);
+    begins.map(|begin| stale(rig, gpu, begin + 4096..begin + 8192)).collect()
+}
+
+#[test]
+fn without_a_reserve_a_stage_that_can_not_be_used_fails_one_transfer_and_no_later_one() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(Some(2), 0);
+    let gpu = rig.memory(0, 64 << 10, 1);
+    let [well, bad, later] = [(); 3].map(|()| Pair::new(TransportKind::TCP, &gpu));
+    let reserve = stale_reserve(&rig, &gpu);
+    let stale = stale(&rig, &gpu, STAGE_BYTES + 4096..STAGE_BYTES + 8192);
+    let batches = [&well, &bad, &later].map(|it| whole(&it.region, &it.to, gpu.len()));
+    rig.fake.hold(DEVICE_TO_HOST);
+    let running = well.peer.write_async(&batches[0], &options());
+    eventually("the first stage is in use", || counters().batches == 1);
+    let error = bad.peer.write(&batches[1], &options()).expect_err("no stage");
+    assert!(format!("{error:?}").contains("has no host memory to copy through"), "{error:?}");
+    // It waits for the first stage, or gets it later.
+    let next = later.peer.write_async(&batches[2], &options());
+    rig.release();
+    ended(&running).expect("written");
+    ended(&next).expect("written");
+    for _ in 0..3 {
+        moves_both_ways(&rig, &bad, &gpu);
+    }
+    assert_eq!((counters().failed, counters().pinned_stages), (1, 1));
+    drop((running, next, batches, well, bad, later));
+    let left = reserve.len() as u64 + 1;
+    eventually("the stages are unpinned", || rig.fake.counter("host_registrations") == left);
+    drop((stale, reserve, gpu));
+    rig.ends_clean();
+}
+
+#[test]
+fn a_stage_that_the_driver_has_for_registered_does_not_end_the_pinning_ahead() {
+    let _bound = Watchdog::new(LIMIT);
+    let Some(rig) = FakeRig::new(&[]) else { return };
+    let _given = Given::new(None, 4);
+    rig.fake.fault(Fault::PinTwice, 2, 2);
+    let gpu = rig.memory(0, 64 << 10, 1);
+    let pair = Pair::new(TransportKind::TCP, &gpu);
+    eventually("the others are pinned", || counters().pinned_stages == 3);
+    rig.becomes_idle(Duration::from_millis(500));
+    assert_eq!((counters().pinned_stages, counters().unpinned_registered), (3, 1));
+    let memory = kvferry_cuda::memory(gpu.address(), gpu.len() as u64, None).expect("a GPU");
+    eventually("a stage in reserve is free", || memory.stages().free() == memory.stages().stages());
+    moves_both_ways(&rig, &pair, &gpu);
+    assert_eq!(counters().failed, 0);
+    rig.fake.clear_faults();
+    drop((pair, memory, gpu));
+    rig.ends_clean();
+}
+
+#[test]
 fn without_a_stage_that_can_be_used_transfers_fail_and_say_so() {
     let _bound = Watchdog::new(LIMIT);
     let Some(rig) = FakeRig::new(&[]) else { return };
@@ -281,6 +423,8 @@ fn without_a_stage_that_can_be_used_transfers_fail_and_say_so() {
     rig.fake.fault(Fault::PinTwice, 1, u64::MAX / 2);
     let gpu = rig.memory(0, 64 << 10, 1);
     let pair = Pair::new(TransportKind::TCP, &gpu);
+    let memory = kvferry_cuda::memory(gpu.address(), gpu.len() as u64, None).expect("a GPU");
+    let all = memory.stages().all_stages() as u64;
     let batch = whole(&pair.region, &pair.to, gpu.len());
     for write in [true, false, true] {
         let outcome = match write {
@@ -292,10 +436,10 @@ fn without_a_stage_that_can_be_used_transfers_fail_and_say_so() {
         assert!(format!("{error:?}").contains("has no host memory to copy through"), "{error:?}");
     }
     let counted = counters();
-    assert_eq!((counted.unpinned_registered, counted.unpinned_stages), (2, 2));
+    assert_eq!((counted.unpinned_registered, counted.unpinned_stages), (all, all));
     assert_eq!((counted.batches, counted.failed), (0, 3));
     rig.fake.clear_faults();
-    drop((pair, batch, gpu));
+    drop((pair, batch, memory, gpu));
     rig.ends_clean();
 }
 

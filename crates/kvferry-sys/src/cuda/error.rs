@@ -290,7 +290,7 @@ impl fmt::Display for Error {
             ),
             Self::NoSuchDevice { name, seen } => write!(
                 f,
-                "no CUDA device {name} in this process, which sees {}; check CUDA_VISIBLE_DEVICES",
+                "no CUDA device {name} in this process; check CUDA_VISIBLE_DEVICES; it sees {}",
                 if seen.is_empty() { "none".to_owned() } else { seen.join(", ") }
             ),
             Self::BadDeviceName(text) => write!(

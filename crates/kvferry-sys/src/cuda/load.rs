@@ -40,16 +40,16 @@ impl Driver {
         {
             return Err(why);
         }
-        if !Self::claim() {
+        let Some(is_first) = Self::claim_first() else {
             // A failure is the child's as well.
             return match DRIVER.get() {
                 Some(Err(why)) => Err(why),
                 _ => Err(&FORKED),
             };
-        }
+        };
         let loaded = DRIVER.get_or_init(|| load(&library_file())).as_ref();
-        if loaded.is_err_and(Unavailable::is_before_init) {
-            // Nothing was initialised that a child could not use.
+        if is_first && loaded.is_err_and(Unavailable::is_before_init) {
+            // Nothing was initialised that a child could not use, and no other library is known to use the driver.
             let _ = USER.compare_exchange(this_process(), 0, Ordering::Relaxed, Ordering::Relaxed);
         }
         loaded
@@ -68,11 +68,20 @@ impl Driver {
     /// Notes that this process uses the driver, by this module or by another library. False in a process that was forked
     /// from one that did, in which no function of the driver may be called.
     pub(crate) fn claim() -> bool {
+        Self::claim_first().is_some()
+    }
+
+    /// Notes what [`Driver::claim`] notes: `Some` where that is true. Whether this call is the first that notes it.
+    fn claim_first() -> Option<bool> {
         // Without the handlers a fork is not noticed; if only their placeholder fails, it is.
         let _ = fd::install_fork_handlers();
         let this_process = this_process();
         let claimed = USER.compare_exchange(0, this_process, Ordering::Relaxed, Ordering::Relaxed);
-        claimed.map_or_else(|by| by == this_process, |_| true)
+        match claimed {
+            Ok(_) => Some(true),
+            Err(by) if by == this_process => Some(false),
+            Err(_) => None,
+        }
     }
 
     /// Whether a process that this one was forked from is known to have used the driver, or to have begun to load it.

@@ -30,22 +30,28 @@ pub struct PciAddress {
 }
 
 impl Driver {
-    /// The device of that name.
+    /// The device of that name. One of which the driver does not tell UUID or address is not it.
     ///
     /// # Errors
-    /// [`Error::NoSuchDevice`], with the devices that there are; if the driver refuses, or in a forked child.
+    /// [`Error::NoSuchDevice`], with the devices that there are; the driver's, if none of those is the one and the driver does
+    /// not tell the name of another; in a forked child.
     pub fn device_named(&'static self, name: DeviceName) -> Result<Device> {
+        let mut refused = None;
         for device in self.devices()? {
             let is_meant = match name {
-                DeviceName::Ordinal(ordinal) => device.ordinal() == ordinal,
-                DeviceName::Uuid(uuid) => device.uuid()? == uuid,
-                DeviceName::Pci(address) => address_of(&device.pci_bus_id()?) == Some(address),
+                DeviceName::Ordinal(ordinal) => Ok(device.ordinal() == ordinal),
+                DeviceName::Uuid(uuid) => device.uuid().map(|it| it == uuid),
+                DeviceName::Pci(address) => {
+                    device.pci_bus_id().map(|it| address_of(&it) == Some(address))
+                }
             };
-            if is_meant {
-                return Ok(device);
+            match is_meant {
+                Ok(true) => return Ok(device),
+                Ok(false) => {}
+                Err(error) => _ = refused.get_or_insert(error),
             }
         }
-        Err(self.no_such_device(&name))
+        Err(refused.unwrap_or_else(|| self.no_such_device(&name)))
     }
 
     /// The error of a device that this process does not see.

@@ -20,3 +20,15 @@ fn errors_that_end_a_context_or_its_device_are_told_from_those_of_one_call() {
     }
     assert!(!Error::NullEvent.is_fatal());
 }
+
+#[test]
+fn the_error_of_an_unknown_device_says_what_to_do_before_it_lists_the_devices() {
+    let device = |at| format!("{at} (GPU-a0a0a0a0-a0a0-a0a0-a0a0-a0a0a0a0a0a0, 0000:1b:00.0)");
+    let seen: Vec<String> = (0..8).map(device).collect();
+    let text = Error::NoSuchDevice { name: "8".into(), seen: seen.clone() }.to_string();
+    let listed = text.find(&seen[0]).expect("the devices are listed");
+    assert!(text[..listed].contains("check CUDA_VISIBLE_DEVICES"), "{text}");
+    assert!(text.ends_with(&seen.join(", ")), "{text}");
+    let none = Error::NoSuchDevice { name: "8".into(), seen: Vec::new() }.to_string();
+    assert!(none.ends_with("it sees none"), "{none}");
+}

@@ -311,6 +311,19 @@ fn a_library_that_was_refused_before_its_first_call_is_asked_in_a_forked_child()
 }
 
 #[test]
+fn a_driver_that_another_library_uses_is_left_to_no_child_though_this_one_was_refused_before() {
+    let test = "loading::a_driver_that_another_library_uses_is_left_to_no_child_though_this_one_was_refused_before";
+    let stub_of = Stub { macros: &["WITHOUT_EVENTS"], ..Stub::default() };
+    with_stub(test, &stub_of, || {
+        let _stub = stub();
+        // An answer that an initialised driver gives.
+        assert!(is_of_a_device(DEVICE));
+        let why = refused().0;
+        assert!(in_child(|| !is_of_a_device(DEVICE) && Driver::get().is_err_and(|it| *it == why)));
+    });
+}
+
+#[test]
 fn a_child_in_which_the_driver_is_not_initialised_hears_that_it_was_forked() {
     let test = "loading::a_child_in_which_the_driver_is_not_initialised_hears_that_it_was_forked";
     let environment = &[("STUB_FAIL", "cuInit=3")];
@@ -334,6 +347,24 @@ fn a_child_that_was_forked_during_the_first_use_is_refused() {
         assert!(in_child(|| Driver::get().is_err_and(|why| *why == Unavailable::Forked)));
         stub.release_init();
         assert!(loading.join().expect("no panic"));
+    });
+}
+
+#[test]
+fn a_device_is_found_by_its_name_though_the_driver_does_not_tell_that_of_another() {
+    let test =
+        "loading::a_device_is_found_by_its_name_though_the_driver_does_not_tell_that_of_another";
+    let environment = &[("STUB_FAIL", "cuDeviceGetUuid 0=46,cuDeviceGetPCIBusId 0=46")];
+    with_stub(test, &Stub { environment, ..Stub::default() }, || {
+        let devices = driver().devices().expect("two");
+        let named = |name: &str| driver().device_named(name.parse().expect("a name"));
+        for name in ["1", "GPU-a1a1a1a1-a1a1-a1a1-a1a1-a1a1a1a1a1a1", "0000:1c:00.0"] {
+            assert_eq!(named(name), Ok(devices[1]), "{name}");
+        }
+        // It may be the one that the driver does not tell of.
+        for name in ["GPU-a0a0a0a0-a0a0-a0a0-a0a0-a0a0a0a0a0a0", "0000:1b:00.0"] {
+            assert_eq!(named(name).expect_err("unknown").code(), Some(46), "{name}");
+        }
     });
 }
 

@@ -85,8 +85,24 @@ CUresult cuInit(unsigned flags) {
 CUresult cuDeviceGetCount(int *n) { CALL("cuDeviceGetCount", "%s", ""); *n = getenv("STUB_DEVICES") ? atoi(getenv("STUB_DEVICES")) : 2; return 0; }
 CUresult cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 CUresult cuDeviceGetName(char *to, int n, int device) { snprintf(to, n, "Stub %d", device); return 0; }
-CUresult cuDeviceGetUuid_v2(unsigned char *to, int device) { memset(to, 0xa0 + device, 16); return 0; }
-CUresult cuDeviceGetPCIBusId(char *to, int n, int device) { snprintf(to, n, "0000:%02X:00.0", 0x1b + device); return 0; }
+// A device whose names the driver does not tell has its number behind the name of the call in STUB_FAIL.
+static int code_for(const char *name, int device) {
+    char full[64];
+    snprintf(full, sizeof full, "%s %d", name, device);
+    return code_of(full);
+}
+CUresult cuDeviceGetUuid_v2(unsigned char *to, int device) {
+    int code = code_for("cuDeviceGetUuid", device);
+    if (code) return code;
+    memset(to, 0xa0 + device, 16);
+    return 0;
+}
+CUresult cuDeviceGetPCIBusId(char *to, int n, int device) {
+    int code = code_for("cuDeviceGetPCIBusId", device);
+    if (code) return code;
+    snprintf(to, n, "0000:%02X:00.0", 0x1b + device);
+    return 0;
+}
 CUresult cuDeviceGetAttribute(int *value, unsigned attribute, int device) {
     if (attribute == 128) return 1; // an attribute that this driver does not know
     *value = attribute == 118 ? 100 : (int)attribute;

@@ -23,7 +23,7 @@ use std::{fmt, io};
 ///
 /// No method may wait for the device: an I/O thread of the agent calls it. Copies complete later, in any order,
 /// on a thread of the device or of its driver, or before the call returns. A call that panics fails its transfer.
-/// A device that is lost completes every batch with an error.
+/// A device that is lost completes every batch with an error, and ends its stages ([`StagePool::end`]).
 pub trait Device: Send + Sync + 'static {
     /// The stages of the device's copies, the same for each call. They also tell devices apart: memories with
     /// the same stages are copied by the same device.
@@ -305,7 +305,8 @@ impl Copy {
 ///
 /// A copy by [`DeviceCopy::as_ptr`], such as a GPU's, must have ended before the batch is completed or dropped:
 /// a device that loses track of it must call [`DeviceCopy::lose`], or leak the batch (`std::mem::forget`). The pool never
-/// gets its stage back: once all stages are lost, every transfer of the device's memory waits for one until its deadline.
+/// gets its stage back: once all stages are lost, every transfer of the device's memory waits for one until its deadline,
+/// unless the device ends the pool ([`StagePool::end`]).
 /// Its regions can be used, but stay in quarantine once they are unregistered. Its transfer ends when the agent's limit of
 /// silence has passed since the transfer was stopped, by the error of `lose` or its deadline: it has failed, and
 /// [`Error::quiesced`](crate::Error::quiesced) is `Some(false)`.
@@ -360,8 +361,9 @@ impl DeviceCopy {
         self.span(0, self.len()).as_ptr()
     }
 
-    /// Moves the batch to a free stage, for a device that can't copy from or to the batch's own. The pool never gets that one
-    /// back. False if no stage is free: the batch is as before.
+    /// Moves the batch to a stage in reserve or a free one, for a device that can't copy from or to the batch's own. The pool
+    /// never gets that one back. False if there is no other: the batch is as before, and the pool does not get its stage back
+    /// when it ends, unless that is the last one.
     pub fn leave_stage(&mut self) -> bool {
         let (copy, stage, _) = self.owned.as_mut().expect("there until it is dropped");
         let former = stage.span(0, copy.len);
@@ -399,7 +401,8 @@ impl DeviceCopy {
     pub fn lose(mut self, error: io::Error) {
         if let Some((copy, stage, regions)) = self.owned.take() {
             // Before anything that may panic: a drop would give them back. The gate counts the copy for ever.
-            std::mem::forget((stage, regions));
+            std::mem::forget(regions);
+            stage.lose();
             *copy.outcome.lock() = Some(Err(error));
             (copy.wake)();
         }

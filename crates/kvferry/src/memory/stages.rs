@@ -3,10 +3,10 @@
 //! Ownership: the pool belongs to the device, so that the device can register the memory with its driver
 //! ("pin" it) once. A [`Stage`] is one part of it, held by a batch or a cursor until it is dropped.
 //!
-//! Bound and fairness: the pool never grows. A user that has no stage and finds none free waits in a queue, and
-//! a stage that is given back goes to the user at the head of it. A user that has stages takes further ones only
-//! while no user waits, and only up to its part: the stages divided by the users. It never waits for a further one.
-//! A cursor that waits for its peer and has no stage is no user (`Staging::park`).
+//! Bound and fairness: the pool never grows; stages in reserve replace those that the device can't use. A user that has
+//! no stage and finds none free waits in a queue, and a stage that is given back goes to the user at the head of it.
+//! A user that has stages takes further ones only while no user waits, and only up to its part: the stages divided by
+//! the users. It never waits for a further one. A cursor that waits for its peer and has no stage is no user (`Staging::park`).
 //!
 //! Progress: a stage in a device's copy comes back when the copy ends. A stage that waits for a peer instead is
 //! *parked*: a user that begins to wait wakes the users that have parked stages, and they give them back
@@ -15,6 +15,9 @@
 //!
 //! Wake-up: a user that was refused is woken when it has been granted a stage; the grant is made under the lock
 //! that the refusal was made under.
+//!
+//! End: a device that is lost ends its pool. No one gets a stage any more, as copies that the device has begun may still
+//! write to those that it has lost, and users that wait hear why.
 
 use crate::sync::{Arc, Mutex, MutexGuard};
 use kvferry_sys::map::Mapping;
@@ -38,6 +41,7 @@ pub struct StagePool {
     memory: Mapping,
     stage_bytes: usize,
     stages: usize,
+    reserve: usize,
     state: Mutex<State>,
 }
 
@@ -45,10 +49,16 @@ pub struct StagePool {
 struct State {
     /// Free stages, the first to be used last. Empty while users wait.
     free: Vec<usize>,
+    /// Stages that no one has had, for the place of those that a device can't use.
+    reserve: Vec<usize>,
+    /// Stages that are free or come back.
+    usable: usize,
     users: FxHashMap<u64, User>,
     /// Users that wait for a stage, in the order of their arrival.
     waiting: VecDeque<u64>,
     next_user: u64,
+    /// Why no one gets a stage any more.
+    ended: Option<String>,
 }
 
 struct User {
@@ -107,14 +117,36 @@ impl StagePool {
     /// `InvalidInput` if there are no stages, if `stage_bytes` is not a multiple of 4096, or for more bytes than
     /// can be addressed; else the kernel's error.
     pub fn new(stage_bytes: usize, stages: usize) -> io::Result<Arc<Self>> {
+        Self::with_reserve(stage_bytes, stages, 0)
+    }
+
+    /// A pool as [`StagePool::new`] makes it, with more stages behind the others. Each of these takes the place of a stage
+    /// that the device can't use, so that the others do not become fewer.
+    ///
+    /// # Errors
+    /// Those of [`StagePool::new`].
+    pub fn with_reserve(
+        stage_bytes: usize,
+        stages: usize,
+        reserve: usize,
+    ) -> io::Result<Arc<Self>> {
+        if stages == 0 {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "no stages"));
+        }
         if !stage_bytes.is_multiple_of(PAGE) {
             let what = format!("a stage of {stage_bytes} bytes, not a multiple of {PAGE}");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
         }
-        let bytes = stage_bytes.checked_mul(stages).ok_or(io::ErrorKind::InvalidInput)?;
+        let all = stages.checked_add(reserve).ok_or(io::ErrorKind::InvalidInput)?;
+        let bytes = stage_bytes.checked_mul(all).ok_or(io::ErrorKind::InvalidInput)?;
         let memory = Mapping::kept_from_children(bytes)?;
-        let state = State { free: (0..stages).rev().collect(), ..State::default() };
-        Ok(Arc::new(Self { memory, stage_bytes, stages, state: Mutex::new(state) }))
+        let state = State {
+            free: (0..stages).rev().collect(),
+            reserve: (stages..all).rev().collect(),
+            usable: stages,
+            ..State::default()
+        };
+        Ok(Arc::new(Self { memory, stage_bytes, stages, reserve, state: Mutex::new(state) }))
     }
 
     /// Has the memory of stages that were not used yet come from a NUMA node, as long as the node has some.
@@ -130,9 +162,14 @@ impl StagePool {
         self.stage_bytes
     }
 
-    /// Number of stages.
+    /// Number of stages, without those in reserve.
     pub fn stages(&self) -> usize {
         self.stages
+    }
+
+    /// Number of stages, with those in reserve, which lie behind the others.
+    pub fn all_stages(&self) -> usize {
+        self.stages + self.reserve
     }
 
     /// Start address of the stages, which follow each other, for the calls that pin them. Whole stages must be
@@ -158,6 +195,41 @@ impl StagePool {
             wake();
         }
         true
+    }
+
+    /// Takes a stage that the device can't use out of the pool, if no copy and no transfer has it. One in reserve takes its
+    /// place. Without one, the last stage stays, so that transfers fail by it, and do not wait for none.
+    ///
+    /// Returns whether the stage is out of the pool.
+    pub fn retire(&self, stage: usize) -> bool {
+        let mut state = self.state();
+        let Some(at) = state.free.iter().position(|free| *free == stage) else { return false };
+        match state.reserve.pop() {
+            Some(other) => state.free[at] = other,
+            None if state.usable > 1 => {
+                state.free.remove(at);
+                state.usable -= 1;
+            }
+            None => return false,
+        }
+        true
+    }
+
+    /// Lets no one have a stage any more, for a device that is lost: each wait for a stage, and each later one, fails with
+    /// this error. Stages that transfers have stay theirs.
+    pub fn end(&self, why: impl Into<String>) {
+        let mut state = self.state();
+        state.ended.get_or_insert_with(|| why.into());
+        let waiting = std::mem::take(&mut state.waiting);
+        let mut wakes = Vec::new();
+        for id in waiting {
+            if let Some(user) = state.users.get_mut(&id) {
+                user.standing = Standing::Idle;
+                wakes.push(Arc::clone(&user.wake));
+            }
+        }
+        drop(state);
+        wakes.iter().for_each(|wake| wake());
     }
 
     /// Stages that no copy and no transfer has. For leak tests.
@@ -226,13 +298,23 @@ impl StageUsers {
     }
 
     /// Takes a stage of this pool for a cursor or share that has `has` stages in all; see [`StageUser::take`].
-    pub(crate) fn take(&mut self, pool: &Arc<StagePool>, has: usize) -> Option<Stage> {
+    ///
+    /// # Errors
+    /// If the pool has ended.
+    pub(crate) fn take(&mut self, pool: &Arc<StagePool>, has: usize) -> io::Result<Option<Stage>> {
         let known = self.users.iter().position(|user| Arc::ptr_eq(&user.pool, pool));
         let user = known.unwrap_or_else(|| {
             self.users.push(pool.join(&self.wake));
             self.users.len() - 1
         });
-        self.users[user].take(has)
+        let user = &self.users[user];
+        let stage = user.take(has);
+        if stage.is_none()
+            && let Some(why) = &pool.state().ended
+        {
+            return Err(io::Error::other(why.clone()));
+        }
+        Ok(stage)
     }
 
     /// Parks the stages of all pools. True if another user waits for one of them.
@@ -250,6 +332,9 @@ impl StageUser {
     /// A stage for a user that has so many, or `None`: one that has none is woken when it has been granted one.
     fn take(&self, has: usize) -> Option<Stage> {
         let mut state = self.pool.state();
+        if state.ended.is_some() {
+            return None;
+        }
         let part = self.pool.stages / state.users.len();
         let standing = state.standing(self.id);
         let index = match *standing {
@@ -261,7 +346,8 @@ impl StageUser {
         if index.is_some() || has > 0 {
             *state.standing(self.id) = Standing::Idle;
             drop(state);
-            return index.map(|index| Stage { pool: Arc::clone(&self.pool), index, lead: 0 });
+            let pool = || Arc::clone(&self.pool);
+            return index.map(|index| Stage { pool: pool(), index, lead: 0, is_bad: false });
         }
         *state.standing(self.id) = Standing::Waiting;
         state.waiting.push_back(self.id);
@@ -306,6 +392,8 @@ pub(crate) struct Stage {
     pool: Arc<StagePool>,
     index: usize,
     lead: usize,
+    /// The device can't use it.
+    is_bad: bool,
 }
 
 impl Stage {
@@ -323,11 +411,26 @@ impl Stage {
         self
     }
 
-    /// Takes a free stage in the place of this one, which the pool never gets back. False if none is free.
+    /// Takes a stage in reserve, or a free one, in the place of this one, which the pool never gets back. False if there is
+    /// none. Then the pool does not get this one back either, unless it is the last.
     pub(crate) fn exchange(&mut self) -> bool {
-        let free = self.pool.state().free.pop();
-        self.index = free.unwrap_or(self.index);
-        free.is_some()
+        let mut state = self.pool.state();
+        let other = state.reserve.pop();
+        let is_of_reserve = other.is_some();
+        let other = other.or_else(|| state.free.pop());
+        if other.is_some() && !is_of_reserve {
+            state.usable -= 1;
+        }
+        drop(state);
+        self.is_bad = other.is_none();
+        self.index = other.unwrap_or(self.index);
+        !self.is_bad
+    }
+
+    /// Never gives the stage back: its memory stays as it is for ever.
+    pub(crate) fn lose(self) {
+        self.pool.state().usable -= 1;
+        std::mem::forget(self);
     }
 
     /// Bytes that the stage takes.
@@ -346,6 +449,13 @@ impl Stage {
 
 impl Drop for Stage {
     fn drop(&mut self) {
+        if self.is_bad {
+            let mut state = self.pool.state();
+            if state.usable > 1 {
+                state.usable -= 1;
+                return;
+            }
+        }
         self.pool.give_back(self.index);
     }
 }
@@ -411,6 +521,53 @@ mod tests {
         assert!(!stage.exchange(), "none is free");
         drop(stage);
         assert_eq!(pool.free(), 1);
+    }
+
+    #[test]
+    fn a_stage_that_can_not_be_used_is_replaced_by_one_in_reserve_while_all_are_in_use() {
+        let pool = StagePool::with_reserve(PAGE, 64, 1).expect("memory");
+        assert_eq!((pool.stages(), pool.all_stages(), pool.free()), (64, 65, 64));
+        let (a, _) = user(&pool);
+        let mut stages: Vec<Stage> = (0..64).map(|has| a.take(has).expect("free")).collect();
+        assert_eq!(pool.free(), 0);
+        assert!(stages[63].exchange());
+        assert_eq!(stages[63].index, 64);
+        stages.clear();
+        assert_eq!(pool.free(), 64);
+        let again: Vec<Stage> = (0..64).map(|has| a.take(has).expect("free")).collect();
+        assert!(again.iter().all(|stage| stage.index != 63), "it is out of use");
+    }
+
+    #[test]
+    fn a_stage_without_another_in_its_place_never_comes_back_unless_it_is_the_last() {
+        let pool = StagePool::new(PAGE, 3).expect("memory");
+        let (a, _) = user(&pool);
+        let [mut bad, mut well, other] = [0, 1, 2].map(|has| a.take(has).expect("free"));
+        other.lose();
+        let (b, woken) = user(&pool);
+        assert!(b.take(0).is_none());
+        assert!(!bad.exchange(), "none is free");
+        drop(bad);
+        assert_eq!(times(&woken), 0, "no one gets it");
+        assert!(!well.exchange());
+        drop(well);
+        assert_eq!(times(&woken), 1, "a copy by the last one fails");
+        drop(b.take(0).expect("granted"));
+        assert_eq!(pool.free(), 1);
+    }
+
+    #[test]
+    fn a_free_stage_is_retired_while_another_is_left() {
+        let pool = StagePool::with_reserve(PAGE, 2, 1).expect("memory");
+        let (a, _) = user(&pool);
+        let stage = a.take(0).expect("free");
+        assert!(!pool.retire(stage.index), "it is in use");
+        drop(stage);
+        assert!(pool.retire(0), "the one in reserve takes its place");
+        assert_eq!(pool.free(), 2);
+        assert!(pool.retire(1) && !pool.retire(1));
+        assert!(!pool.retire(2), "it is the last");
+        assert_eq!(a.take(0).expect("free").index, 2);
     }
 
     #[test]
@@ -511,6 +668,43 @@ mod tests {
         assert!(pool.give_up(0, || assert!(user.take(0).is_none(), "no one gets it meanwhile")));
         assert_eq!(times(&woken), 1);
         drop(user.take(0).expect("granted"));
+        assert_eq!(pool.free(), 1);
+    }
+
+    #[test]
+    fn a_pool_that_ends_wakes_all_who_wait_and_no_one_gets_a_stage_any_more() {
+        let pool = StagePool::new(PAGE, 2).expect("memory");
+        let woken = [(); 5].map(|()| Arc::new(AtomicUsize::new(0)));
+        let mut users = woken.each_ref().map(|woken| {
+            let count = Arc::clone(woken);
+            StageUsers::new(Arc::new(move || _ = count.fetch_add(1, Ordering::SeqCst)))
+        });
+        let mut take = |user: usize| users[user].take(&pool, 0);
+        let stages = [0, 1].map(|user| take(user).expect("not ended").expect("free"));
+        assert!([2, 3].iter().all(|user| take(*user).is_ok_and(|stage| stage.is_none())));
+        pool.end("lost");
+        assert_eq!(woken.each_ref().map(|woken| times(woken)), [0, 0, 1, 1, 0]);
+        for user in [2, 3, 4] {
+            assert_eq!(take(user).expect_err("ended").to_string(), "lost");
+        }
+        stages[0].span(0, 1).copy_from(&[7]);
+        drop(stages);
+        assert!(take(2).is_err(), "no stage that comes back is granted");
+        drop(users);
+        assert_eq!(pool.free(), 2);
+    }
+
+    #[test]
+    fn a_stage_that_was_granted_before_its_pool_ended_is_given_back() {
+        let pool = StagePool::new(PAGE, 1).expect("memory");
+        let [(a, _), (b, woken)] = [(); 2].map(|()| user(&pool));
+        let stage = a.take(0).expect("free");
+        assert!(b.take(0).is_none());
+        drop(stage);
+        assert_eq!(times(&woken), 1);
+        pool.end("lost");
+        assert!(b.take(0).is_none());
+        drop(b);
         assert_eq!(pool.free(), 1);
     }
 

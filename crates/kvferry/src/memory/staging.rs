@@ -97,9 +97,10 @@ impl Staging {
     }
 
     /// A stage of the memory's device. Without one, this cursor is woken when it has been granted one, or when
-    /// one of its copies ends.
-    fn stage(&mut self, memory: &DeviceMemory) -> Option<Stage> {
-        self.users.take(&memory.stages, self.batches.len())
+    /// one of its copies ends. An error is of the piece at this index, whose device is lost.
+    fn stage(&mut self, memory: &DeviceMemory, piece: usize) -> Result<Option<Stage>, Fault> {
+        let stage = self.users.take(&memory.stages, self.batches.len());
+        stage.map_err(|error| device_fault(piece, error))
     }
 
     /// Starts a copy of pieces of which `first` is the first one, inside the gate.
@@ -131,7 +132,7 @@ impl Staging {
             self.ahead.leave_ended(pieces);
             // Not across host memory: while that is sent, no stage waits for the peer.
             let Some(memory) = pieces.device(self.ahead.piece) else { break };
-            let Some(stage) = self.stage(memory) else { break };
+            let Some(stage) = self.stage(memory, self.ahead.piece)? else { break };
             let packed = pack(pieces, self.ahead, self.ahead_left, self.next_max);
             self.next_max = self.next_max.saturating_mul(2);
             let (len, stage) = (packed.len() as u64, stage.aligned_as(packed.address()));
@@ -163,7 +164,7 @@ impl Staging {
                 return Ok(None);
             }
             let memory = pieces.device(at.piece).expect("the caller has looked");
-            let Some(stage) = self.stage(memory) else { return Ok(None) };
+            let Some(stage) = self.stage(memory, at.piece)? else { return Ok(None) };
             let half = usize::try_from(remaining / 2).unwrap_or(usize::MAX);
             let packed = pack(pieces, at, remaining, half.max(SMALLEST));
             let stage = stage.aligned_as(packed.address());

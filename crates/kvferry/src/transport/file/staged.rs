@@ -85,7 +85,9 @@ impl Staged {
             };
             let memory = batch.local.device(at.piece).expect("pairs of the device's side").clone();
             // A transfer without a stage is woken when it has been granted one.
-            let Some(stage) = self.users.take(&memory.stages, self.stages) else { break };
+            let stage = self.users.take(&memory.stages, self.stages);
+            let stage = stage.map_err(|error| device_fault(at.piece, error))?;
+            let Some(stage) = stage else { break };
             self.stages += 1;
             self.begin_one(batch, targets, at, memory, stage)?;
         }
