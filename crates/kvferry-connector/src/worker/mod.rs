@@ -32,7 +32,7 @@ mod types;
 mod unplanned;
 
 use crate::clock::now;
-use crate::metadata::{ConnectorMetadata, EngineMetadata, Notes};
+use crate::metadata::{Cancel, ConnectorMetadata, EngineMetadata, Notes};
 use crate::producers::Producers;
 use crate::rank::{Event, Rank, RankError, RankObserver, ReadPart};
 use crate::rank_metadata::RankMetadata;
@@ -130,8 +130,9 @@ impl Worker {
     /// memory: fetches into memory of a device fail, see [`Worker::apply_after`].
     ///
     /// # Errors
-    /// [`WorkerError::Metadata`], after which nothing is handed over that was offered before: requests may lose their
-    /// blocks in this step. [`WorkerError::Engine`] and [`WorkerError::Misuse`] for the metadata
+    /// [`WorkerError::Metadata`], after which nothing is handed over that was offered before, since requests may lose
+    /// their blocks in this step; and fetches that were not reported fail, since the step may cancel them.
+    /// [`WorkerError::Engine`] and [`WorkerError::Misuse`] for the metadata
     /// that describe the engine, after the rest has been carried out; [`RankError::Forked`] in a fork.
     pub fn apply(&self, metadata: &[u8]) -> Result<(), WorkerError> {
         self.apply_after(metadata, || Ok(After::default()))
@@ -154,7 +155,7 @@ impl Worker {
         let metadata = match ConnectorMetadata::decode(metadata) {
             Ok(metadata) => metadata,
             Err(error) => {
-                self.withdraw_all("the producer could not read a step of its engine");
+                self.withdraw_all("a rank could not read a step of its engine");
                 return Err(error.into());
             }
         };
@@ -300,7 +301,7 @@ impl Worker {
         }
     }
 
-    /// Withdraws all that is offered, and gives up the step before.
+    /// Withdraws all that is offered, gives up the step before, and cancels all fetches that were not reported.
     fn withdraw_all(&self, detail: &str) {
         let inner = &self.inner;
         let _together = inner.rank().hold();
@@ -310,6 +311,17 @@ impl Worker {
         state.pieces.clear();
         for (_, produced) in state.produced.values() {
             produced.withdraw(inner.rank(), WireCode::Internal, detail);
+        }
+        for (action, after) in &mut state.requested {
+            if matches!(action, Action::Fetch(_)) {
+                *after = Err(detail.to_owned());
+            }
+        }
+        let succeeded = state.fetched.iter().filter(|it| it.code.is_ok()).map(|it| &it.request);
+        let requests: Vec<_> = state.fetches.keys().chain(succeeded).cloned().collect();
+        for request in requests {
+            let (code, detail) = (WireCode::Internal, detail.to_owned());
+            inner.cancel(&mut state, Cancel { request, code, detail });
         }
     }
 

@@ -456,6 +456,34 @@ fn of_what_a_rank_has_offered_nothing_is_fetched_once_it_could_not_read_a_step()
 }
 
 #[test]
+fn i7_a_rank_that_could_not_read_a_step_fails_the_fetches_that_the_step_may_have_cancelled() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let (producer, address, consumer, _lookups, _agents) = with_host_name();
+    hand_over(&producer, &consumer, "before", &address);
+    offer(&producer, "ended");
+    fetch(&consumer, "ended", &address);
+    kvferry_testkit::eventually("a fetch has ended", || consumer.wait(Duration::ZERO));
+    fetch(&consumer, "waits", &address);
+    kvferry_testkit::eventually("a fetch has begun", || {
+        consumer.inner.state.lock().fetched_for.contains_key(&id("waits"))
+    });
+    learn(&consumer, 7);
+    // Its metadata are applied, and it has not begun.
+    offer(&producer, "applied");
+    let fetches = vec![fetch_request("applied", &address)];
+    apply(&consumer, ConnectorMetadata { fetches, ..ConnectorMetadata::default() });
+    let detail = String::new();
+    let cancel = Cancel { request: "waits".to_owned(), code: WireCode::Cancelled, detail };
+    let step = ConnectorMetadata { cancels: vec![cancel], ..ConnectorMetadata::default() }.encode();
+    let refused = consumer.apply(&step[..step.len() - 1]);
+    assert!(matches!(refused, Err(WorkerError::Metadata(_))), "{refused:?}");
+    consumer.fetch();
+    let failed = with_code(&["7", "applied", "ended", "waits"], WireCode::Internal);
+    assert_eq!(outcomes(&consumer, 4), failed);
+    hand_over(&producer, &consumer, "later", &address);
+}
+
+#[test]
 fn an_answer_to_a_freed_handoff_says_nothing_of_another_one_of_the_same_request() {
     let mut state = super::state::State::default();
     let [first, second] = ["first", "second"].map(|name| HandoffId::new(name).expect("short"));
