@@ -431,6 +431,32 @@ def test_a_step_that_a_worker_can_not_read_costs_the_request_that_it_computes_an
     assert decode.failed == ["d"]
 
 
+def test_vllm_hears_once_of_each_load_and_held_request_of_a_step_that_a_worker_can_not_read(
+    module: Any, engines: tuple[handoff.Engine, handoff.Engine]
+) -> None:
+    prefill, decode = engines
+    output = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None)
+    steps = []
+    for engine in engines:
+        side = scheduler(module)
+        side.half = engine.scheduler
+        steps.append(connector(module, side).build_connector_meta)
+        # The first step says who the ranks are.
+        engine.worker.apply(steps[-1](output).data)
+    answer = handoff.produce(prefill, "p", {"do_remote_decode": True}, [3, 1, 2])
+    handoff.consume(decode, "d", answer, [7, 9, 8])
+    for engine, step, sent, received in zip(engines, steps, (["p"], []), ([], ["d"]), strict=True):
+        metadata = step(output)
+        assert (metadata.loads, [it for it, _, held in metadata.endings if held]) == (tuple(received), sent)
+        metadata.data = metadata.data[:-1]
+        made = connector_of(module, engine)
+        forward_of_second(made, metadata, None)
+        reports = [made.get_transfer_results(set()) for _ in range(20)]
+        assert [it for report in reports for it in report.finished_sending] == sent
+        assert [it for report in reports for it in report.finished_recving] == received
+        assert [it for report in reports for it in report.failed_recving] == received
+
+
 def test_what_a_worker_has_offered_is_not_loaded_once_it_could_not_read_a_step(
     module: Any, engines: tuple[handoff.Engine, handoff.Engine]
 ) -> None:
