@@ -1154,7 +1154,8 @@ class WorkerHalf:
         for them.
 
         `after`, needed for KV in memory of a GPU, names the work that used the blocks before: the step's loads write the
-        blocks after it. Loads fail if that work can't be recorded.
+        blocks after it. Loads fail if that work can't be recorded. Without it, or with anything else, the loads of the step
+        fail, all else of it is carried out, and the call raises ValueError or TypeError.
         """
 
     def fetch(self) -> None:

@@ -188,8 +188,12 @@ impl WorkerHalf {
         loads: Vec<String>,
         endings: Vec<Ending>,
     ) -> PyResult<()> {
-        let orders = self.orders(after)?;
-        let after = || orders.after(py, &self.0.devices).map_err(|error| error.to_string());
+        // What a step has beside loads needs no order, and is carried out in any case.
+        let orders = self.orders(after);
+        let after = || match &orders {
+            Ok(orders) => orders.after(py, &self.0.devices).map_err(|error| error.to_string()),
+            Err(error) => Err(error.value(py).to_string()),
+        };
         let worker = self.worker()?;
         let applied = worker.apply_after(metadata, after);
         // After other errors the step was carried out.
@@ -200,7 +204,8 @@ impl WorkerHalf {
             };
             worker.lose_step(loads, endings.into_iter().map(named).collect::<PyResult<_>>()?);
         }
-        applied.map_err(refused)
+        applied.map_err(refused)?;
+        orders.map(drop)
     }
 
     fn fetch(&self) -> PyResult<()> {
