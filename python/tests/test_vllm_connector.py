@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import sys
 import time
@@ -406,9 +407,13 @@ def failures(worker: Any) -> dict[str, str]:
 
 
 def test_a_step_that_a_worker_can_not_read_costs_the_request_that_it_computes_and_the_engine_goes_on(
-    module: Any, engines: tuple[handoff.Engine, handoff.Engine], caplog: pytest.LogCaptureFixture
+    module: Any,
+    engines: tuple[handoff.Engine, handoff.Engine],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prefill, decode = engines
+    monkeypatch.setattr("kvferry._engine.log._EVERY_S", 1e6)
     # The first step says who the ranks are.
     prefill.step()
     made = connector_of(module, prefill)
@@ -416,8 +421,12 @@ def test_a_step_that_a_worker_can_not_read_costs_the_request_that_it_computes_an
     prefill.scheduler.arrived("p", tokens, 1, {"do_remote_decode": True}, identity)
     step = prefill.scheduler.step([("p", 0, tokens, True, table)], [])
     forward(made, module.KVFerryMetadata(step[:-1], computes=True), None)
-    (said,) = [it.getMessage() for it in caplog.records if it.levelname == "ERROR"]
-    assert said.startswith("KVFerryConnector: ")
+    # Another one soon after is not logged.
+    forward(made, module.KVFerryMetadata(b"of another release", computes=False), None)
+    logged = [it.getMessage() for it in caplog.records if it.levelno >= logging.WARNING]
+    (said,) = [it for it in logged if it.startswith("KVFerryConnector: ")]
+    assert said.startswith("KVFerryConnector: a step was not carried out as a whole; if it can't be read and was the first")
+    assert "until the engine is restarted: malformed connector metadata: " in said
     held, answer = prefill.scheduler.finished("p", "length", table) or (False, None)
     assert held and answer is not None
     prefill.until(lambda: bool(prefill.sent))

@@ -632,6 +632,8 @@ class _Worker:
         self._stream: Callable[[], Any] | None = None
         # A prefill's death fails all loads from it.
         self._say = Seldom(logger, "KVFerryConnector: ").say
+        # All steps of an engine of another version.
+        self._say_lost = Seldom(logger, "KVFerryConnector: ").say
         self._counts = AgentCounts()
 
     def register(self, kv_caches: dict[str, Any]) -> None:
@@ -707,8 +709,12 @@ class _Worker:
                 self._half.apply(metadata.data, self._launched(), loads=metadata.loads, endings=metadata.endings)
             except ValueError as error:
                 # An exception here would end the engine. Where a step can't be read, the half hands over nothing of it
-                # and of those before it.
-                logger.error("KVFerryConnector: %s", error)
+                # and of those before it. Only the first one says who the ranks are.
+                self._say_lost(
+                    "a step was not carried out as a whole; if it can't be read and was the first one, nothing is handed "
+                    "over until the engine is restarted: %s",
+                    error,
+                )
 
     def fetch(self) -> None:
         if self._has_loads and self._half is not None:
