@@ -53,7 +53,8 @@ class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     data: bytes
     # Whether the step computes KV that is handed over.
     computes: bool
-    # What vLLM waits for: loads, and the ends of requests that are handed over. A worker that can't read `data` reports them.
+    # What vLLM waits for: loads, and the ends of requests that are handed over. A worker that can't read `data` reports
+    # them.
     loads: tuple[str, ...] = ()
     endings: tuple[tuple[str, str, bool], ...] = ()
 
@@ -711,8 +712,8 @@ class _Worker:
                 # An exception here would end the engine. Where a step can't be read, the half hands over nothing of it
                 # and of those before it. Only the first one says who the ranks are.
                 self._say_lost(
-                    "a step was not carried out as a whole; if it can't be read and was the first one, nothing is handed "
-                    "over until the engine is restarted: %s",
+                    "a step was not carried out as a whole; if it can't be read and was the first one, nothing is "
+                    "handed over until the engine is restarted: %s",
                     error,
                 )
 
