@@ -425,7 +425,7 @@ def test_a_step_that_a_worker_can_not_read_costs_the_request_that_it_computes_an
     forward(made, module.KVFerryMetadata(b"of another release", computes=False), None)
     logged = [it.getMessage() for it in caplog.records if it.levelno >= logging.WARNING]
     (said,) = [it for it in logged if it.startswith("KVFerryConnector: ")]
-    assert "a step was not carried out as a whole; if it can't be read and was the first one, nothing is handed " in said
+    assert "a step was not carried out as a whole; if it can't be read and was the first one, nothing is" in said
     assert "until the engine is restarted: malformed connector metadata: " in said
     held, answer = prefill.scheduler.finished("p", "length", table) or (False, None)
     assert held and answer is not None
