@@ -1050,8 +1050,9 @@ class SchedulerHalf:
         ids: dict[str, Any],
         steps: Callable[[dict[str, bool]], Sequence[tuple[str, int, int, bool, _Blocks]]],
         preempted: Sequence[str],
-    ) -> tuple[bytes, bool]:
-        """As `step`, for an engine that does not know which of its requests produce. Also whether any was scheduled.
+    ) -> tuple[bytes, bool, list[str], list[tuple[str, str, bool]]]:
+        """As `step`, for an engine that does not know which of its requests produce. Also whether any was scheduled, and
+        the loads and endings of the step, for `WorkerHalf.apply`.
 
         `ids`: the requests of the step, as keys. `steps` returns what `step` takes as `scheduled`. It is called if any of
         the requests may be handed over, with these: True if all of a request's steps must be returned, False if only one
@@ -1139,12 +1140,22 @@ class WorkerHalf:
     def producers(self) -> list[str]:
         """Those that KV is loaded from, for `SchedulerHalf.set_producers`."""
 
-    def apply(self, metadata: bytes, after: _After | None = None) -> None:
-        """Takes a step, before anything is computed or overwritten. Raises ValueError for metadata of another version, and
-        hands over nothing then that was offered before.
+    def apply(
+        self,
+        metadata: bytes,
+        after: _After | None = None,
+        *,
+        loads: Sequence[str] = ...,
+        endings: Sequence[tuple[str, str, bool]] = ...,
+    ) -> None:
+        """Takes a step, before anything is computed or overwritten. Raises ValueError for metadata of another version.
+        Then nothing is handed over that was offered before, and the loads that run fail. What the step itself has is not
+        known: `loads` and `endings`, from `SchedulerHalf.step_of`, are reported as failed and as sent, so that no engine
+        waits for them.
 
         `after`, needed for KV in memory of a GPU, names the work that used the blocks before: the step's loads write the
-        blocks after it. Loads fail if that work can't be recorded.
+        blocks after it. Loads fail if that work can't be recorded. Without it, or with anything else, the loads of the
+        step fail, all else of it is carried out, and the call raises ValueError or TypeError.
         """
 
     def fetch(self) -> None:

@@ -162,17 +162,17 @@ def test_steps_are_asked_for_only_of_requests_that_may_be_handed_over() -> None:
         return [(name, 0, len(PROMPT), True, [[1, 2, 3]]) for name, all_steps in producing.items() if all_steps]
 
     ids = {"other": 1, "p": len(PROMPT), "later": 2}
-    assert half.step_of(ids, steps, []) == (b"", False)
+    assert half.step_of(ids, steps, []) == (b"", False, [], [])
     half.arrived("p", len(PROMPT), 8, {"do_remote_decode": True}, None)
     half.arrived(
         "d", len(PROMPT), 8, {"do_remote_prefill": True, "transfer_id": "x", "remote_address": "127.0.0.1:1"}, None
     )
     assert not half.step_of({"other": 1, "d": 1}, steps, [])[1]
     assert asked == []
-    data, computes = half.step_of(ids, steps, [])
-    assert data and computes
+    data, computes, loads, endings = half.step_of(ids, steps, [])
+    assert data and computes and (loads, endings) == ([], [])
     # Its prompt is computed: only a step with all its blocks matters now.
-    assert half.step_of(ids, steps, []) == (b"", False)
+    assert half.step_of(ids, steps, []) == (b"", False, [], [])
     assert half.step_of(ids, steps, ["p"])[0], "it has lost its blocks"
     assert half.step_of(ids, steps, [])[1]
     assert asked == [{"p": True}, {"p": False}, {"p": False}, {"p": True}]
@@ -181,6 +181,52 @@ def test_steps_are_asked_for_only_of_requests_that_may_be_handed_over() -> None:
     assert half.finished("p", "length", [[1, 2, 3]]) == (False, None)
     assert half.finished("p", "length", [[1, 2, 3]]) is None
     assert len(asked) == 4
+
+
+def nothing(_: dict[str, bool]) -> list[Any]:
+    return []
+
+
+def test_of_a_step_that_can_not_be_read_loads_and_held_requests_are_reported_once_each(
+    engines: tuple[Engine, Engine],
+) -> None:
+    prefill, decode = engines
+    # The first step says who the ranks are.
+    decode.step()
+    answer = produce(prefill, "p", {"do_remote_decode": True}, [3, 1, 2])
+    consume(decode, "d", answer, [7, 9, 8])
+    for engine, awaited in ((prefill, ([], ["p"])), (decode, (["d"], []))):
+        data, computes, loads, endings = engine.scheduler.step_of({}, nothing, [])
+        assert data and not computes
+        assert (loads, [it for it, _, held in endings if held]) == awaited
+        with pytest.raises(ValueError, match="malformed"):
+            engine.worker.apply(data[:-1], loads=loads, endings=endings)
+        for _ in range(50):
+            engine.step()
+        assert (engine.received, engine.failed, engine.sent) == (loads, loads, awaited[1])
+        assert not engine.scheduler.has_pending_work()
+    ((_, _, _, failure),) = decode.worker.take_loads()
+    assert failure is not None and "could not read a step" in failure[1]
+    finish(decode, "d")
+    later = produce(prefill, "q", {"do_remote_decode": True}, [3, 1, 2])
+    consume(decode, "e", later, [4, 5, 6])
+    decode.until(lambda: "e" in decode.received)
+    assert decode.failed == ["d"]
+
+
+def test_the_loads_and_endings_of_a_step_that_is_read_are_not_reported_for_it(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    answer = produce(prefill, "p", {"do_remote_decode": True}, [3, 1, 2])
+    consume(decode, "d", answer, [7, 9, 8])
+    for engine in (decode, prefill):
+        data, _, loads, endings = engine.scheduler.step_of({}, nothing, [])
+        assert loads or endings
+        engine.worker.apply(data, loads=loads, endings=endings)
+        engine.worker.fetch()
+    decode.until(lambda: bool(decode.received))
+    assert (decode.received, decode.failed) == (["d"], [])
+    prefill.until(lambda: bool(prefill.sent))
+    assert prefill.sent == ["p"]
 
 
 def test_a_step_whose_requests_can_not_be_read_has_no_effect() -> None:

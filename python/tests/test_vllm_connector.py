@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import sys
 import time
@@ -406,9 +407,13 @@ def failures(worker: Any) -> dict[str, str]:
 
 
 def test_a_step_that_a_worker_can_not_read_costs_the_request_that_it_computes_and_the_engine_goes_on(
-    module: Any, engines: tuple[handoff.Engine, handoff.Engine], caplog: pytest.LogCaptureFixture
+    module: Any,
+    engines: tuple[handoff.Engine, handoff.Engine],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prefill, decode = engines
+    monkeypatch.setattr("kvferry._engine.log._EVERY_S", 1e6)
     # The first step says who the ranks are.
     prefill.step()
     made = connector_of(module, prefill)
@@ -416,8 +421,12 @@ def test_a_step_that_a_worker_can_not_read_costs_the_request_that_it_computes_an
     prefill.scheduler.arrived("p", tokens, 1, {"do_remote_decode": True}, identity)
     step = prefill.scheduler.step([("p", 0, tokens, True, table)], [])
     forward(made, module.KVFerryMetadata(step[:-1], computes=True), None)
-    (said,) = [it.getMessage() for it in caplog.records if it.levelname == "ERROR"]
-    assert said.startswith("KVFerryConnector: ")
+    # Another one soon after is not logged.
+    forward(made, module.KVFerryMetadata(b"of another release", computes=False), None)
+    logged = [it.getMessage() for it in caplog.records if it.levelno >= logging.WARNING]
+    (said,) = [it for it in logged if it.startswith("KVFerryConnector: ")]
+    assert "a step was not carried out as a whole; if it can't be read and was the first one, nothing is" in said
+    assert "until the engine is restarted: malformed connector metadata: " in said
     held, answer = prefill.scheduler.finished("p", "length", table) or (False, None)
     assert held and answer is not None
     prefill.until(lambda: bool(prefill.sent))
@@ -429,6 +438,32 @@ def test_a_step_that_a_worker_can_not_read_costs_the_request_that_it_computes_an
     handoff.consume(decode, "e", later, [4, 5, 6])
     decode.until(lambda: "e" in decode.received)
     assert decode.failed == ["d"]
+
+
+def test_vllm_hears_once_of_each_load_and_held_request_of_a_step_that_a_worker_can_not_read(
+    module: Any, engines: tuple[handoff.Engine, handoff.Engine]
+) -> None:
+    prefill, decode = engines
+    output = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None)
+    steps = []
+    for engine in engines:
+        side = scheduler(module)
+        side.half = engine.scheduler
+        steps.append(connector(module, side).build_connector_meta)
+        # The first step says who the ranks are.
+        engine.worker.apply(steps[-1](output).data)
+    answer = handoff.produce(prefill, "p", {"do_remote_decode": True}, [3, 1, 2])
+    handoff.consume(decode, "d", answer, [7, 9, 8])
+    for engine, step, sent, received in zip(engines, steps, (["p"], []), ([], ["d"]), strict=True):
+        metadata = step(output)
+        assert (metadata.loads, [it for it, _, held in metadata.endings if held]) == (tuple(received), sent)
+        metadata.data = metadata.data[:-1]
+        made = connector_of(module, engine)
+        forward_of_second(made, metadata, None)
+        reports = [made.get_transfer_results(set()) for _ in range(20)]
+        assert [it for report in reports for it in report.finished_sending] == sent
+        assert [it for report in reports for it in report.finished_recving] == received
+        assert [it for report in reports for it in report.failed_recving] == received
 
 
 def test_what_a_worker_has_offered_is_not_loaded_once_it_could_not_read_a_step(

@@ -439,6 +439,27 @@ def test_a_prompt_whose_blocks_were_taken_and_overwritten_is_handed_over_as_it_i
     assert driver.findings() == ""
 
 
+def test_a_request_that_lost_its_blocks_is_not_read_where_its_step_names_no_work_that_it_comes_after(
+    driver: Driver, engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decoder = engines
+    made = load(decoder, "d", before_it_is_computed(prefill), [9, 3, 4])
+    lost = begin(prefill, "p", 2 * TOKENS, 7, [1, 2])
+    # Decode has read and written what the first attempt computed.
+    assert decoder.until(lambda: bytes_of(decoder, [9, 3])[LAYERS - 1] == {7 + LAYERS - 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(prefill.worker._worker, "_launched", lambda: None)
+        preempt(prefill, "p", [1, 2])
+    resume(prefill, lost, 30, [5, 6, 7])
+    assert decoder.until(lambda: "d" in decoder.received)
+    assert not decoder.failed
+    assert bytes_of(decoder, [9, 3, 4]) == [{30}, {31}, {32}]
+    finish(decoder, made, [9, 3, 4])
+    assert prefill.until(lambda: "p" in prefill.sent)
+    with pytest.raises(ValueError, match="say what this comes after"):
+        prefill.worker._worker._half.apply(b"")
+
+
 @pytest.mark.parametrize("tokens", [2 * TOKENS, len(PROMPT)], ids=["a part", "the prompt"])
 def test_what_is_read_of_blocks_while_they_are_overwritten_is_not_used(
     driver: Driver, engines: tuple[Engine, Engine], order: Order, tokens: int
@@ -456,8 +477,9 @@ def test_what_is_read_of_blocks_while_they_are_overwritten_is_not_used(
         prefill.stream.synchronize()
         driver.hold(0)
         # The second runner's connector has not heard of it yet.
-        until = time.monotonic() + 0.1
-        while time.monotonic() < until:
+        began = time.monotonic()
+        while time.monotonic() < began + 0.1 or driver.counter("pending") > 0:
+            assert time.monotonic() < began + PATIENCE, "the copies do not end"
             decoder.step()
         assert "d" not in decoder.received - decoder.failed, "decode took what is overwritten"
 

@@ -10,7 +10,7 @@
 //! worker's. Workers call the observer with theirs held; it only wakes the thread.
 
 mod machine;
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod model;
 mod steps;
 

@@ -33,7 +33,7 @@ mod clock;
 mod codes;
 mod directory;
 mod exchange;
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub mod fuzzing;
 mod metadata;

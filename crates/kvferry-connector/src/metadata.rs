@@ -255,6 +255,20 @@ impl ConnectorMetadata {
         *self == Self::default()
     }
 
+    /// What an engine waits for that gives this to a worker half: reports of these fetches, and of these endings, each with
+    /// its handoff and whether its blocks are held. For [`crate::Worker::lose_step`], beside the bytes.
+    pub fn awaited(&self) -> (Vec<String>, Vec<(String, HandoffId, bool)>) {
+        let fetches = self.fetches.iter().map(|fetch| fetch.request.clone());
+        let endings = self.endings.iter().map(|Ending { request, transfer, how }| {
+            let held = match how {
+                EndingKind::Held { .. } => true,
+                EndingKind::Withdrawn { held, .. } => *held,
+            };
+            (request.clone(), transfer.clone(), held)
+        });
+        (fetches.collect(), endings.collect())
+    }
+
     /// The metadata as bytes; empty if there is nothing to do.
     pub fn encode(&self) -> Vec<u8> {
         if self.is_empty() { Vec::new() } else { pack::encode(self) }

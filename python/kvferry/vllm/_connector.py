@@ -53,6 +53,10 @@ class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]
     data: bytes
     # Whether the step computes KV that is handed over.
     computes: bool
+    # What vLLM waits for: loads, and the ends of requests that are handed over. A worker that can't read `data` reports
+    # them.
+    loads: tuple[str, ...] = ()
+    endings: tuple[tuple[str, str, bool], ...] = ()
 
 
 @dataclass
@@ -442,8 +446,9 @@ class _Scheduler:
         if output.num_scheduled_tokens:
             self._cached.add()
         steps = functools.partial(self._steps, output)
-        data, computes = self.half.step_of(output.num_scheduled_tokens, steps, list(output.preempted_req_ids or ()))
-        return KVFerryMetadata(data, computes)
+        preempted = list(output.preempted_req_ids or ())
+        data, computes, loads, endings = self.half.step_of(output.num_scheduled_tokens, steps, preempted)
+        return KVFerryMetadata(data, computes, tuple(loads), tuple(endings))
 
     def _steps(self, output: Any, producing: dict[str, bool]) -> list[_Step]:
         """What the half must get of a step: see `SchedulerHalf.step_of`."""
@@ -502,10 +507,12 @@ class _Scheduler:
             tried(self.half.give_up_all)
         else:
             tried(self.half.give_up, named)
-        data = tried(self.half.step, [], [])
-        if data is None:
+        rest = tried(self.half.step_of, {}, _no_steps, [])
+        if rest is None:
             tried(self.half.give_up_all)
-        return KVFerryMetadata(data or b"", False)
+            return KVFerryMetadata(b"", False)
+        data, computes, loads, endings = rest
+        return KVFerryMetadata(data, computes, tuple(loads), tuple(endings))
 
     def reported(self, output: Any) -> None:
         """Each part for itself: what the half does not hear of a request would keep its blocks for ever."""
@@ -567,6 +574,10 @@ class _Scheduler:
             self._bootstrap.close()
 
 
+def _no_steps(producing: dict[str, bool]) -> list[_Step]:
+    return []
+
+
 def _produces(request: Any) -> bool:
     """Whether a request asks to be handed over."""
     params = request.kv_transfer_params
@@ -622,6 +633,8 @@ class _Worker:
         self._stream: Callable[[], Any] | None = None
         # A prefill's death fails all loads from it.
         self._say = Seldom(logger, "KVFerryConnector: ").say
+        # All steps of an engine of another version.
+        self._say_lost = Seldom(logger, "KVFerryConnector: ").say
         self._counts = AgentCounts()
 
     def register(self, kv_caches: dict[str, Any]) -> None:
@@ -694,11 +707,15 @@ class _Worker:
             self._has_loads = True
             try:
                 # Loads write their blocks after the work that the stream has now: the last steps that used them.
-                self._half.apply(metadata.data, self._launched())
+                self._half.apply(metadata.data, self._launched(), loads=metadata.loads, endings=metadata.endings)
             except ValueError as error:
                 # An exception here would end the engine. Where a step can't be read, the half hands over nothing of it
-                # and of those before it.
-                logger.error("KVFerryConnector: %s", error)
+                # and of those before it. Only the first one says who the ranks are.
+                self._say_lost(
+                    "a step was not carried out as a whole; if it can't be read and was the first one, nothing is "
+                    "handed over until the engine is restarted: %s",
+                    error,
+                )
 
     def fetch(self) -> None:
         if self._has_loads and self._half is not None:

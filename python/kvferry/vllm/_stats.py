@@ -24,9 +24,9 @@ _REASONED = {
     "refused_requests": "Requests whose parameters ask for a handoff, but that get none, by reason.",
     "withdrawn_offers": "Requests of a prefill whose KV was withdrawn, by reason.",
     "fallbacks": "Transfers of a rank within the host that did not go over local, by reason.",
-    "gpu_bytes": "Bytes that were copied from the GPU (out) and to it (in), per rank.",
-    "gpu_calls": "Calls of the driver that copied memory of the GPU, per rank, by method.",
-    "gpu_failures": "What the GPU or its driver refused or failed, per rank, by reason.",
+    "gpu_bytes": "Bytes that the rank's process copied from GPUs (out) and to them (in).",
+    "gpu_calls": "Calls of the driver in the rank's process that copied memory of GPUs, by method.",
+    "gpu_failures": "What GPUs or their driver refused or failed in the rank's process, by reason.",
 }
 # The label of those that have no reason.
 _LABELS = {"gpu_bytes": "direction", "gpu_calls": "method"}

@@ -350,25 +350,25 @@ impl Machine {
     }
 
     /// The slots of an offer.
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     pub(super) fn offered(&self, number: u64) -> Option<Range<u32>> {
         self.offers.get(&number).map(|offer| offer.slots.clone())
     }
 
     /// The slots of all offers.
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     pub(super) fn all_offered(&self) -> impl Iterator<Item = Range<u32>> {
         self.offers.values().map(|offer| offer.slots.clone())
     }
 
     /// The slots of all fetches.
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     pub(super) fn all_fetched(&self) -> impl Iterator<Item = Range<u32>> {
         self.fetches.values().map(|fetch| fetch.slots.clone())
     }
 
     /// The slots of a fetch.
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     pub(super) fn fetched(&self, request: &str) -> Option<Range<u32>> {
         self.fetches.get(request).map(|fetch| fetch.slots.clone())
     }

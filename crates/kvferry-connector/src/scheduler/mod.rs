@@ -41,7 +41,7 @@ use consumed::Consumed;
 pub use idle::IdleLimit;
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::EngineId;
-use kvferry_proto::handoff::{BlockTable, HandoffId, NULL_BLOCK};
+use kvferry_proto::handoff::{BLOCKS_MAX, BlockTable, HandoffId, NULL_BLOCK};
 use kvferry_proto::layout::Kind;
 use produced::{End, Produced};
 pub use refused::Refused;
@@ -243,6 +243,11 @@ impl Scheduler {
         let Some(role) = self.role(request)? else { return Ok(()) };
         let tokens = u32::try_from(self.prefill(request.prompt_tokens));
         let tokens = tokens.map_err(|_| Refusal::new(Refused::LongPrompt))?;
+        // No rank could read a step with a longer table.
+        let blocks = self.config.groups.iter().map(|group| group.blocks(request.prompt_tokens));
+        if blocks.max().is_some_and(|most| most > BLOCKS_MAX as u64) {
+            return Err(Refusal::new(Refused::LongPrompt));
+        }
         match role {
             Role::Produce { transfer } => self.produce(request, transfer, tokens),
             Role::Consume(from) => {
@@ -549,9 +554,16 @@ impl Scheduler {
 }
 
 impl GroupRule {
+    /// Returns the number of blocks of so many tokens.
+    fn blocks(&self, tokens: u64) -> u64 {
+        tokens.div_ceil(u64::from(self.block_tokens.max(1)))
+    }
+
     /// The blocks of a request whose first `tokens` tokens are fetched. The block of a state is the one
     /// of its last token: later ones are scratch space of speculative decoding.
-    fn table(&self, blocks: Vec<u32>, tokens: u32) -> BlockTable {
+    fn table(&self, mut blocks: Vec<u32>, tokens: u32) -> BlockTable {
+        // Those behind have nothing of the prompt.
+        blocks.truncate(BLOCKS_MAX);
         let at = tokens.saturating_sub(1) / self.block_tokens.max(1);
         match blocks.get(at as usize) {
             Some(&block) if self.kind == Kind::State => BlockTable::new(at, vec![block]),

@@ -4,7 +4,7 @@ use super::idle::{HeldBlocks, HeldFor, IdleLimit};
 use super::{FinishReason, GroupRule, Scheduled, Stats};
 use crate::metadata::{Compute, ConnectorMetadata, Ending, EndingKind, Expect, Offer};
 use kvferry_proto::WireCode;
-use kvferry_proto::handoff::{BlockTable, HandoffId, NULL_BLOCK};
+use kvferry_proto::handoff::{BLOCKS_MAX, BlockTable, HandoffId, NULL_BLOCK};
 use kvferry_proto::layout::Kind;
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::ops::Range;
@@ -369,8 +369,10 @@ impl Request {
         self.until = u32::try_from(until).unwrap_or(u32::MAX);
         self.blocks.resize(groups.len(), Vec::new());
         let mut tables = Vec::with_capacity(groups.len());
-        for (new, (at, group)) in scheduled.blocks.into_iter().zip(groups.iter().enumerate()) {
+        for (mut new, (at, group)) in scheduled.blocks.into_iter().zip(groups.iter().enumerate()) {
             let (range, first) = (self.range(group), self.blocks[at].len());
+            // Those behind have nothing of the prompt.
+            new.truncate(BLOCKS_MAX - first);
             self.blocks[at].extend_from_slice(&new);
             tables.push(if group.kind == Kind::State {
                 // A state moves from block to block until the last token is computed.

@@ -18,7 +18,8 @@ pub enum Refused {
     ForeignProducer,
     /// The request's `transfer_id` belongs to a request with another prompt.
     OtherPrompt,
-    /// The request's prompt has more than `u32::MAX` tokens.
+    /// The request's prompt has more than `u32::MAX` tokens, or more blocks of one group than a handoff may have
+    /// ([`BLOCKS_MAX`](kvferry_proto::handoff::BLOCKS_MAX)).
     LongPrompt,
     /// Another live request of this producer has its `transfer_id`.
     Duplicate,

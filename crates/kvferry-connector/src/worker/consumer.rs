@@ -434,7 +434,13 @@ impl Inner {
         (Self::host_of_engine(state, engine), peers)
     }
 
-    fn fetched(&self, state: &mut State, request: String, how: Failure, side_data: SideData) {
+    pub(super) fn fetched(
+        &self,
+        state: &mut State,
+        request: String,
+        how: Failure,
+        side_data: SideData,
+    ) {
         let Failure { code, detail, .. } = how;
         match state.fetches.remove(&request) {
             Some(Stage::Fetching(transfer)) => state.forget_answer(&transfer),

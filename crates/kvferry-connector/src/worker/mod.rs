@@ -32,10 +32,11 @@ mod types;
 mod unplanned;
 
 use crate::clock::now;
-use crate::metadata::{ConnectorMetadata, EngineMetadata, Notes};
+use crate::metadata::{Cancel, ConnectorMetadata, Ending, EndingKind, EngineMetadata, Notes};
 use crate::producers::Producers;
 use crate::rank::{Event, Rank, RankError, RankObserver, ReadPart};
 use crate::rank_metadata::RankMetadata;
+use consumer::failure;
 use events::Job;
 use kvferry::{After, Agent, ErrorKind, Region};
 use kvferry_proto::WireCode;
@@ -50,6 +51,9 @@ use state::{Action, Inner, PendingAction, Stage, State};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 pub use types::{Announce, ComputeEvent, Reports, WorkerConfig, WorkerError, WorkerObserver};
+
+/// The reason of what ends because a step can't be read.
+const UNREADABLE: &str = "a rank could not read a step of its engine";
 
 /// The worker half of one rank. All calls may be made from any thread and return at once.
 pub struct Worker {
@@ -130,9 +134,10 @@ impl Worker {
     /// memory: fetches into memory of a device fail, see [`Worker::apply_after`].
     ///
     /// # Errors
-    /// [`WorkerError::Metadata`], after which nothing is handed over that was offered before: requests may lose their
-    /// blocks in this step. [`WorkerError::Engine`] and [`WorkerError::Misuse`] for the metadata
-    /// that describe the engine, after the rest has been carried out; [`RankError::Forked`] in a fork.
+    /// [`WorkerError::Metadata`], after which nothing is handed over that was offered before, since requests may lose
+    /// their blocks in this step; and fetches that were not reported fail, since the step may cancel them. What the step
+    /// itself has is reported only after [`Worker::lose_step`]. [`WorkerError::Engine`] and [`WorkerError::Misuse`] for the
+    /// metadata that describe the engine, after the rest has been carried out; [`RankError::Forked`] in a fork.
     pub fn apply(&self, metadata: &[u8]) -> Result<(), WorkerError> {
         self.apply_after(metadata, || Ok(After::default()))
     }
@@ -154,7 +159,7 @@ impl Worker {
         let metadata = match ConnectorMetadata::decode(metadata) {
             Ok(metadata) => metadata,
             Err(error) => {
-                self.withdraw_all("the producer could not read a step of its engine");
+                self.withdraw_all(UNREADABLE);
                 return Err(error.into());
             }
         };
@@ -300,7 +305,7 @@ impl Worker {
         }
     }
 
-    /// Withdraws all that is offered, and gives up the step before.
+    /// Withdraws all that is offered, gives up the step before, and cancels all fetches that were not reported.
     fn withdraw_all(&self, detail: &str) {
         let inner = &self.inner;
         let _together = inner.rank().hold();
@@ -310,6 +315,38 @@ impl Worker {
         state.pieces.clear();
         for (_, produced) in state.produced.values() {
             produced.withdraw(inner.rank(), WireCode::Internal, detail);
+        }
+        for (action, after) in &mut state.requested {
+            if matches!(action, Action::Fetch(_)) {
+                *after = Err(detail.to_owned());
+            }
+        }
+        let succeeded = state.fetched.iter().filter(|it| it.code.is_ok()).map(|it| &it.request);
+        let requests: Vec<_> = state.fetches.keys().chain(succeeded).cloned().collect();
+        for request in requests {
+            let (code, detail) = (WireCode::Internal, detail.to_owned());
+            inner.cancel(&mut state, Cancel { request, code, detail });
+        }
+    }
+
+    /// Ends what a step has that [`Worker::apply`] could not decode, so that the engine does not wait for reports of it:
+    /// fetches are reported as failed, and endings withdraw their handoffs. Both as [`ConnectorMetadata::awaited`] returned
+    /// them. Only after [`WorkerError::Metadata`]: after other errors the step was carried out, and each is reported once.
+    pub fn lose_step(&self, fetches: Vec<String>, endings: Vec<(String, HandoffId, bool)>) {
+        if self.is_forked() {
+            return;
+        }
+        let inner = &self.inner;
+        let _together = inner.rank().hold();
+        let mut state = inner.state.lock();
+        for request in fetches {
+            let how = failure(WireCode::Internal, UNREADABLE.to_owned());
+            inner.fetched(&mut state, request, how, Vec::new());
+        }
+        for (request, transfer, held) in endings {
+            let (code, detail) = (WireCode::Internal, UNREADABLE.to_owned());
+            let how = EndingKind::Withdrawn { code, detail, held };
+            inner.end(&mut state, Ending { request, transfer, how });
         }
     }
 

@@ -456,6 +456,89 @@ fn of_what_a_rank_has_offered_nothing_is_fetched_once_it_could_not_read_a_step()
 }
 
 #[test]
+fn i7_a_rank_that_could_not_read_a_step_fails_the_fetches_that_the_step_may_have_cancelled() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let (producer, address, consumer, _lookups, _agents) = with_host_name();
+    hand_over(&producer, &consumer, "before", &address);
+    offer(&producer, "ended");
+    fetch(&consumer, "ended", &address);
+    kvferry_testkit::eventually("a fetch has ended", || consumer.wait(Duration::ZERO));
+    fetch(&consumer, "waits", &address);
+    kvferry_testkit::eventually("a fetch has begun", || {
+        consumer.inner.state.lock().fetched_for.contains_key(&id("waits"))
+    });
+    learn(&consumer, 7);
+    // Its metadata are applied, and it has not begun.
+    offer(&producer, "applied");
+    let fetches = vec![fetch_request("applied", &address)];
+    apply(&consumer, ConnectorMetadata { fetches, ..ConnectorMetadata::default() });
+    let detail = String::new();
+    let cancel = Cancel { request: "waits".to_owned(), code: WireCode::Cancelled, detail };
+    let step = ConnectorMetadata { cancels: vec![cancel], ..ConnectorMetadata::default() }.encode();
+    let refused = consumer.apply(&step[..step.len() - 1]);
+    assert!(matches!(refused, Err(WorkerError::Metadata(_))), "{refused:?}");
+    consumer.fetch();
+    let failed = with_code(&["7", "applied", "ended", "waits"], WireCode::Internal);
+    assert_eq!(outcomes(&consumer, 4), failed);
+    hand_over(&producer, &consumer, "later", &address);
+}
+
+#[test]
+fn i1_of_a_step_that_a_rank_could_not_read_each_fetch_and_each_held_request_is_reported_once() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let (producer, address, consumer, _lookups, _agents) = with_host_name();
+    // What the ranks have heard of before, and what they have not.
+    ["offered", "withdrawn", "dropped"].iter().for_each(|request| offer(&producer, request));
+    let held = EndingKind::Held { side_data: None };
+    let withdrawn = |held| {
+        let (code, detail) = (WireCode::Cancelled, String::new());
+        EndingKind::Withdrawn { code, detail, held }
+    };
+    let endings = [
+        ("offered", held.clone()),
+        ("new", held),
+        ("withdrawn", withdrawn(true)),
+        ("dropped", withdrawn(false)),
+    ];
+    let endings = endings.map(|(request, how)| {
+        let (request, transfer) = (request.to_owned(), id(request));
+        Ending { request, transfer, how }
+    });
+    let (fetches, endings) = (vec![fetch_request("fetched", &address)], endings.into());
+    let step = ConnectorMetadata { fetches, endings, ..ConnectorMetadata::default() };
+    let (bytes, (fetches, endings)) = (step.encode(), step.awaited());
+    for worker in [&producer, &*consumer] {
+        let refused = worker.apply(&bytes[..bytes.len() - 1]);
+        assert!(matches!(refused, Err(WorkerError::Metadata(_))), "{refused:?}");
+        worker.lose_step(fetches.clone(), endings.clone());
+        worker.fetch();
+        let mut all = Reports::default();
+        // What the rank itself has to say of its handoffs comes on other threads.
+        for _ in 0..50 {
+            let reports = worker.reports();
+            all.sent.extend(reports.sent);
+            all.received.extend(reports.received);
+            all.failed.extend(reports.failed);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        all.sent.sort();
+        assert_eq!(all.sent, ["new", "offered", "withdrawn"]);
+        assert_eq!(
+            (all.received, all.failed),
+            (vec!["fetched".to_owned()], vec!["fetched".to_owned()])
+        );
+        let kept =
+            worker.gauges().into_iter().filter(|(name, _)| ["produced", "fetches"].contains(name));
+        assert!(kept.map(|(_, count)| count).eq([0, 0]), "{:?}", worker.gauges());
+    }
+    for request in ["offered", "new", "withdrawn", "dropped"] {
+        fetch(&consumer, request, &address);
+        assert_eq!(outcome(&consumer), (request.to_owned(), false));
+    }
+    hand_over(&producer, &consumer, "later", &address);
+}
+
+#[test]
 fn an_answer_to_a_freed_handoff_says_nothing_of_another_one_of_the_same_request() {
     let mut state = super::state::State::default();
     let [first, second] = ["first", "second"].map(|name| HandoffId::new(name).expect("short"));

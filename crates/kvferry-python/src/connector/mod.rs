@@ -22,6 +22,9 @@ use pyo3::prelude::*;
 /// block.
 type Group = (String, u32, u32);
 
+/// The end of a producer's request in a step: the request, its handoff, and whether its blocks are held.
+type Ending = (String, String, bool);
+
 fn group_rule((kind, window, block_tokens): Group) -> PyResult<GroupRule> {
     let kind = match kind.as_str() {
         "full" => Kind::Full,

@@ -4,8 +4,8 @@ use super::ints::{self, Ids};
 use super::{Group, group_rule, refused, values};
 use crate::blocking::seconds;
 use kvferry_connector::{
-    EngineId, FinishReason, Finished, IdleLimit, Match, Producers, PromptHasher, PromptId, Refused,
-    Request, Scheduled, Scheduler, SchedulerConfig, Stats, WireCode,
+    ConnectorMetadata, EngineId, FinishReason, Finished, IdleLimit, Match, Producers, PromptHasher,
+    PromptId, Refused, Request, Scheduled, Scheduler, SchedulerConfig, Stats, WireCode,
 };
 use kvferry_sys::sync::Mutex;
 use pyo3::exceptions::PyValueError;
@@ -16,6 +16,10 @@ use pyo3::types::{PyBytes, PyDict};
 /// A request in a step: its id, tokens in the cache before the step, tokens that the step computes,
 /// whether the blocks are all it has, and the blocks per group.
 type Step = (PyBackedStr, u64, u64, bool, Vec<Ids>);
+
+/// What `step_of` answers: the step, whether any request was scheduled, and what `WorkerHalf.apply` reports of the step if
+/// it can't be read: the loads, and the endings.
+type StepOf<'py> = (Bound<'py, PyBytes>, bool, Vec<String>, Vec<super::Ending>);
 
 /// What `finished` answers: whether the blocks are held, and the parameters of the response.
 type Ended<'py> = (bool, Option<Bound<'py, PyDict>>);
@@ -147,17 +151,7 @@ impl SchedulerHalf {
         scheduled: Vec<Step>,
         preempted: Vec<PyBackedStr>,
     ) -> Bound<'py, PyBytes> {
-        let mut scheduled = scheduled;
-        let scheduled =
-            scheduled.iter_mut().map(|(request, computed, tokens, all, blocks)| Scheduled {
-                request,
-                computed: *computed,
-                tokens: *tokens,
-                all: *all,
-                blocks: Ids::of(std::mem::take(blocks)),
-            });
-        let preempted = preempted.iter().map(|id| &**id);
-        PyBytes::new(py, &self.half.lock().step(scheduled, preempted).encode())
+        PyBytes::new(py, &self.metadata(scheduled, &preempted).encode())
     }
 
     fn step_of<'py>(
@@ -166,13 +160,17 @@ impl SchedulerHalf {
         ids: &Bound<'py, PyDict>,
         steps: &Bound<'py, PyAny>,
         preempted: Vec<PyBackedStr>,
-    ) -> PyResult<(Bound<'py, PyBytes>, bool)> {
+    ) -> PyResult<StepOf<'py>> {
         let scheduled = match self.producing(py, ids)? {
             Some(producing) => steps.call1((producing,))?.extract::<Vec<Step>>()?,
             None => Vec::new(),
         };
         let computes = !scheduled.is_empty();
-        Ok((self.step(py, scheduled, preempted), computes))
+        let metadata = self.metadata(scheduled, &preempted);
+        let (loads, endings) = metadata.awaited();
+        let endings = endings.into_iter();
+        let endings = endings.map(|(id, transfer, held)| (id, String::from(transfer), held));
+        Ok((PyBytes::new(py, &metadata.encode()), computes, loads, endings.collect()))
     }
 
     fn give_up(&self, ids: Vec<PyBackedStr>) {
@@ -249,6 +247,20 @@ impl SchedulerHalf {
 }
 
 impl SchedulerHalf {
+    /// The metadata of a step.
+    fn metadata(&self, mut scheduled: Vec<Step>, preempted: &[PyBackedStr]) -> ConnectorMetadata {
+        let scheduled =
+            scheduled.iter_mut().map(|(request, computed, tokens, all, blocks)| Scheduled {
+                request,
+                computed: *computed,
+                tokens: *tokens,
+                all: *all,
+                blocks: Ids::of(std::mem::take(blocks)),
+            });
+        let preempted = preempted.iter().map(|id| &**id);
+        self.half.lock().step(scheduled, preempted)
+    }
+
     /// Those of `ids` that may be handed over, each with whether all of its steps matter. `None` if there are none.
     fn producing<'py>(
         &self,

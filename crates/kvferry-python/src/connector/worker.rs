@@ -1,13 +1,13 @@
 //! The worker half.
 
-use super::refused;
+use super::{Ending, refused};
 use crate::agent::Agent;
 use crate::blocking::{self, Stop, seconds};
 use crate::memory::Region;
 use crate::order::Orders;
 use kvferry_connector::{
-    Announce, ComputeEvent, Layout, Limits, Load, Loads, Model, Producers, WireCode, Worker,
-    WorkerConfig,
+    Announce, ComputeEvent, HandoffId, Layout, Limits, Load, Loads, Model, Producers, WireCode,
+    Worker, WorkerConfig, WorkerError,
 };
 use kvferry_cuda::Edge;
 use kvferry_sys::sync::Mutex;
@@ -179,16 +179,33 @@ impl WorkerHalf {
         Ok(self.worker()?.producers().list())
     }
 
-    #[pyo3(signature = (metadata, after = None))]
+    #[pyo3(signature = (metadata, after = None, *, loads = Vec::new(), endings = Vec::new()))]
     fn apply(
         &self,
         py: Python<'_>,
         metadata: &[u8],
         after: Option<&Bound<'_, PyAny>>,
+        loads: Vec<String>,
+        endings: Vec<Ending>,
     ) -> PyResult<()> {
-        let orders = self.orders(after)?;
-        let after = || orders.after(py, &self.0.devices).map_err(|error| error.to_string());
-        self.worker()?.apply_after(metadata, after).map_err(refused)
+        // What a step has beside loads needs no order, and is carried out in any case.
+        let orders = self.orders(after);
+        let after = || match &orders {
+            Ok(orders) => orders.after(py, &self.0.devices).map_err(|error| error.to_string()),
+            Err(error) => Err(error.value(py).to_string()),
+        };
+        let worker = self.worker()?;
+        let applied = worker.apply_after(metadata, after);
+        // After other errors the step was carried out.
+        if matches!(applied, Err(WorkerError::Metadata(_))) {
+            let named = |(id, transfer, held): Ending| -> PyResult<_> {
+                let transfer = HandoffId::new(&transfer).map_err(refused)?;
+                Ok((id, transfer, held))
+            };
+            worker.lose_step(loads, endings.into_iter().map(named).collect::<PyResult<_>>()?);
+        }
+        applied.map_err(refused)?;
+        orders.map(drop)
     }
 
     fn fetch(&self) -> PyResult<()> {

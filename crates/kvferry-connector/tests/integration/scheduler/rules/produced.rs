@@ -1,6 +1,7 @@
 //! Requests whose KV is offered.
 
 use super::*;
+use kvferry_proto::handoff::BLOCKS_MAX;
 
 #[test]
 fn a_request_is_offered_with_its_first_blocks_and_later_steps_carry_only_new_ones_of_its_prompt() {
@@ -56,7 +57,7 @@ fn requests_without_parameters_or_with_invalid_ones_get_no_handoff_and_leave_no_
 
 #[test]
 fn a_prompt_of_more_than_u32_max_tokens_gets_no_handoff() {
-    let mut it = scheduler(&[FULL], true);
+    let mut it = scheduler(&[GroupRule { block_tokens: 4096, ..FULL }], true);
     let tokens = u64::from(u32::MAX) + 1;
     for params in [produces("x"), consumes("x")] {
         let request = request("a", tokens, &params);
@@ -71,6 +72,31 @@ fn a_prompt_of_more_than_u32_max_tokens_gets_no_handoff() {
     let longest = consumes("x");
     let longest = request("a", tokens - 1, &longest);
     assert_eq!(it.match_request(&longest, 1), Match::Tokens(tokens - 2));
+}
+
+#[test]
+fn a_prompt_of_more_blocks_than_a_table_may_have_gets_no_handoff() {
+    let mut it = scheduler(&[GroupRule { block_tokens: 1 << 20, ..FULL }, FULL], true);
+    let most = BLOCKS_MAX as u64 * u64::from(FULL.block_tokens);
+    for params in [produces("x"), consumes("x")] {
+        let request = request("a", most + 1, &params);
+        it.arrived(&request);
+        assert_eq!(it.match_request(&request, 0), Match::NONE);
+        assert!(!it.produces("a"));
+        assert_eq!(it.end_request(&request, FinishReason::Length, None, None), Finished::default());
+        assert!(empty_step(&mut it).is_empty());
+        assert_idle(&it);
+    }
+    assert_eq!(it.refusals(), [(Refused::LongPrompt, 2)]);
+    // An engine may give a request blocks for tokens after its prompt.
+    let blocks: Vec<_> = (1..=BLOCKS_MAX as u32 + 1).collect();
+    let (produces, consumes) = (produces("y"), consumes("z"));
+    it.arrived(&request("b", most, &produces));
+    let metadata = step(&mut it, [first("b", most, &[&[1, 2, 3, 4], &blocks[..]])], &[]);
+    assert_eq!(metadata.computes[0].blocks[1].blocks, blocks[..BLOCKS_MAX]);
+    it.give_blocks(&request("c", most, &consumes), 0, most, &[vec![1, 2, 3, 4], blocks.clone()]);
+    let metadata = empty_step(&mut it);
+    assert_eq!(metadata.fetches[0].blocks[1].blocks, blocks[..BLOCKS_MAX]);
 }
 
 #[test]
