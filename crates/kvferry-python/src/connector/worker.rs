@@ -198,11 +198,10 @@ impl WorkerHalf {
         let applied = worker.apply_after(metadata, after);
         // After other errors the step was carried out.
         if matches!(applied, Err(WorkerError::Metadata(_))) {
-            let named = |(id, transfer, held): Ending| -> PyResult<_> {
-                let transfer = HandoffId::new(&transfer).map_err(refused)?;
-                Ok((id, transfer, held))
-            };
-            worker.lose_step(loads, endings.into_iter().map(named).collect::<PyResult<_>>()?);
+            // A name that this version refuses has no handoff here.
+            let named =
+                |(id, transfer, held): Ending| Some((id, HandoffId::new(&transfer).ok()?, held));
+            worker.lose_step(loads, endings.into_iter().filter_map(named).collect());
         }
         applied.map_err(refused)?;
         orders.map(drop)
