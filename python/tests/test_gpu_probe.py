@@ -24,7 +24,7 @@ def test_the_probe_records_module_library_and_folder_with_what_the_driver_says(p
     (packed / "bin").mkdir(parents=True)
     out.mkdir()
     program = packed / "bin" / "gpu_probe"
-    program.write_text(f"#!{sys.executable}\nprint('a line')\nprint('{{\"gpus\": [{{\"name\": \"H100\"}}]}}')\n")
+    program.write_text(f'#!{sys.executable}\nprint(\'a line\')\nprint(\'{{"gpus": [{{"name": "H100"}}]}}\')\n')
     program.chmod(0o755)
     found = probe.probe(packed, out)
     kept = json.loads((out / "probe.json").read_text())

@@ -227,9 +227,11 @@ mod tests {
         directory.put(NAME, b"one", IfExists::Keep).expect("a put");
         let found = |name| directory.get(name, 9).expect("a read");
         let new = "v1/0011/abcd00";
-        let faults: [(&str, fn(&HangingDisk)); 2] =
-            [("writes", HangingDisk::fail_writes), ("syncs", |disk| disk.fail_syncs(1))];
-        for (what, fail) in faults {
+        for what in ["writes", "syncs"] {
+            let fail = |disk: &HangingDisk| match what {
+                "writes" => disk.fail_writes(),
+                _ => disk.fail_syncs(1),
+            };
             for (name, if_exists) in [(NAME, IfExists::Replace), (new, IfExists::Keep)] {
                 fail(&disk);
                 assert!(directory.put(name, b"two", if_exists).is_err(), "{what}: {name}");

@@ -194,9 +194,7 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             "load_seconds", "Seconds from the first read of a request's KV to its last, per rank.", _SECONDS
         )
         self._bytes = histogram("load_bytes", "Bytes of KV that a request loaded, per rank.", _BYTES)
-        self._reasoned = {
-            name: counter(name, about, _LABELS.get(name, "reason")) for name, about in _REASONED.items()
-        }
+        self._reasoned = {name: counter(name, about, _LABELS.get(name, "reason")) for name, about in _REASONED.items()}
         self._plain = {
             name: create_metric_per_engine(counter(name, about), self.per_engine_labelvalues)
             for name, about in _PLAIN.items()
