@@ -585,7 +585,7 @@ fn restart_unnoticed(
         consumer.inner.state.lock().engines.known.is_empty()
     });
     let name = address.parse().expect("an address");
-    keep(&consumer, name, &before);
+    keep(consumer, name, &before);
     let listen = address.parse().expect("an address");
     start_at(listen, "127.0.0.1", engine, agents_peer)
 }

@@ -93,7 +93,11 @@ fn a_forked_child_waits_for_no_thread_of_its_parent_that_looks_for_gpus() {
         let ends = AtomicBool::new(false);
         let has_none = std::thread::scope(|scope| {
             for _ in 0..2 {
-                scope.spawn(|| while !ends.load(Relaxed) && Gpu::all().len() == 1 {});
+                scope.spawn(|| {
+                    while !ends.load(Relaxed) && Gpu::all().len() == 1 {
+                        std::hint::spin_loop();
+                    }
+                });
             }
             let look = || u8::from(Gpu::all().is_empty());
             let has_none = (0..50).all(|_| in_forked_process(look) == Some(1));
