@@ -67,7 +67,7 @@ def _kernel_module(version: str) -> dict[str, str]:
 
 
 def _libcufile() -> str:
-    """The path of the library for files and GPUs, empty without one: the loader's, the toolkit's, or Python's package."""
+    """The path of the library for files and GPUs: the loader's, the toolkit's, or Python's package. Empty without one."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         known = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, timeout=60, check=False)
         for line in known.stdout.splitlines():
@@ -97,7 +97,7 @@ def _mount(text: str, device: str) -> tuple[str, str]:
     for line in text.splitlines():
         fields, _, kind = line.partition(" - ")
         if fields.split()[2:3] == [device]:
-            name, source = (kind.split() + ["", ""])[:2]
+            name, source = [*kind.split(), "", ""][:2]
             return name, source
     return "", ""
 
