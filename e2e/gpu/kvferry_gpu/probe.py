@@ -67,7 +67,7 @@ def _kernel_module(version: str) -> dict[str, str]:
 
 
 def _libcufile() -> str:
-    """The path of the library for files and GPUs: the loader's, the toolkit's, or Python's package. Empty without one."""
+    """Where cuFile's library is: the loader's, the toolkit's, or Python's package. Empty without one."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         known = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, timeout=60, check=False)
         for line in known.stdout.splitlines():
