@@ -2,7 +2,7 @@
 //!
 //! The last mapping of shared memory frees its pages, which takes a quarter of a second per GiB. That
 //! may be a mapping of a peer's memory, after the peer has died, so a thread that serves others must not
-//! do it. [`later`] hands an address range to a thread that is started when there is one, and ends when
+//! do it. `later` hands an address range to a thread that is started when there is one, and ends when
 //! there are no more.
 
 use crate::sync::{Condvar, Mutex};
