@@ -230,10 +230,7 @@ impl Peers {
         let before = self.places.get_mut(peer.address());
         let before_is_up = before.as_ref().is_some_and(|place| place.is_up());
         if let Some(place) = before.filter(|it| it.takes_room() || may_be_spare && it.is_needed()) {
-            place.used = self.uses;
-            if !std::mem::replace(&mut place.reserved, true) {
-                self.reserved.push(place.id);
-            }
+            place.reserve(self.uses, &mut self.reserved);
             return Ok(());
         }
         let (host, limit) = (count_for(host, peer), sessions_max(fd::limit()));
@@ -259,11 +256,8 @@ impl Peers {
             None => self.enter(peer, host),
         }
         let place = self.places.get_mut(peer.address()).expect("there now");
-        (place.used, place.spare) = (self.uses, !has_room);
-        if !std::mem::replace(&mut place.reserved, true) {
-            self.reserved.push(place.id);
-        }
-        place.host = host;
+        place.reserve(self.uses, &mut self.reserved);
+        (place.spare, place.host) = (!has_room, host);
         // What remains beyond the limit are few sessions, needed only to tell producers of ends.
         while up.all() >= limit && self.end_unneeded(up, |_| true) {}
         up.add(host);

@@ -102,6 +102,14 @@ impl Place {
         !self.takes_session() && (self.unheard || self.connect_once)
     }
 
+    /// The call number `used` reserves it. `reserved`: the places that are.
+    pub(super) fn reserve(&mut self, used: u64, reserved: &mut Vec<PeerId>) {
+        self.used = used;
+        if !std::mem::replace(&mut self.reserved, true) {
+            reserved.push(self.id);
+        }
+    }
+
     pub(super) fn update_watch(&mut self) {
         let session = self.session.as_ref().filter(|_| self.is_watched());
         self.watch = session.map(Channel::watch);
