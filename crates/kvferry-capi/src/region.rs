@@ -6,7 +6,9 @@ use crate::failure::{self, Failure};
 use crate::guard::{self, Outcome};
 use crate::handles::{self, OwnedRegion};
 use crate::structs::{self, Versioned};
-use kvferry::{Access, Agent, ErrorKind, Incarnation, Region, RegionId, RemoteRegion};
+use kvferry::{
+    Access, Agent, DeviceMemory, ErrorKind, Incarnation, Region, RegionId, RemoteRegion,
+};
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::Arc;
 
@@ -90,6 +92,25 @@ fn access_of(bits: u32) -> Result<Access, Failure> {
         return Err(Failure::invalid(format!("{bits:#x} is no set of KVFERRY_ACCESS_")));
     }
     Ok(Access { read: bits & KVFERRY_ACCESS_READ != 0, write: bits & KVFERRY_ACCESS_WRITE != 0 })
+}
+
+/// Registers memory of a GPU, as `memory` finds it.
+///
+/// # Safety
+/// `name` is null or text; `region` is null or can be written.
+unsafe fn register_cuda(
+    agent: *const kvferry_agent,
+    memory: impl FnOnce() -> Result<DeviceMemory, kvferry_cuda::Error>,
+    access: Access,
+    name: *const c_char,
+    region: *mut *mut kvferry_region,
+) -> Outcome {
+    let register = |agent: &Agent| {
+        let memory = memory().map_err(|error| Failure::invalid(error.to_string()))?;
+        Ok(agent.register_device(memory.with_process_addresses(), access)?)
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make(agent, name, region, register) }
 }
 
 /// # Safety
@@ -179,14 +200,10 @@ pub unsafe extern "C" fn kvferry_region_register_cuda(
 ) -> c_int {
     guard::run(error, || {
         let access = access_of(access)?;
-        let register = |agent: &Agent| {
-            let memory =
-                kvferry_cuda::memory(address, len as u64, (device != -1).then_some(device))
-                    .map_err(|error| Failure::invalid(error.to_string()))?;
-            Ok(agent.register_device(memory.with_process_addresses(), access)?)
-        };
+        let device = (device != -1).then_some(device);
+        let memory = || kvferry_cuda::memory(address, len as u64, device);
         // SAFETY: the caller's promise.
-        unsafe { make(agent, name, region, register) }
+        unsafe { register_cuda(agent, memory, access, name, region) }
     })
 }
 
@@ -216,16 +233,13 @@ pub unsafe extern "C" fn kvferry_region_register_cuda_device(
         let access = access_of(access)?;
         // SAFETY: the caller's promise.
         let device = unsafe { guard::text(device, "the GPU's name") }?;
-        let register = |agent: &Agent| {
-            let memory = device
-                .parse::<kvferry_cuda::DeviceName>()
-                .map_err(kvferry_cuda::Error::Driver)
-                .and_then(|name| kvferry_cuda::memory_on(address, len as u64, name))
-                .map_err(|error| Failure::invalid(error.to_string()))?;
-            Ok(agent.register_device(memory.with_process_addresses(), access)?)
+        let memory = || {
+            let device = device.parse::<kvferry_cuda::DeviceName>();
+            let device = device.map_err(kvferry_cuda::Error::Driver)?;
+            kvferry_cuda::memory_on(address, len as u64, device)
         };
         // SAFETY: the caller's promise.
-        unsafe { make(agent, name, region, register) }
+        unsafe { register_cuda(agent, memory, access, name, region) }
     })
 }
 
