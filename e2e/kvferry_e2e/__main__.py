@@ -241,7 +241,7 @@ def device_contract_phase(run: Run) -> None:
             "FAKECUDA_LIBRARY": str(FAKE_DRIVER),
             **setup.engine_env,
         }
-        # The fake has as many GPUs as it is told.
+        # The fake driver reads the number of its GPUs here.
         env.pop("CUDA_VISIBLE_DEVICES", None)
         with open(setup.folder / f"core-gpu-{runner}.log", "w", encoding="utf-8") as log:
             subprocess.run(

@@ -255,7 +255,7 @@ impl ConnectorMetadata {
         *self == Self::default()
     }
 
-    /// What an engine waits for that gives this to a worker half: reports of these fetches, and of these endings, each with
+    /// Reports for which an engine waits that gives this to a worker half: of these fetches, and of these endings, each with
     /// its handoff and whether its blocks are held. For [`crate::Worker::lose_step`], beside the bytes.
     pub fn awaited(&self) -> (Vec<String>, Vec<(String, HandoffId, bool)>) {
         let fetches = self.fetches.iter().map(|fetch| fetch.request.clone());

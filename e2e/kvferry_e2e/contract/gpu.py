@@ -94,7 +94,7 @@ def on_gpus(suite: Suite, asynchronous: bool, note: Note) -> None:
 
 
 def without_edges(suite: Suite, side: str, asynchronous: bool, note: Note) -> None:
-    """Where kvferry is told that the engine has waited for its GPU, and it has not, the driver's checker finds the race
+    """A connector takes the engine's GPU for idle, and it is not: the driver's checker finds the race
     on the KV of that engine. Decode has few blocks: the second prompt is loaded into some of those of the first one.
     """
     with suite.pair(asynchronous=asynchronous, decode={"blocks": 34}) as pair:

@@ -89,7 +89,7 @@ pub(super) struct CudaDevice {
     pub(super) bus: String,
     /// `None` if kvferry can't use the driver.
     pub(super) more: Option<CudaMore>,
-    /// What was tried, or why not. `None` if kvferry can't use the driver.
+    /// The trial, or why there was none. `None` if kvferry can't use the driver.
     pub(super) tried: Option<Result<CudaTried, Untried>>,
 }
 
@@ -108,7 +108,7 @@ pub(super) enum Untried {
     Exclusive,
 }
 
-/// What works on a device, or why not.
+/// Results of a trial of a device: each, or why it does not work.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct CudaTried {
     pub(super) kernel: Result<(), String>,

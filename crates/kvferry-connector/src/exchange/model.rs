@@ -185,7 +185,7 @@ struct Met {
     ends: BTreeMap<&'static str, u64>,
 }
 
-/// What waits for an engine that is stopped, in order.
+/// Events that wait for an engine that is stopped, in order.
 type Waiting = VecDeque<Event>;
 
 struct World<'a> {

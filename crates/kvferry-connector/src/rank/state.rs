@@ -82,7 +82,7 @@ pub(super) struct State {
     pub(super) due: Option<Timestamp>,
     /// When the observer is called by itself.
     pub(super) observer_due: Option<Timestamp>,
-    /// How many [`HeldChanges`] there are.
+    /// Number of [`HeldChanges`].
     held: usize,
     /// Changes meanwhile.
     changes: usize,

@@ -119,7 +119,7 @@ impl Inner {
         state.names.peer(address).and_then(host_of).or_else(literal)
     }
 
-    /// As [`Inner::host_of_engine`]; of a name that is not known any more, one for all such.
+    /// The host of an engine, as [`Inner::host_of_engine`] finds it; names that are not known any more share one.
     pub(super) fn host_named(state: &State, address: &str) -> Origin {
         let unknown = || Origin::from(IpAddr::from(Ipv4Addr::UNSPECIFIED));
         Self::host_of_engine(state, address).unwrap_or_else(unknown)

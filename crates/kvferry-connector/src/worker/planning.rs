@@ -164,7 +164,7 @@ impl Inner {
     ) {
         for ticket in tickets {
             let Some(pending) = state.learning.remove(&ticket) else { continue };
-            // Another engine than the action means is told nothing.
+            // Only the engine that the action means gets a message.
             let is_meant = pending.action.engine().is_none_or(|id| id == pairing.engine);
             let addresses = if is_meant { pairing.addresses.clone() } else { Vec::new() };
             let failure = Failure { addresses, ..failure.clone() };

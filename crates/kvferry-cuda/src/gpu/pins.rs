@@ -223,8 +223,8 @@ impl Pins {
         let is_taken =
             registered.as_ref().is_err_and(|error| error.code() == Some(ALREADY_REGISTERED));
         if is_taken {
-            // SAFETY: only this thread registers the pool's memory, which nobody else has, and it has not registered this
-            // stage. So the registration is of memory that had the address before.
+            // SAFETY: the pool's memory is known to this thread alone, which has not registered this stage. So the
+            // registration is of memory that had the address before.
             let _ = unsafe { HostRegistration::end_stale(&shared.context, span) };
             registered = register();
         }

@@ -1,4 +1,4 @@
-//! What a GPU and its driver do when they are tried, for the doctor.
+//! Trial of a GPU and its driver, for the doctor.
 
 #![allow(unsafe_code, reason = "the driver pins memory that the trial owns")]
 
@@ -17,17 +17,17 @@ const PINS: usize = 16;
 /// Bytes of the GPU's memory that is exported to another process.
 const EXPORTED_BYTES: usize = 2 << 20;
 
-/// What works on a GPU, tried out.
+/// Results of the trial of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Trial {
-    /// Whether the driver compiles the kernel, or why not.
+    /// `Ok` if the driver compiles the kernel, else why not.
     pub kernel: Result<(), String>,
     /// Bytes of host memory that the driver pins in a second, or why it does not pin all that was tried.
     pub pinned_per_second: Result<u64, String>,
     /// Bytes of host memory that the driver has pinned.
     pub pinned_bytes: u64,
-    /// Whether an allocation has a handle for another process, or why not.
+    /// `Ok` if an allocation has a handle for another process, else why not.
     pub ipc: Result<(), String>,
     /// The costs of copies.
     pub costs: CostSource,

@@ -12,7 +12,7 @@ const LEN: usize = 256 << 10;
 const THREAD_LOCAL: c_int = 1;
 const RELAXED: c_int = 2;
 
-/// What the driver has for the calling thread.
+/// State of the calling thread in the driver.
 struct Thread {
     get: unsafe extern "C" fn(*mut usize) -> c_int,
     set: unsafe extern "C" fn(usize) -> c_int,

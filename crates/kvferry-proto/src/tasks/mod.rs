@@ -32,8 +32,8 @@
 //!
 //! # Why tasks are no handoffs
 //!
-//! * **Round trips.** A [handoff](crate::handoff) begins at its consumer: `Consumer::want` sends `Ask`, and an
-//!   `Offer` that nobody asked for has no entry. A sender would have to invite the receiver first: Invite → Ask →
+//! * **Round trips.** A [handoff](crate::handoff) begins at its consumer: `Consumer::want` sends `Ask`, and a
+//!   consumer drops an `Offer` without one. A sender would have to invite the receiver first: Invite → Ask →
 //!   Offer → read → Confirm. Today it is Offer → read → Confirm, one round trip less before the first byte.
 //! * **Wire.** The messages of `kvferry_tasks.h` would change.
 //! * **Ends.** A task that is cancelled, or whose time has passed, while it waits for the answer to its

@@ -188,7 +188,7 @@ impl Device {
         Ok(active != 0)
     }
 
-    /// Whether the device lets only one process have a context at a time.
+    /// True if the device lets only one process have a context at a time.
     ///
     /// # Errors
     /// If the driver refuses, or in a forked child.

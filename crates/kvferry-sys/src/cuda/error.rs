@@ -141,7 +141,7 @@ impl DriverError {
         )
     }
 
-    /// Whether the error, of a call on a context that exists, means that the device is gone. CUDA documents these errors for
+    /// True if the error, of a call on a context that exists, means that the device is gone. CUDA documents these errors for
     /// calls that name a device: there they say that it can't be used now, or is not there, and nothing of a context.
     pub fn is_device_gone(&self) -> bool {
         matches!(
@@ -220,7 +220,7 @@ impl Error {
         matches!(self, Self::Driver(error) if error.is_sticky())
     }
 
-    /// Whether the error, of a call on a context that exists, means that the device can't be used any more.
+    /// True if the error, of a call on a context that exists, means that the device can't be used any more.
     pub fn is_fatal(&self) -> bool {
         matches!(self, Self::Driver(error) if error.is_sticky() || error.is_device_gone())
     }

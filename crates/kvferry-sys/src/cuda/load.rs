@@ -60,7 +60,7 @@ impl Driver {
         DRIVER.get()?.as_ref().ok().filter(|driver| !driver.is_forked())
     }
 
-    /// Whether this process was forked from the one that initialised the driver: then every call fails.
+    /// True if this process was forked from the one that initialised the driver: then every call fails.
     pub fn is_forked(&self) -> bool {
         fd::forked_since(self.forks)
     }
@@ -84,7 +84,7 @@ impl Driver {
         }
     }
 
-    /// Whether a process that this one was forked from is known to have used the driver, or to have begun to load it.
+    /// True if a process that this one was forked from is known to have used the driver, or to have begun to load it.
     pub(crate) fn is_inherited() -> bool {
         let user = USER.load(Ordering::Relaxed);
         user != 0 && user != this_process()

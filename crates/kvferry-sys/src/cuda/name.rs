@@ -6,7 +6,7 @@ use super::load::Driver;
 use std::fmt;
 use std::str::FromStr;
 
-/// What names a device. The same device has other numbers in other processes; UUID and address are the same in all.
+/// A name of a device. The same device has other numbers in other processes; UUID and address are the same in all.
 ///
 /// The text of a name is the number (`1`), the UUID as `nvidia-smi -L` has it (`GPU-…`), or the address on the PCI bus
 /// (`0000:1b:00.0`), each of them also behind `cuda:`.

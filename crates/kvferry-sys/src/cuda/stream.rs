@@ -316,7 +316,7 @@ fn ready(asked: Result<()>) -> Result<bool> {
     }
 }
 
-/// Whether the driver refused because it does not know a handle. Drivers promise no such answer.
+/// True if the driver refused because it does not know a handle. Drivers promise no such answer.
 fn is_unknown(error: &Error) -> bool {
     error.code() == Some(CUDA_ERROR_INVALID_HANDLE)
 }

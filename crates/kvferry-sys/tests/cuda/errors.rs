@@ -1,4 +1,4 @@
-//! What an error of the driver means.
+//! Meaning of the driver's errors.
 
 use kvferry_sys::cuda::{DriverError, Error};
 

@@ -361,7 +361,7 @@ fn inode_at(pid: u32, addr: u64) -> u64 {
     line.split_whitespace().nth(4).and_then(|inode| inode.parse().ok()).expect("an inode")
 }
 
-/// Whether this process has a descriptor of the file.
+/// True if this process has a descriptor of the file.
 #[cfg(debug_assertions)]
 fn is_open(inode: u64) -> bool {
     use std::os::unix::fs::MetadataExt;
