@@ -6,7 +6,7 @@ import ctypes
 import gc
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -14,34 +14,13 @@ from uuid import UUID
 import kvferry
 import pytest
 from fake_gpu import COMPUTE, LIBRARY, Array, Driver, Event, Stream
+from gpu_fixtures import driver, far, loaded, no_session_ends_by_silence
 from kit import NEVER, PATIENCE, eventually, run_python
+
+__all__ = ["driver", "far", "loaded", "no_session_ends_by_silence"]
 
 NBYTES = 1 << 18
 BLOCK = 4096
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Driver:
-    assert LIBRARY.exists(), f"{LIBRARY} is missing: make test-wheel"
-    return Driver()
-
-
-@pytest.fixture
-def driver(loaded: Driver) -> Iterator[Driver]:
-    yield loaded
-    loaded.hold(0)
-    assert loaded.findings() == ""
-
-
-@pytest.fixture(autouse=True)
-def _no_session_ends_by_silence(_settings_come_from_the_tests: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFERRY_SILENCE_MS", str(int(NEVER * 1000)))
-
-
-@pytest.fixture
-def far() -> Iterator[kvferry.Agent]:
-    with kvferry.Agent("far", listen="127.0.0.1:0") as far:
-        yield far
 
 
 def test_a_write_and_a_read_of_gpu_memory_move_its_bytes(

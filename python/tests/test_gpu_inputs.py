@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -11,34 +11,13 @@ from typing import Any
 import kvferry
 import pytest
 from fake_gpu import COMPUTE, LIBRARY, Array, Driver, Event, Stream
-from kit import NEVER, PATIENCE, run_python
+from gpu_fixtures import driver, far, loaded, no_session_ends_by_silence
+from kit import PATIENCE, run_python
+
+__all__ = ["driver", "far", "loaded", "no_session_ends_by_silence"]
 
 NBYTES = 1 << 16
 NO_ALLOCATION = "name bytes of one allocation"
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Driver:
-    assert LIBRARY.exists(), f"{LIBRARY} is missing: make test-wheel"
-    return Driver()
-
-
-@pytest.fixture
-def driver(loaded: Driver) -> Iterator[Driver]:
-    yield loaded
-    loaded.hold(0)
-    assert loaded.findings() == ""
-
-
-@pytest.fixture(autouse=True)
-def _no_session_ends_by_silence(_settings_come_from_the_tests: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFERRY_SILENCE_MS", str(int(NEVER * 1000)))
-
-
-@pytest.fixture
-def far() -> Iterator[kvferry.Agent]:
-    with kvferry.Agent("far", listen="127.0.0.1:0") as far:
-        yield far
 
 
 def refused(agent: kvferry.Agent, address: int, nbytes: int) -> str:
