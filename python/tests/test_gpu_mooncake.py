@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from fake_gpu import COMPUTE, LIBRARY, Array, Driver, Stream
+from gpu_fixtures import driver, loaded
 from kit import Child
 from kvferry.mooncake import TransferEngine, TransferOpcode
 
+__all__ = ["driver", "loaded"]
+
 NBYTES = 1 << 16
 LAYERS = 4
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Driver:
-    return Driver()
-
-
-@pytest.fixture
-def driver(loaded: Driver) -> Iterator[Driver]:
-    yield loaded
-    loaded.hold(0)
-    assert loaded.findings() == ""
 
 
 def engine() -> TransferEngine:
